@@ -1,0 +1,83 @@
+"""Gives requests their share of the paged cache, finds prompts that begin like earlier ones, and takes blocks back.
+
+This room must not know about steps, budgets or devices: the scheduler asks, the answer is block numbers.
+"""
+
+from nanovllm_core.cache.block_pool import BlockPool
+from nanovllm_core.cache.prefix import PrefixHasher
+from nanovllm_core.config import PrefixHash
+from nanovllm_core.request import Request
+
+
+class CacheManager:
+    """The block table of every request that has one."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool, prefix_hash: PrefixHash, watermark: float
+    ):
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._hasher = PrefixHasher(prefix_hash, block_size) if prefix_caching else None
+        self._watermark_blocks = int(num_blocks * watermark)
+
+    def admit(self, request: Request, *, keep_watermark: bool) -> bool:
+        """Give a request that holds nothing the blocks of all its known tokens, cached ones where the prefix matches.
+
+        On success `num_computed_tokens` says what need not be computed again. The last token is always computed, since
+        its logits are wanted. keep_watermark: leave the watermark's share of blocks alone.
+        """
+        hits = self._longest_prefix(request)
+        needed = self._blocks_for(len(request.token_ids)) - len(hits)
+        revived = sum(1 for block in hits if self.pool.refs(block) == 0)
+        spare = self._watermark_blocks if keep_watermark else 0
+        if needed + revived + spare > self.pool.num_free:
+            return False
+        for block in hits:
+            self.pool.acquire(block)
+        request.block_ids = hits + self.pool.allocate(needed)
+        request.num_committed_blocks = len(hits)
+        request.num_computed_tokens = len(hits) * self.block_size
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """See to it that `request` has blocks for `num_tokens` tokens; False, and nothing changed, when it can't be."""
+        needed = self._blocks_for(num_tokens) - len(request.block_ids)
+        if needed > self.pool.num_free:
+            return False
+        if needed > 0:
+            request.block_ids += self.pool.allocate(needed)
+        return True
+
+    def commit(self, request: Request, num_computed: int) -> None:
+        """Let later prompts find the full blocks among the first `num_computed` tokens, whose step has ended."""
+        full = num_computed // self.block_size
+        if self._hasher is None or full <= request.num_committed_blocks:
+            return
+        self._hasher.extend(request)
+        for index in range(request.num_committed_blocks, full):
+            self.pool.register(request.block_ids[index], request.block_hashes[index])
+        request.num_committed_blocks = full
+
+    def release(self, request: Request) -> None:
+        """Take back everything that `request` holds."""
+        # Last block first: whoever comes back later matches from the front.
+        self.pool.release(reversed(request.block_ids))
+        request.block_ids = []
+        request.num_committed_blocks = 0
+
+    def _longest_prefix(self, request: Request) -> list[int]:
+        hits: list[int] = []
+        if self._hasher is None:
+            return hits
+        self._hasher.extend(request)
+        most = (len(request.token_ids) - 1) // self.block_size
+        for block_hash in request.block_hashes[:most]:
+            block = self.pool.lookup(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

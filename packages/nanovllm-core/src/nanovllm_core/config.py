@@ -1,0 +1,148 @@
+"""What the engine may be told, and how it is made definite.
+
+`EngineConfig` is what a user asks for, with `None` where the engine is to choose. `resolve` turns it, once, into a
+`ResolvedConfig` in which every field has a value; everything else reads that. This room must not know models,
+tensors on a device or requests: it sees only numbers that its caller looked up.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Device = Literal["cpu", "cuda"]
+AttentionBackend = Literal["torch", "triton"]
+PrefixHash = Literal["fast", "sha256"]
+
+PAGE_SIZES = (16, 32, 64)
+GIB = 1 << 30
+
+
+class ConfigError(ValueError):
+    """A setting that can't be honoured; the message names it, its value and what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. `None` means: choose for me.
+
+    device: where the model runs; by default CUDA when there is a GPU.
+    dtype: of weights and activations; by default the checkpoint's own.
+    max_model_len: most tokens (prompt + output) a request may hold; by default what the model was trained for, less
+        when the cache is smaller than that.
+    max_num_seqs: most requests running at once.
+    max_num_batched_tokens: the token budget of one step.
+    block_size: tokens a KV block holds: 16, 32 or 64.
+    num_blocks: blocks in the KV cache; by default as many as memory allows (see the next two).
+    gpu_memory_utilization: share of the GPU's memory that weights, activations and cache may use together.
+    cpu_cache_gib: size of the KV cache when the model runs on the CPU, in GiB.
+    prefix_caching: keep full blocks of finished requests for later prompts that begin the same.
+    prefix_hash: "fast", or "sha256" when tenants who don't trust each other share the server.
+    watermark: share of the blocks kept free when a new request is admitted, so that running ones can grow.
+    depth: steps in flight at once: 2 hides the host behind the device, 1 is for debugging.
+    seed: the base of the seeds of requests that bring none.
+    attention_backend: by default the fastest that the device has.
+    """
+
+    device: Device | None = None
+    dtype: torch.dtype | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_cache_gib: float = 2.0
+    prefix_caching: bool = True
+    prefix_hash: PrefixHash = "fast"
+    watermark: float = 0.01
+    depth: Literal[1, 2] = 2
+    seed: int = 0
+    attention_backend: AttentionBackend | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """`EngineConfig` with every choice made, but for what must wait for a look at the memory.
+
+    may_shorten: nobody asked for this `max_model_len`, so it may be lowered to what the cache holds.
+    """
+
+    device: Device
+    dtype: torch.dtype
+    max_model_len: int
+    may_shorten: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int | None
+    gpu_memory_utilization: float
+    cpu_cache_gib: float
+    prefix_caching: bool
+    prefix_hash: PrefixHash
+    watermark: float
+    depth: Literal[1, 2]
+    seed: int
+    attention_backend: AttentionBackend
+
+
+def resolve(config: EngineConfig, *, max_position: int, model_dtype: torch.dtype, has_cuda: bool) -> ResolvedConfig:
+    """Make every choice that `config` leaves open, and refuse what can't be honoured.
+
+    max_position: the longest sequence that the model knows positions for, in tokens.
+    model_dtype: the dtype of the model's checkpoint.
+    has_cuda: whether this machine has a usable GPU.
+    Raises ConfigError.
+    """
+    device: Device = config.device or ("cuda" if has_cuda else "cpu")
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("device 'cuda' was asked for, but no usable NVIDIA GPU was found: use device 'cpu'")
+    backend: AttentionBackend = config.attention_backend or ("triton" if device == "cuda" else "torch")
+    if backend == "triton" and device == "cpu":
+        raise ConfigError("attention_backend 'triton' needs a GPU: use 'torch' with device 'cpu'")
+
+    max_model_len = max_position if config.max_model_len is None else config.max_model_len
+    _require(1 <= max_model_len <= max_position, "max_model_len", max_model_len, f"1..{max_position}, as the model has")
+    max_num_seqs = config.max_num_seqs or (256 if device == "cuda" else 64)
+    _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
+    budget = config.max_num_batched_tokens or max(8192 if device == "cuda" else 1024, max_num_seqs + config.block_size)
+    # Below this a full house of decodes would leave no room for one block of a prefill, which would then never run.
+    least_budget = max_num_seqs + config.block_size
+    _require(
+        budget >= least_budget,
+        "max_num_batched_tokens",
+        budget,
+        f"at least max_num_seqs + block_size = {least_budget}",
+    )
+    _require(config.block_size in PAGE_SIZES, "block_size", config.block_size, f"one of {PAGE_SIZES}")
+    _require(config.num_blocks is None or config.num_blocks >= 2, "num_blocks", config.num_blocks, "at least 2")
+    utilization = config.gpu_memory_utilization
+    _require(0 < utilization <= 1, "gpu_memory_utilization", utilization, "above 0 and at most 1")
+    _require(config.cpu_cache_gib > 0, "cpu_cache_gib", config.cpu_cache_gib, "above 0")
+    _require(0 <= config.watermark < 1, "watermark", config.watermark, "at least 0 and below 1")
+    _require(config.depth in (1, 2), "depth", config.depth, "1 or 2")
+    dtype = config.dtype or model_dtype
+    _require(dtype in (torch.float32, torch.bfloat16, torch.float16), "dtype", dtype, "float32, bfloat16 or float16")
+    return ResolvedConfig(
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        may_shorten=config.max_model_len is None,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        gpu_memory_utilization=utilization,
+        cpu_cache_gib=config.cpu_cache_gib,
+        prefix_caching=config.prefix_caching,
+        prefix_hash=config.prefix_hash,
+        watermark=config.watermark,
+        depth=config.depth,
+        seed=config.seed,
+        attention_backend=backend,
+    )
+
+
+def _require(holds: bool, name: str, value: object, right: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} is {value}, but must be {right}")

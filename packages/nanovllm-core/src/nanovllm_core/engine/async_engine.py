@@ -1,0 +1,64 @@
+"""The engine in this process: the loop as a task, and its outputs as async iterators."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from nanovllm_core.config import EngineConfig, resolve
+from nanovllm_core.engine.engine import Engine
+from nanovllm_core.engine.loop import EngineLoop
+from nanovllm_core.engine.status import EngineStats
+from nanovllm_core.model import ModelSpec
+from nanovllm_core.request import Request, RequestOutput
+
+_log = logging.getLogger(__name__)
+
+
+async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
+    """Resolve `config` against the model and this machine, and build what serves it."""
+    resolved = resolve(
+        config, max_position=spec.max_position, model_dtype=spec.dtype, has_cuda=torch.cuda.is_available()
+    )
+    return await EngineLoop.build(spec, resolved)
+
+
+class AsyncEngine(Engine):
+    """An engine on the running event loop. Make it with `start`."""
+
+    def __init__(self, loop: EngineLoop):
+        super().__init__(loop.info)
+        self._loop = loop
+        self._task = asyncio.create_task(self._run())
+
+    @classmethod
+    async def start(cls, spec: ModelSpec, config: EngineConfig | None = None) -> "AsyncEngine":
+        """Load the model, size the cache, start the loop. Raises ConfigError, and whatever `spec.build` raises."""
+        return cls(await build_loop(spec, config or EngineConfig()))
+
+    async def stop(self) -> None:
+        """End the loop after the steps in flight; requests still running get an EngineDeadError."""
+        self._loop.stop()
+        await self._task
+
+    async def _run(self) -> None:
+        reason = "the engine was stopped"
+        try:
+            await self._loop.run(self._emit)
+        except Exception as error:  # noqa: BLE001 (passed on to everyone who waits)
+            _log.exception("the engine failed")
+            reason = f"the engine failed: {type(error).__name__}: {error}"
+        finally:
+            self._die(reason)
+
+    def _emit(self, outputs: Sequence[RequestOutput], stats: EngineStats) -> None:
+        self.stats = stats
+        self._streams.dispatch(outputs)
+
+    def _submit(self, request: Request) -> None:
+        self._loop.submit(replace(request, token_ids=list(request.token_ids)))
+
+    def _abort(self, request_id: str) -> None:
+        self._loop.abort(request_id)

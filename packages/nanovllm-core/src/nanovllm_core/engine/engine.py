@@ -1,0 +1,88 @@
+"""The face of an engine, whether it runs in this process or in its own.
+
+This room must not know how a request travels; the subclasses do.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+
+from nanovllm_core.engine.status import EngineDeadError, EngineInfo, EngineStats
+from nanovllm_core.engine.streams import RequestStreams
+from nanovllm_core.request import Request, RequestError, RequestOutput
+
+
+def check_request(request: Request, info: EngineInfo) -> None:
+    """Refuse a request that the engine could never serve. Raises RequestError, which names the field."""
+    if not request.token_ids:
+        raise RequestError("prompt", "the prompt is empty: it needs at least one token")
+    if min(request.token_ids) < 0 or max(request.token_ids) >= info.vocab_size:
+        raise RequestError("prompt", f"the prompt's token ids must be from 0 to {info.vocab_size - 1}")
+    if request.num_prompt_tokens >= info.max_model_len:
+        raise RequestError(
+            "prompt",
+            f"the prompt has {request.num_prompt_tokens} tokens, but the context holds {info.max_model_len}, of which "
+            "at least one must be left for the answer",
+        )
+    sampling = request.sampling
+    sampling.validate(info.vocab_size)
+    room = info.max_model_len - request.num_prompt_tokens
+    if sampling.max_tokens is not None and sampling.max_tokens > room:
+        raise RequestError(
+            "max_tokens",
+            f"max_tokens is {sampling.max_tokens}, but after a prompt of {request.num_prompt_tokens} tokens the "
+            f"context of {info.max_model_len} has room for {room}",
+        )
+
+
+class Engine(ABC):
+    """What every engine offers. One must be started by its class's own constructor coroutine."""
+
+    def __init__(self, info: EngineInfo):
+        self.info = info
+        self.stats = EngineStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
+        self.dead: str | None = None
+        self._streams = RequestStreams()
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that this engine could never serve. Raises RequestError, which names the field."""
+        check_request(request, self.info)
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Serve one request and yield what each step makes; the last output has a finish_reason.
+
+        Closing the generator early aborts the request. Raises RequestError, and EngineDeadError when the engine has
+        died or dies meanwhile.
+        """
+        self.check(request)
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        stream = self._streams.open(request.id)
+        finished = False
+        try:
+            self._submit(request)
+            while not finished:
+                output = await stream.get()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            self._streams.close(request.id)
+            if not finished and self.dead is None:
+                self._abort(request.id)
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End the engine; requests still running get an EngineDeadError."""
+
+    @abstractmethod
+    def _submit(self, request: Request) -> None:
+        """Send a checked request on its way."""
+
+    @abstractmethod
+    def _abort(self, request_id: str) -> None:
+        """Have a request ended, if it still runs."""
+
+    def _die(self, reason: str) -> None:
+        """Refuse everything from now on, and fail what is waiting."""
+        if self.dead is None:
+            self.dead = reason
+            self._streams.fail_all(reason)

@@ -1,0 +1,157 @@
+"""The one loop: plan a step, launch it, and take in an older one while it runs.
+
+Scheduling and bookkeeping happen on the event loop's thread; launching, and with it all of torch, on a thread of its
+own; waiting for a GPU on a third. Up to `depth` steps are in flight; depth 1 is the same loop. This room must not know
+who sends requests or where outputs go.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.engine.status import EngineInfo, EngineStats
+from nanovllm_core.execution.runner import Runner
+from nanovllm_core.execution.sampler import StepHandle
+from nanovllm_core.model import ModelSpec
+from nanovllm_core.request import Request, RequestOutput
+from nanovllm_core.scheduling.scheduler import ScheduledStep, Scheduler
+
+Emit = Callable[[Sequence[RequestOutput], EngineStats], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A launched step and the future of its handle."""
+
+    step: ScheduledStep
+    handle: asyncio.Future[StepHandle]
+
+
+class EngineLoop:
+    """Scheduler and runner, and the task that drives them."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, info: EngineInfo, depth: int, launcher: ThreadPoolExecutor
+    ):
+        self.info = info
+        self._scheduler = scheduler
+        self._runner = runner
+        self._depth = depth
+        self._launcher = launcher
+        self._waiter = ThreadPoolExecutor(1, "nanovllm-wait")
+        self._in_flight: deque[StepInFlight] = deque()
+        self._wake = asyncio.Event()
+        self._stopping = False
+
+    @classmethod
+    async def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "EngineLoop":
+        """Load the model and size the cache, off the event loop. Raises what `Runner` raises."""
+        launcher = ThreadPoolExecutor(1, "nanovllm-launch")
+        try:
+            runner = await asyncio.get_running_loop().run_in_executor(launcher, Runner, spec, config)
+        except BaseException:
+            launcher.shutdown(wait=False)
+            raise
+        cache = CacheManager(
+            runner.num_blocks,
+            config.block_size,
+            prefix_caching=config.prefix_caching,
+            prefix_hash=config.prefix_hash,
+            watermark=config.watermark,
+        )
+        scheduler = Scheduler(
+            cache,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=runner.max_model_len,
+            eos_token_ids=spec.eos_token_ids,
+            seed=config.seed,
+        )
+        info = EngineInfo(
+            model=spec.name,
+            device=runner.device_name,
+            dtype=str(config.dtype).removeprefix("torch."),
+            vocab_size=spec.vocab_size,
+            max_model_len=runner.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            num_blocks=runner.num_blocks,
+            kv_cache_bytes=runner.kv_cache_bytes,
+            prefix_caching=config.prefix_caching,
+            attention_backend=config.attention_backend,
+        )
+        return cls(scheduler, runner, info, config.depth, launcher)
+
+    def submit(self, request: Request) -> None:
+        """Queue a checked request. Raises ValueError when its id is in use."""
+        self._scheduler.add(request)
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is still there; nothing more is emitted for it."""
+        if self._scheduler.abort(request_id):
+            self._wake.set()
+
+    def stop(self) -> None:
+        """Let `run` return once the steps in flight have ended."""
+        self._stopping = True
+        self._wake.set()
+
+    def stats(self) -> EngineStats:
+        """How things stand now."""
+        scheduler, pool = self._scheduler, self._scheduler.cache.pool
+        counters = scheduler.counters
+        return EngineStats(
+            num_requests_running=len(scheduler.running),
+            num_requests_waiting=scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_steps=counters.steps,
+            num_preemptions=counters.preemptions,
+            prefix_cache_queries=counters.prefix_queries,
+            prefix_cache_hits=counters.prefix_hits,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            iteration_tokens=counters.tokens,
+        )
+
+    async def run(self, emit: Emit) -> None:
+        """Serve until `stop`. `emit` gets each step's outputs, and the stats once more when nothing is left to do.
+
+        Raises whatever a step raised; the engine can't go on after that.
+        """
+        try:
+            while not self._stopping:
+                self._fill()
+                if self._in_flight:
+                    emit(await self._complete(), self.stats())
+                else:
+                    emit((), self.stats())
+                    await self._wake.wait()
+                    self._wake.clear()
+            while self._in_flight:
+                await self._complete()
+        finally:
+            self._launcher.shutdown(wait=False, cancel_futures=True)
+            self._waiter.shutdown(wait=False, cancel_futures=True)
+
+    def _fill(self) -> None:
+        loop = asyncio.get_running_loop()
+        while len(self._in_flight) < self._depth and (step := self._scheduler.schedule()) is not None:
+            handle = loop.run_in_executor(self._launcher, self._runner.launch, step.plan)
+            self._in_flight.append(StepInFlight(step, handle))
+
+    async def _complete(self) -> Sequence[RequestOutput]:
+        oldest = self._in_flight.popleft()
+        handle = await oldest.handle
+        if handle.ready:
+            choices = handle.choices()
+        else:
+            choices = await asyncio.get_running_loop().run_in_executor(self._waiter, handle.choices)
+        return self._scheduler.complete(oldest.step, choices)

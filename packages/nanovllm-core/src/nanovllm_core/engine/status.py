@@ -1,0 +1,60 @@
+"""What an engine says of itself: once at its start, and after every step.
+
+This room must not know how the engine comes by any of it.
+"""
+
+from dataclasses import dataclass
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has stopped for good; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What stays the same as long as the engine lives. `num_blocks` counts usable blocks, without the null block."""
+
+    model: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    kv_cache_bytes: int
+    prefix_caching: bool
+    attention_backend: str
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.num_blocks * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot: gauges first, then counters since the start.
+
+    num_free_blocks: blocks that no request holds, whether empty or cached. prefix_cache_queries, prefix_cache_hits: in
+    tokens. iteration_tokens: tokens computed, prompts and decodes alike.
+    """
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    iteration_tokens: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that requests hold, 0..1."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0

@@ -1,0 +1,85 @@
+"""What engine and client say to each other: msgspec structs as MessagePack over ZeroMQ.
+
+Client to engine: Submit, Abort, Stop. Engine to client: Ready or Failed once, then one Step for every step that has
+something for that client, and Dead when the loop fails. This room must not know who listens.
+"""
+
+import msgspec
+
+from nanovllm_core.engine.status import EngineInfo, EngineStats
+from nanovllm_core.request import Request, RequestOutput, SamplingParams
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A client is there and waits for Ready or Failed."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A new request: its sender's part of `Request`."""
+
+    id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str
+    priority: int
+    arrival_time: float
+
+    @classmethod
+    def of(cls, request: Request) -> "Submit":
+        """The message that stands for `request`."""
+        return cls(
+            request.id,
+            request.token_ids,
+            request.sampling,
+            request.cache_salt,
+            request.priority,
+            request.arrival_time,
+        )
+
+    def request(self) -> Request:
+        """The request that this message stands for."""
+        return Request(self.id, self.token_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for this request any more."""
+
+    id: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Let the engine end."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine serves from now on."""
+
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not start. expected: the message alone tells the user what to do, no traceback needed."""
+
+    message: str
+    expected: bool
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """All that one step made for one client, and how things stand."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class Dead(msgspec.Struct, frozen=True, tag=True):
+    """The engine failed; no more will come."""
+
+    reason: str
+
+
+ToEngine = Hello | Submit | Abort | Stop
+ToClient = Ready | Failed | Step | Dead
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_client = msgspec.msgpack.Decoder(ToClient).decode

@@ -1,0 +1,206 @@
+"""The device's memory of running requests: one row each, changed only by the differences that a plan brings.
+
+Tokens, lengths, block tables and sampling settings live on the device, so that a step can start from the tokens of one
+that has not reached the host yet. This room must not know how rows are chosen or what a model does with them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm_core.execution.inputs import Int32Array, upload
+from nanovllm_core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
+from nanovllm_core.scheduling.plan import NewRow, StepPlan
+from nanovllm_kernels.sampling import IN_PROMPT
+
+_FOREVER = np.iinfo(np.int32).max
+# Below this a softmax over bf16 logits has one outcome anyway, and dividing by it would overflow.
+_GREEDY_BELOW = 1e-5
+
+
+class Needs(IntFlag):
+    """What sampling a row takes beyond an argmax. The host keeps this, to leave out what nobody in a batch needs."""
+
+    NOTHING = 0
+    RANDOM = 1
+    FILTER = 2
+    PENALTY = 4
+    BIAS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A plan as the device sees it.
+
+    rows: int32 [num_reqs]. query_start_loc: int32 [num_reqs + 1]. sample_index: int64 [num_samples], which of the
+    requests sample. sample_rows: int64 [num_samples], their rows. needs: of all that sample, together. num_logprobs: of
+    each that samples, -1 for none.
+    """
+
+    rows: Tensor
+    query_start_loc: Tensor
+    sample_index: Tensor
+    sample_rows: Tensor
+    needs: Needs
+    num_logprobs: list[int]
+
+
+class RequestTable:
+    """Rows 0..num_rows-1.
+
+    Tensors: tokens int32 [rows, max_model_len + 1]; num_computed int32 [rows]; block_table int32 [rows, max_blocks];
+    temperature, top_p, min_p, presence, frequency, repetition float32 [rows]; top_k int32 [rows]; seeds int64 [rows];
+    counts int32 [rows, vocab] as `nanovllm_kernels.sampling.apply_penalties` reads them; bias_ids, bias_values,
+    bias_until [rows, entries] as `apply_bias` does.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int, eos_count: int, device: torch.device
+    ):
+        self.device = device
+        self.vocab_size = vocab_size
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        # One column more than a request can have, for the token that a finished one still samples in flight.
+        self.tokens = zeros(num_rows, max_model_len + 1)
+        self.num_computed = zeros(num_rows)
+        self.block_table = zeros(num_rows, -(-max_model_len // block_size))
+        self._floats = zeros(6, num_rows, dtype=torch.float32)
+        self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
+        self.top_k = zeros(num_rows)
+        self.seeds = zeros(num_rows, dtype=torch.int64)
+        self.counts = zeros(num_rows, vocab_size)
+        num_biases = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + eos_count
+        self.bias_ids = zeros(num_rows, num_biases)
+        self.bias_values = zeros(num_rows, num_biases, dtype=torch.float32)
+        self.bias_until = zeros(num_rows, num_biases)
+        self._needs = np.zeros(num_rows, np.uint8)
+        self._num_logprobs = np.full(num_rows, -1, np.int64)
+
+    def apply(self, plan: StepPlan) -> StepInputs:
+        """Bring the rows up to date with `plan`, in one upload, and return what its step works on."""
+        scheduled = plan.scheduled
+        rows = np.fromiter((entry.row for entry in scheduled), np.int32, len(scheduled))
+        lengths = np.fromiter((entry.num_tokens for entry in scheduled), np.int32, len(scheduled))
+        query_start_loc = np.zeros(len(scheduled) + 1, np.int32)
+        np.cumsum(lengths, out=query_start_loc[1:])
+        samples = np.fromiter((entry.samples for entry in scheduled), np.bool_, len(scheduled))
+        sample_index = np.flatnonzero(samples).astype(np.int32)
+        sample_rows = rows[sample_index]
+
+        arrays = [rows, query_start_loc, sample_index, sample_rows, *self._block_diffs(plan)]
+        if plan.new_rows:
+            self._remember(plan.new_rows)
+            arrays += self._row_diffs(plan.new_rows)
+        there = upload(arrays, self.device)
+        at, values = there[4:6]
+        if plan.new_blocks:
+            self.block_table.view(-1)[at.long()] = values
+        if plan.new_rows:
+            self._write_rows(there[6:])
+            self._write_special(plan.new_rows)
+        return StepInputs(
+            rows=there[0],
+            query_start_loc=there[1],
+            sample_index=there[2].long(),
+            sample_rows=there[3].long(),
+            needs=Needs(int(np.bitwise_or.reduce(self._needs[sample_rows], initial=0))),
+            num_logprobs=self._num_logprobs[sample_rows].tolist(),
+        )
+
+    def _remember(self, new_rows: Sequence[NewRow]) -> None:
+        for new in new_rows:
+            logprobs = new.sampling.logprobs
+            self._needs[new.row] = _needs_of(new.sampling)
+            self._num_logprobs[new.row] = -1 if logprobs is None else logprobs
+
+    def _block_diffs(self, plan: StepPlan) -> list[Int32Array]:
+        width = self.block_table.shape[1]
+        at = [np.arange(len(new.block_ids), dtype=np.int32) + (new.row * width + new.start) for new in plan.new_blocks]
+        values = [np.asarray(new.block_ids, np.int32) for new in plan.new_blocks]
+        return [_joined(at), _joined(values)]
+
+    def _row_diffs(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
+        width = self.tokens.shape[1]
+        samplings = [new.sampling for new in new_rows]
+        floats = np.array(
+            [
+                [s.temperature if s.temperature >= _GREEDY_BELOW else 0.0 for s in samplings],
+                [s.top_p for s in samplings],
+                [s.min_p for s in samplings],
+                [s.presence_penalty for s in samplings],
+                [s.frequency_penalty for s in samplings],
+                [s.repetition_penalty for s in samplings],
+            ],
+            np.float32,
+        )
+        return [
+            np.array([new.row for new in new_rows], np.int32),
+            np.array([new.num_computed_tokens for new in new_rows], np.int32),
+            np.array([min(s.top_k, self.vocab_size) for s in samplings], np.int32),
+            np.array([new.seed for new in new_rows], np.int64).view(np.int32),
+            floats.reshape(-1).view(np.int32),
+            _joined([np.arange(len(new.token_ids), dtype=np.int32) + new.row * width for new in new_rows]),
+            _joined([np.asarray(new.token_ids, np.int32) for new in new_rows]),
+        ]
+
+    def _write_rows(self, there: Sequence[Tensor]) -> None:
+        rows, num_computed, top_k, seeds, floats, token_at, token_ids = there
+        rows = rows.long()
+        self.num_computed[rows] = num_computed
+        self.top_k[rows] = top_k
+        self.seeds[rows] = seeds.view(torch.int64)
+        self._floats[:, rows] = floats.view(torch.float32).view(6, -1)
+        self.tokens.view(-1)[token_at.long()] = token_ids
+
+    def _write_special(self, new_rows: Sequence[NewRow]) -> None:
+        """The tables that few requests need: token counts and biases. One upload for each that does, at its start."""
+        for new in new_rows:
+            needs = self._needs[new.row]
+            if needs & Needs.PENALTY:
+                self._write_counts(new)
+            if needs & Needs.BIAS:
+                self._write_bias(new)
+
+    def _write_counts(self, new: NewRow) -> None:
+        tokens = np.asarray(new.token_ids, np.int32)
+        prompt, output = upload([tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]], self.device)
+        counts = self.counts[new.row]
+        counts.zero_()
+        counts.index_add_(0, output, torch.ones_like(output))
+        counts[prompt.long()] |= IN_PROMPT
+
+    def _write_bias(self, new: NewRow) -> None:
+        bias, stop = new.sampling.logit_bias, new.stop_ids if new.sampling.min_tokens else ()
+        ids = np.array([*bias, *stop], np.int32)
+        values = np.array([*bias.values(), *(-np.inf for _ in stop)], np.float32)
+        until = np.full(len(ids), _FOREVER, np.int32)
+        until[len(bias) :] = new.num_prompt_tokens + new.sampling.min_tokens
+        there = upload([ids, values.view(np.int32), until], self.device)
+        self.bias_until[new.row].zero_()
+        self.bias_ids[new.row, : len(ids)] = there[0]
+        self.bias_values[new.row, : len(ids)] = there[1].view(torch.float32)
+        self.bias_until[new.row, : len(ids)] = there[2]
+
+
+def _needs_of(sampling: SamplingParams) -> Needs:
+    needs = Needs.NOTHING
+    if sampling.temperature >= _GREEDY_BELOW:
+        needs |= Needs.RANDOM
+        if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
+            needs |= Needs.FILTER
+    if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1:
+        needs |= Needs.PENALTY
+    if sampling.logit_bias or sampling.min_tokens:
+        needs |= Needs.BIAS
+    return needs
+
+
+def _joined(arrays: Sequence[Int32Array]) -> Int32Array:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)

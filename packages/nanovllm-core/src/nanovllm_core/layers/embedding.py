@@ -1,0 +1,82 @@
+"""Token ids to vectors and vectors to logits, the vocabulary split over ranks.
+
+This room must not know what the tokens mean.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_core.layers.weights import Slot, WeightedModule, copy_rows, fill_normal
+from nanovllm_core.model import BuildContext
+from nanovllm_kernels.gemm import PackedWeight, linear, pack_linear
+
+
+class VocabEmbedding(WeightedModule):
+    """A table of one vector a token: [T] -> [T, hidden_size], each rank holding an even share of the tokens.
+
+    Raises ValueError when the ranks can't share the vocabulary evenly.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext):
+        super().__init__(build)
+        self._parallel = build.parallel
+        self._shape = (vocab_size, hidden_size)
+        self._share = build.parallel.share(vocab_size, "vocab_size")
+        self.weight = self.allocate(self._share, hidden_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[T] integers -> [T, hidden_size]."""
+        if self._parallel.size == 1:
+            return functional.embedding(input_ids, self.weight)
+        local = input_ids - self._parallel.rank * self._share
+        elsewhere = (local < 0) | (local >= self._share)
+        vectors = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self._parallel.all_reduce(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        """The table."""
+        first = self._parallel.rank * self._share
+        yield f"{name}.weight", Slot(self._shape, copy_rows(self.weight, slice(first, first + self._share)))
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Normal vectors."""
+        fill_normal(self.weight, generator)
+
+
+class LMHead(WeightedModule):
+    """Hidden states to logits: [n, hidden_size] -> [n, vocab_size], gathered over ranks.
+
+    tied: the embedding whose table this head uses, if it has none of its own. Storage is shared, save on a CPU where
+    the head's packed copy is worth its memory: the whole of it is read for every step.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabEmbedding | None = None):
+        super().__init__(build)
+        self._parallel = build.parallel
+        self._shape = (vocab_size, hidden_size)
+        self._share = build.parallel.share(vocab_size, "vocab_size")
+        self._is_tied = tied is not None
+        plain = self.allocate(self._share, hidden_size) if tied is None else tied.weight
+        self.weight = PackedWeight(plain, blocked=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] -> [n, vocab_size]."""
+        return self._parallel.all_gather(linear(hidden, self.weight))
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        """The weight, unless it is the embedding's."""
+        if not self._is_tied:
+            mine = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
+            yield f"{name}.weight", Slot(self._shape, copy_rows(self.weight.data, mine))
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Normal weights, unless they are the embedding's."""
+        if not self._is_tied:
+            fill_normal(self.weight.data, generator)
+
+    def finish(self) -> None:
+        """Pack the weight where that pays."""
+        self.weight = pack_linear(self.weight.data)

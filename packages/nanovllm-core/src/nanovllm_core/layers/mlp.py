@@ -1,0 +1,24 @@
+"""The gated feed-forward layer (SwiGLU, Shazeer 2020, https://arxiv.org/abs/2002.05202).
+
+This room must not know what is around it.
+"""
+
+from torch import Tensor, nn
+
+from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.model import BuildContext
+from nanovllm_kernels.elementwise import silu_and_mul
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one matmul, named as checkpoints do."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, build: BuildContext, *, bias: bool = False):
+        super().__init__()
+        parts = (Part("gate_proj", intermediate_size, bias), Part("up_proj", intermediate_size, bias))
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, build)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, build, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))

@@ -1,0 +1,39 @@
+"""Normalisation, alone or with the residual addition before it.
+
+This room must not know what it normalises.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.layers.weights import Slot, WeightedModule
+from nanovllm_core.model import BuildContext
+from nanovllm_kernels.elementwise import add_rms_norm, rms_norm
+
+
+class RMSNorm(WeightedModule):
+    """Root mean square normalisation over the last dimension (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float, build: BuildContext):
+        super().__init__(build)
+        self.eps = eps
+        self.weight = self.allocate(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, size] -> [T, size]."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum, the new residual. Either input may be overwritten."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        """The weight, whole on every rank."""
+        yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Ones, as norms begin."""
+        del generator
+        self.weight.fill_(1.0)

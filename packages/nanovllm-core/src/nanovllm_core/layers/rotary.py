@@ -1,0 +1,53 @@
+"""Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864) as one table.
+
+This room must not know who rotates by it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """How Llama 3.1 stretches its context: slow frequencies by `factor`, fast ones not, those between smoothly.
+
+    A frequency is slow when its wavelength exceeds original_max_position / low_freq_factor, fast when it is below
+    original_max_position / high_freq_factor. (Llama team 2024, https://arxiv.org/abs/2407.21783, and its model code.)
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryConfig:
+    """theta: the base of the frequencies. scaling: None for none."""
+
+    theta: float
+    scaling: Llama3Scaling | None = None
+
+
+def rotary_table(config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device) -> Tensor:
+    """Cosines, then sines, of every position's angles: float32 [max_position, rotary_dim] on `device`.
+
+    Computed on the CPU whatever the device, so that all ranks and all machines rotate by the same table.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    frequencies = 1.0 / config.theta**exponents
+    if config.scaling is not None:
+        frequencies = _scaled(frequencies, config.scaling)
+    angles = torch.arange(max_position, dtype=torch.float32).unsqueeze(1) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+
+
+def _scaled(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    periods = scaling.original_max_position * frequencies / (2 * math.pi)
+    # 0 for slow frequencies, 1 for fast ones.
+    keep = ((periods - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)

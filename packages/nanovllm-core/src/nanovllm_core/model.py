@@ -1,0 +1,93 @@
+"""What the engine asks of a model. Any object that answers to these protocols can be served.
+
+This room must not know any architecture, file format or schedule.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.config import AttentionBackend
+from nanovllm_core.parallel import ParallelContext
+
+
+class PagedSpec(NamedTuple):
+    """The KV cache that one attention layer wants, per rank."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+class KVCache(NamedTuple):
+    """One layer's paged cache: keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What one forward pass needs to know of its batch: requests one after another, decodes first.
+
+    query_start_loc: int32 [num_reqs + 1], where each request's tokens begin.
+    seq_lens: int32 [num_reqs], tokens each will have in the cache after this pass.
+    block_tables: int32 [num_reqs, max_blocks], the cache blocks of each, in order.
+    slot_mapping: int64 [num_tokens], the cache slot (block * block_size + offset) each token's key and value go to.
+    kv_caches: one a PagedSpec, in the order of `CausalLM.cache_specs`.
+    num_decodes: how many leading requests have one token. max_query_len, max_seq_len: over the whole batch.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    kv_caches: tuple[KVCache, ...]
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    attention_backend: AttentionBackend
+
+
+class CausalLM(Protocol):
+    """A language model on its device, weights loaded."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Hidden states [num_tokens, hidden] of int32 `input_ids` [num_tokens] at int64 `positions` [num_tokens]."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks."""
+        ...
+
+    def cache_specs(self) -> tuple[PagedSpec, ...]:
+        """What each attention layer wants cached, in layer order; all of them share one block table."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """Where and how a model is to be built."""
+
+    device: torch.device
+    dtype: torch.dtype
+    parallel: ParallelContext
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model that the engine can build: everything it must know beforehand, and how to get it.
+
+    vocab_size: rows of the logits. max_position: longest sequence. dtype: the checkpoint's. eos_token_ids: ids that end
+    a sequence. build: makes the model, weights included, in the process that will run it; a module-level function or a
+    functools.partial of one, since the spec may travel to that process by pickle.
+    """
+
+    name: str
+    vocab_size: int
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    build: Callable[[BuildContext], CausalLM]

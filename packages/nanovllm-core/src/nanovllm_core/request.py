@@ -1,0 +1,185 @@
+"""A request: what its sender asked for, what the engine knows of it, and what comes back.
+
+This room must not know how requests are scheduled, where their cache lies or how tokens become text.
+"""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKENS = 64
+# Of what must be above zero; anything smaller would vanish in float32.
+_LEAST = 1e-6
+
+FinishReason = Literal["stop", "length"]
+BlockHash = int | bytes
+
+
+class RequestError(ValueError):
+    """A request that can't be served: `field` is the name of what is wrong with it, the message says what is right."""
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    max_tokens: most tokens to make; None for as many as the context holds.
+    temperature: 0 takes the likeliest token. top_k: 0 for all. top_p, min_p: as in the papers that named them
+        (Holtzman et al. 2020; Nguyen et al. 2024), 1 and 0 for off. Filters come in the order top-k, top-p over what
+        top-k left, and min-p relative to the likeliest.
+    seed: the same seed, prompt and model give the same tokens; None lets the engine draw one.
+    presence_penalty, frequency_penalty: over the output, as OpenAI defines them. repetition_penalty: over prompt and
+        output (Keskar et al. 2019), 1 for off.
+    logit_bias: added to the logits of the given token ids.
+    min_tokens: no end-of-sequence or stop token before that many. ignore_eos: the model's end-of-sequence tokens
+        don't stop it. stop_token_ids: further ids that stop it; like EOS they are part of `new_token_ids`.
+    logprobs: None for none, else how many alternatives to report beside each chosen token (0..20); of the model's own
+        distribution, before penalties and temperature.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict[int, float])
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    def validate(self, vocab_size: int) -> None:
+        """Refuse what no sampler could honour. Raises RequestError, which names the field."""
+        self._validate_numbers()
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError("logit_bias", f"logit_bias may have at most {MAX_LOGIT_BIAS} entries")
+        for token, bias in self.logit_bias.items():
+            _require_int("logit_bias", token, 0, vocab_size - 1)
+            _require_float("logit_bias", bias, -100, 100)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError("stop_token_ids", f"stop_token_ids may have at most {MAX_STOP_TOKENS} entries")
+        for token in self.stop_token_ids:
+            _require_int("stop_token_ids", token, 0, vocab_size - 1)
+
+    def _validate_numbers(self) -> None:
+        _require_float("temperature", self.temperature, 0, 100)
+        _require_float("top_p", self.top_p, _LEAST, 1)
+        _require_float("min_p", self.min_p, 0, 1)
+        _require_float("presence_penalty", self.presence_penalty, -2, 2)
+        _require_float("frequency_penalty", self.frequency_penalty, -2, 2)
+        _require_float("repetition_penalty", self.repetition_penalty, _LEAST, 100)
+        _require_int("top_k", self.top_k, 0, None)
+        _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 1, None)
+        if self.seed is not None:
+            _require_int("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+
+
+def _require_float(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise RequestError(name, f"{name} must be a number from {low:g} to {high:g}, not {value}")
+
+
+def _require_int(name: str, value: int, low: int, high: int | None) -> None:
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(name, f"{name} must be an integer {bounds}, not {value}")
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life. Preemption leads back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence from prompt to last token.
+
+    Its sender fills the first group. The rest belongs to the engine: `num_computed_tokens` chases `num_tokens`, which
+    counts the tokens known to the host and `num_placeholders` more that were sampled on the device and have not
+    reached the host yet.
+
+    id: chosen by the sender, unique among the requests in the engine.
+    token_ids: the prompt; the engine works on a copy, to which it appends what it makes.
+    cache_salt: requests with different salts never share cached blocks.
+    priority: lower is served first; among equals, whoever came first.
+    """
+
+    id: str
+    token_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""
+    priority: int = 0
+    arrival_time: float = 0.0
+
+    num_prompt_tokens: int = field(init=False)
+    status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
+    num_computed_tokens: int = field(init=False, default=0)
+    num_placeholders: int = field(init=False, default=0)
+    num_cached_tokens: int = field(init=False, default=0)
+    steps_in_flight: int = field(init=False, default=0)
+    row: int = field(init=False, default=-1)
+    block_ids: list[int] = field(init=False, default_factory=list[int])
+    block_hashes: list[BlockHash] = field(init=False, default_factory=list[BlockHash])
+    num_committed_blocks: int = field(init=False, default=0)
+    num_preemptions: int = field(init=False, default=0)
+    stop_ids: frozenset[int] = field(init=False, default=frozenset())
+    max_total_tokens: int = field(init=False, default=0)
+    seed: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens there are, those on their way from the device included."""
+        return len(self.token_ids) + self.num_placeholders
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens made so far that the host knows."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the chosen token, and of the likeliest ones, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step made for one request.
+
+    new_token_ids: one, or several when its reader was slow. logprobs: one entry a new token, when asked for.
+    finish_reason: set on the last output. stop_token: the id that ended it, when one did.
+    num_prompt_tokens, num_cached_tokens (prompt tokens found in the prefix cache), num_output_tokens: usage so far.
+    """
+
+    id: str
+    new_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None

@@ -1,0 +1,1 @@
+"""Which requests compute how many tokens in the next step."""

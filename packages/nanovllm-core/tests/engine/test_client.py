@@ -1,0 +1,70 @@
+"""The engine in its own process: the same answers, and clear words when it dies."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from nanovllm_core import ConfigError, EngineClient, EngineConfig, EngineDeadError, Request, SamplingParams
+
+CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=8)
+
+
+def greedy(name: str, prompt: list[int], count: int, **sampling) -> Request:
+    return Request(name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **sampling))
+
+
+async def collect(engine: EngineClient, request: Request) -> list[int]:
+    return [token async for output in engine.generate(request) for token in output.new_token_ids]
+
+
+def pid_of(engine: EngineClient) -> int:
+    return engine._connection._process.pid
+
+
+async def test_the_same_answers_through_the_wire(toy_spec, oracle):
+    engine = await EngineClient.launch(toy_spec(), CONFIG)
+    try:
+        assert engine.info.num_blocks == 64
+        prompts = [[index, 2, 3] for index in range(6)]
+        found = await asyncio.gather(*(collect(engine, greedy(f"r{i}", p, 20)) for i, p in enumerate(prompts)))
+        assert found == [oracle(prompt, 20) for prompt in prompts]
+        request = greedy("p", [1, 2], 3, logprobs=2)
+        assert [len(e.top) async for out in engine.generate(request) for e in out.logprobs] == [2, 2, 2]
+
+        stream = engine.generate(greedy("long", [1, 2, 3], 200))
+        await anext(stream)
+        await stream.aclose()
+        async with asyncio.timeout(10):
+            while engine.stats.num_requests_running or engine.stats.num_free_blocks < 64:
+                await asyncio.sleep(0.01)
+        assert engine.stats.generation_tokens >= 120
+    finally:
+        await engine.stop()
+    assert engine.dead == "the engine was stopped"
+
+
+async def test_a_killed_engine_fails_those_who_wait(toy_spec):
+    engine = await EngineClient.launch(toy_spec(), CONFIG)
+    waiting = asyncio.create_task(collect(engine, greedy("a", [1], 250)))
+    await asyncio.sleep(0.05)
+    os.kill(pid_of(engine), signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"died \(exit code -9\)"):
+        await waiting
+    with pytest.raises(EngineDeadError):
+        await collect(engine, greedy("b", [1], 1))
+    await engine.stop()
+
+
+async def test_a_failing_step_tells_why(toy_spec):
+    engine = await EngineClient.launch(toy_spec("failing"), CONFIG)
+    with pytest.raises(EngineDeadError, match="a poisoned token"):
+        await collect(engine, greedy("a", [96], 2))
+    assert "a poisoned token" in engine.dead
+    await engine.stop()
+
+
+async def test_a_model_that_cannot_be_built_says_so(toy_spec):
+    with pytest.raises(ConfigError, match="^this model can't be built$"):
+        await EngineClient.launch(toy_spec("refusing"), CONFIG)

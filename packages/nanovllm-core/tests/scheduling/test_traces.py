@@ -1,0 +1,229 @@
+"""Random traces of requests through scheduler and cache, on a device that checks what it is told to read."""
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.request import Request, RequestStatus, SamplingParams
+from nanovllm_core.scheduling.plan import StepPlan, TokenChoice
+from nanovllm_core.scheduling.scheduler import Scheduler
+
+VOCAB = 50
+EOS = 0
+
+
+def digest(before: int, token: int) -> int:
+    return hash((before, token, "position"))
+
+
+def next_token(state: int, eos_rate: int) -> int:
+    return EOS if state % 997 < eos_rate else 1 + state % (VOCAB - 1)
+
+
+@dataclass
+class Device:
+    """Rows and cache slots, each slot holding a digest of all tokens up to it: wrong contents can't go unnoticed."""
+
+    block_size: int
+    eos_rate: int
+    slots: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, dict[int, int]] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> list[TokenChoice]:
+        for new in plan.new_rows:
+            self.tokens[new.row] = list(new.token_ids)
+            self.computed[new.row] = new.num_computed_tokens
+            self.tables[new.row] = {}
+        for row, start, blocks in plan.new_blocks:
+            self.tables[row].update(enumerate(blocks, start))
+        choices = []
+        for row, count, samples in plan.scheduled:
+            state = 1
+            end = self.computed[row] + count
+            for position, token in enumerate(self.tokens[row][:end]):
+                state = digest(state, token)
+                slot = self.tables[row][position // self.block_size] * self.block_size + position % self.block_size
+                if position >= self.computed[row]:
+                    self.slots[slot] = state
+                assert self.slots[slot] == state, "a cached block holds another prompt's keys"
+            self.computed[row] = end
+            assert samples == (end == len(self.tokens[row]))
+            if samples:
+                choices.append(TokenChoice(next_token(state, self.eos_rate)))
+                self.tokens[row].append(choices[-1].token)
+        return choices
+
+
+def expected_output(request: Request, limit: int, eos_rate: int) -> list[int]:
+    state, output = 1, []
+    for token in request.token_ids[: request.num_prompt_tokens]:
+        state = digest(state, token)
+    while len(output) < limit:
+        output.append(next_token(state, eos_rate))
+        if output[-1] == EOS and not request.sampling.ignore_eos:
+            break
+        state = digest(state, output[-1])
+    return output
+
+
+def check_ownership(scheduler: Scheduler, requests: list[Request]) -> None:
+    held = Counter(block for request in requests for block in request.block_ids)
+    pool = scheduler.cache.pool
+    for block in range(1, pool.num_blocks + 1):
+        assert pool.refs(block) == held[block]
+    assert pool.num_free == pool.num_blocks - len(held)
+    assert 0 not in held, "the null block was given out"
+    for request in requests:
+        assert len(set(request.block_ids)) == len(request.block_ids)
+
+
+def check_plan(scheduler: Scheduler, plan: StepPlan, decodes: set[int], budget: int) -> None:
+    counts = [entry.num_tokens for entry in plan.scheduled]
+    assert 0 < sum(counts) <= budget
+    assert plan.shape.num_tokens == sum(counts)
+    assert min(counts) >= 1
+    assert counts == sorted(counts, key=lambda count: count != 1), "decodes must come first"
+    rows = [entry.row for entry in plan.scheduled]
+    assert len(set(rows)) == len(rows)
+    if plan.new_rows:
+        assert decodes <= set(rows), "a prefill was admitted while a running decode went without"
+
+
+class Trace:
+    def __init__(self, seed: int):
+        rng = self.rng = random.Random(seed)
+        self.block_size = rng.choice([2, 4, 16])
+        self.eos_rate = rng.choice([0, 30, 200])
+        self.max_model_len = rng.choice([24, 64])
+        per_request = -(-self.max_model_len // self.block_size)
+        num_blocks = per_request * rng.choice([1, 2, 4]) + rng.randrange(3)
+        max_num_seqs = rng.choice([1, 3, 8])
+        self.budget = max_num_seqs + self.block_size + rng.choice([0, 5, 200])
+        self.depth = rng.choice([1, 2, 3])
+        cache = CacheManager(
+            num_blocks,
+            self.block_size,
+            prefix_caching=rng.random() < 0.8,
+            prefix_hash=rng.choice(["fast", "sha256"]),
+            watermark=rng.choice([0, 0.1]),
+        )
+        self.scheduler = Scheduler(
+            cache,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            max_model_len=self.max_model_len,
+            eos_token_ids=[EOS],
+        )
+        self.device = Device(self.block_size, self.eos_rate)
+        self.prefixes = [[rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(2)]
+        self.requests: list[Request] = []
+        self.aborted: set[str] = set()
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.in_flight: deque = deque()
+
+    def submit(self) -> None:
+        rng = self.rng
+        length = rng.randrange(1, self.max_model_len)
+        shared = rng.randrange(length + 1) if rng.random() < 0.6 else 0
+        prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(VOCAB) for _ in range(length - shared)]
+        request = Request(
+            id=f"r{len(self.requests)}",
+            token_ids=prompt,
+            sampling=SamplingParams(
+                max_tokens=rng.choice([None, 1, 2, 20]) if length < self.max_model_len - 20 else None,
+                ignore_eos=rng.random() < 0.2,
+            ),
+            cache_salt=rng.choice(["", "", "tenant"]),
+            priority=rng.choice([0, 0, 0, -1, 1]),
+            arrival_time=float(len(self.requests)),
+        )
+        self.requests.append(request)
+        self.outputs[request.id] = []
+        self.scheduler.add(request)
+
+    def step(self) -> bool:
+        scheduler = self.scheduler
+        while len(self.in_flight) < self.depth:
+            decodes = {
+                request.row
+                for request in scheduler.running
+                if request.num_tokens - request.num_computed_tokens == 1
+                and request.num_tokens < request.max_total_tokens
+            }
+            step = scheduler.schedule()
+            if step is None:
+                break
+            check_plan(scheduler, step.plan, decodes, self.budget)
+            self.in_flight.append((step, self.device.run(step.plan)))
+        if self.in_flight:
+            step, choices = self.in_flight.popleft()
+            for output in scheduler.complete(step, choices):
+                assert output.id not in self.aborted
+                assert output.id not in self.reasons, "an output after the last one"
+                self.outputs[output.id] += output.new_token_ids
+                if output.finish_reason:
+                    self.reasons[output.id] = output.finish_reason
+        check_ownership(scheduler, self.requests)
+        return bool(self.in_flight)
+
+    def abort_one(self) -> None:
+        alive = [request for request in self.requests if request.status is not RequestStatus.FINISHED]
+        if alive:
+            request = self.rng.choice(alive)
+            assert self.scheduler.abort(request.id)
+            self.aborted.add(request.id)
+
+    def run(self) -> None:
+        for _ in range(self.rng.randrange(1, 12)):
+            for _ in range(self.rng.randrange(5)):
+                self.submit()
+            if self.rng.random() < 0.2:
+                self.abort_one()
+            for _ in range(self.rng.randrange(6)):
+                self.step()
+        for _ in range(5000):
+            if not self.step() and not self.scheduler.has_requests:
+                break
+        self.check_end()
+
+    def check_end(self) -> None:
+        scheduler, pool = self.scheduler, self.scheduler.cache.pool
+        assert not scheduler.has_requests
+        assert not scheduler.running
+        assert scheduler.num_waiting == 0
+        assert pool.num_free == pool.num_blocks
+        assert pool.num_cached <= pool.num_free
+        for request in self.requests:
+            assert request.status is RequestStatus.FINISHED
+            assert request.row == -1
+            limit = request.max_total_tokens - request.num_prompt_tokens
+            expected = expected_output(request, limit, self.eos_rate)
+            output = self.outputs[request.id]
+            if request.id in self.aborted:
+                assert output == expected[: len(output)]
+                continue
+            assert output == expected
+            stopped = expected[-1] == EOS and not request.sampling.ignore_eos
+            assert self.reasons[request.id] == ("stop" if stopped else "length")
+
+
+@pytest.mark.parametrize("block_of_seeds", range(8))
+def test_everyone_finishes_and_nothing_is_lost(block_of_seeds: int):
+    preemptions = hits = 0
+    for seed in range(block_of_seeds * 400, (block_of_seeds + 1) * 400):
+        trace = Trace(seed)
+        try:
+            trace.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        preemptions += trace.scheduler.counters.preemptions
+        hits += trace.scheduler.counters.prefix_hits
+    # Otherwise the traces would not have been where it is difficult.
+    assert preemptions > 100
+    assert hits > 1000

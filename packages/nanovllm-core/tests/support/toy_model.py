@@ -1,0 +1,126 @@
+"""A toy model of two layers, as a foreign project would bring it, and an oracle that shares no code with the engine.
+
+A module of its own, on the path, because an engine process must be able to import it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nanovllm_core import BuildContext, ForwardContext, ModelSpec, PagedSpec, ParallelContext
+from nanovllm_core.layers.attention import Heads, attend, qkv_parts
+from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
+from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.rotary import RotaryConfig, rotary_table
+from nanovllm_core.layers.weights import fill_random
+
+VOCAB, HIDDEN, LONGEST, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 97, 64, 256, 4, 2, 16, 2
+EOS = 5
+
+
+class ToyLayer(nn.Module):
+    def __init__(self, build: BuildContext):
+        super().__init__()
+        self.norm = RMSNorm(HIDDEN, 1e-6, build)
+        self.qkv_proj = ColumnParallelLinear(HIDDEN, qkv_parts(HEADS, KV_HEADS, HEAD_DIM, bias=False), build)
+        self.o_proj = RowParallelLinear(HEADS * HEAD_DIM, HIDDEN, build)
+
+
+class ToyLM(nn.Module):
+    def __init__(self, build: BuildContext):
+        super().__init__()
+        self.heads = Heads.of_rank(HEADS, KV_HEADS, HEAD_DIM, build.parallel)
+        self.embed = VocabEmbedding(VOCAB, HIDDEN, build)
+        self.layers = nn.ModuleList(ToyLayer(build) for _ in range(LAYERS))
+        self.head = LMHead(VOCAB, HIDDEN, build)
+        self.cos_sin = rotary_table(RotaryConfig(theta=100.0), HEAD_DIM, LONGEST, build.device)
+        fill_random(self, seed=0)
+        # Large enough that attention, not the last token alone, decides what comes next.
+        self.embed.weight.mul_(50)
+        for layer in self.layers:
+            layer.qkv_proj.weight.data.mul_(8)
+            layer.o_proj.weight.data.mul_(20)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        x = self.embed(input_ids)
+        for index, layer in enumerate(self.layers):
+            q, k, v = self.heads.split(layer.qkv_proj(layer.norm(x)))
+            x = x + layer.o_proj(attend(q, k, v, positions, self.cos_sin, ctx, index))
+        return x
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+    def cache_specs(self) -> tuple[PagedSpec, ...]:
+        return (self.heads.cache_spec,) * LAYERS
+
+
+class FailingLM(ToyLM):
+    """Fails in a step whose batch has a poisoned token; every other step is fine."""
+
+    POISON = 96
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        if bool((input_ids == self.POISON).any()):
+            raise RuntimeError("a poisoned token")
+        return super().forward(input_ids, positions, ctx)
+
+
+def refuse(build: BuildContext) -> ToyLM:
+    raise ValueError("this model can't be built")
+
+
+BUILDERS = {"toy": ToyLM, "failing": FailingLM, "refusing": refuse}
+
+
+def build_toy(kind: str, build: BuildContext) -> ToyLM:
+    with torch.inference_mode():
+        return BUILDERS[kind](build)
+
+
+def toy_spec(kind: str = "toy") -> ModelSpec:
+    return ModelSpec(
+        name="toy",
+        vocab_size=VOCAB,
+        max_position=LONGEST,
+        eos_token_ids=(EOS,),
+        dtype=torch.float32,
+        build=partial(build_toy, kind),
+    )
+
+
+def dense_logits(model: ToyLM, tokens: list[int]) -> Tensor:
+    """Logits after the last of `tokens`, by the textbook: no cache, no pages, no batch."""
+    x = model.embed.weight[torch.tensor(tokens)]
+    angles = torch.arange(len(tokens))[:, None] / 100.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+
+    def rotate(vectors: Tensor) -> Tensor:
+        first, second = vectors.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    for layer in model.layers:
+        normed = functional.rms_norm(x, (HIDDEN,), layer.norm.weight, 1e-6)
+        qkv = functional.linear(normed, layer.qkv_proj.weight.data).view(len(tokens), -1, HEAD_DIM)
+        q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
+        q, k, v = (t.transpose(0, 1) for t in (rotate(q), rotate(k), v))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + functional.linear(out.transpose(0, 1).reshape(len(tokens), -1), layer.o_proj.weight.data)
+    return functional.linear(x[-1], model.head.weight.data)
+
+
+def make_oracle() -> Callable[[list[int], int], list[int]]:
+    """Greedy tokens after a prompt, EOS not stopping it."""
+    model = build_toy("toy", BuildContext(torch.device("cpu"), torch.float32, ParallelContext()))
+
+    def generate(prompt: list[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(dense_logits(model, tokens).argmax()))
+        return tokens[len(prompt) :]
+
+    return generate
