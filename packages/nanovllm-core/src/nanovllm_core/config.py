@@ -103,17 +103,7 @@ def resolve(config: EngineConfig, *, max_position: int, model_dtype: torch.dtype
 
     max_model_len = max_position if config.max_model_len is None else config.max_model_len
     _require(1 <= max_model_len <= max_position, "max_model_len", max_model_len, f"1..{max_position}, as the model has")
-    max_num_seqs = config.max_num_seqs or (256 if device == "cuda" else 64)
-    _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
-    budget = config.max_num_batched_tokens or max(8192 if device == "cuda" else 1024, max_num_seqs + config.block_size)
-    # Below this a full house of decodes would leave no room for one block of a prefill, which would then never run.
-    least_budget = max_num_seqs + config.block_size
-    _require(
-        budget >= least_budget,
-        "max_num_batched_tokens",
-        budget,
-        f"at least max_num_seqs + block_size = {least_budget}",
-    )
+    max_num_seqs, budget = _resolve_batch(config, device)
     _require(config.block_size in PAGE_SIZES, "block_size", config.block_size, f"one of {PAGE_SIZES}")
     _require(config.num_blocks is None or config.num_blocks >= 2, "num_blocks", config.num_blocks, "at least 2")
     utilization = config.gpu_memory_utilization
@@ -141,6 +131,26 @@ def resolve(config: EngineConfig, *, max_position: int, model_dtype: torch.dtype
         seed=config.seed,
         attention_backend=backend,
     )
+
+
+def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
+    """`max_num_seqs` and `max_num_batched_tokens`, either of which may have to make do with the other."""
+    max_num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
+    if max_num_seqs is None:
+        most = 256 if device == "cuda" else 64
+        max_num_seqs = most if budget is None else max(min(most, budget - config.block_size), 1)
+    _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
+    # Below this a full house of decodes would leave no room for one block of a prefill, which would then never run.
+    least = max_num_seqs + config.block_size
+    if budget is None:
+        budget = max(8192 if device == "cuda" else 1024, least)
+    _require(
+        budget >= least,
+        "max_num_batched_tokens",
+        budget,
+        f"at least max_num_seqs + block_size = {least}",
+    )
+    return max_num_seqs, budget
 
 
 def _require(holds: bool, name: str, value: object, right: str) -> None:

@@ -65,9 +65,10 @@ CONFIGS = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_the_same_tokens_as_the_oracle_whatever_the_settings(name, toy_spec, oracle):
-    engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, **CONFIGS[name]}))
+async def test_the_same_tokens_as_the_oracle_whatever_the_settings(name, device, toy_spec, oracle):
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, **CONFIGS[name], "device": device}))
     rng = random.Random(1)
 
     async def arrive(index: int, prompt: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm_core.layers.weights import Slot, WeightedModule, copy_rows, fill_normal
+from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share, fill_normal
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.gemm import PackedWeight, linear, pack_linear
 
@@ -39,7 +39,7 @@ class VocabEmbedding(WeightedModule):
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The table."""
         first = self._parallel.rank * self._share
-        yield f"{name}.weight", Slot(self._shape, copy_rows(self.weight, slice(first, first + self._share)))
+        yield f"{name}.weight", Slot(self._shape, copy_share(self.weight, slice(first, first + self._share)))
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal vectors."""
@@ -70,7 +70,7 @@ class LMHead(WeightedModule):
         """The weight, unless it is the embedding's."""
         if not self._is_tied:
             mine = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
-            yield f"{name}.weight", Slot(self._shape, copy_rows(self.weight.data, mine))
+            yield f"{name}.weight", Slot(self._shape, copy_share(self.weight.data, mine))
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights, unless they are the embedding's."""

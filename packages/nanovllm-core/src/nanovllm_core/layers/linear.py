@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm_core.layers.weights import Slot, WeightedModule, copy_rows, fill_normal
+from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share, fill_normal
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.gemm import PackedWeight, linear, pack_linear
 
@@ -52,9 +52,9 @@ class ColumnParallelLinear(WeightedModule):
             rows = slice(begin, begin + share)
             mine = slice(self._rank * share, (self._rank + 1) * share)
             shape = (part.out_features, self._in_features)
-            yield f"{prefix}{part.name}.weight", Slot(shape, copy_rows(weight[rows], mine))
+            yield f"{prefix}{part.name}.weight", Slot(shape, copy_share(weight[rows], mine))
             if part.bias and self.bias is not None:
-                yield f"{prefix}{part.name}.bias", Slot(shape[:1], copy_rows(self.bias[rows], mine))
+                yield f"{prefix}{part.name}.bias", Slot(shape[:1], copy_share(self.bias[rows], mine))
             begin += share
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -89,8 +89,7 @@ class RowParallelLinear(WeightedModule):
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, and the bias if there is one."""
         mine = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
-        weight = self.weight.data
-        yield f"{name}.weight", Slot(self._shape, lambda tensor: weight.copy_(tensor[:, mine]))
+        yield f"{name}.weight", Slot(self._shape, copy_share(self.weight.data, slice(None), mine))
         if self._stored_bias is not None:
             yield f"{name}.bias", Slot(self._shape[:1], self._stored_bias.copy_)
 

@@ -106,9 +106,13 @@ def fill_normal(weight: Tensor, generator: torch.Generator) -> None:
     weight.normal_(0.0, INITIAL_STD, generator=generator)
 
 
-def copy_rows(target: Tensor, rows: slice) -> Callable[[Tensor], object]:
-    """What copies the given rows of a tensor into `target`."""
-    return lambda tensor: target.copy_(tensor[rows])
+def copy_share(target: Tensor, *share: slice) -> Callable[[Tensor], object]:
+    """What copies a part of a tensor, one slice a dimension from the first on, into `target`."""
+
+    def copy(tensor: Tensor) -> object:
+        return target.copy_(tensor[share])
+
+    return copy
 
 
 def _weighted(module: nn.Module) -> list[tuple[str, WeightedModule]]:

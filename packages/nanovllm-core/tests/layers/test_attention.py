@@ -1,0 +1,51 @@
+import torch
+
+from nanovllm_core.layers.attention import Heads, attend, qkv_parts
+from nanovllm_core.layers.rotary import RotaryConfig, rotary_table
+from nanovllm_core.model import ForwardContext, KVCache, PagedSpec
+from nanovllm_core.parallel import ParallelContext
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, LENGTH = 4, 2, 8, 16, 20
+
+
+def naive(qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        cos, sin = cos_sin[: len(x), None].chunk(2, dim=-1)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    q, k, v = qkv.view(LENGTH, -1, HEAD_DIM).split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
+    q, k, v = (x.transpose(0, 1) for x in (rotated(q), rotated(k), v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(0, 1).flatten(1)
+
+
+def test_a_request_in_two_steps_attends_as_if_whole():
+    torch.manual_seed(0)
+    heads = Heads.of_rank(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ParallelContext())
+    assert heads.cache_spec == PagedSpec(NUM_KV_HEADS, HEAD_DIM)
+    width = sum(part.out_features for part in qkv_parts(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, bias=False))
+    qkv = torch.randn(LENGTH, width)
+    cos_sin = rotary_table(RotaryConfig(10000.0), HEAD_DIM, 32, torch.device("cpu"))
+    other, mine = (
+        KVCache(*(torch.full((4, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM), torch.nan) for _ in range(2))) for _ in range(2)
+    )
+    blocks = torch.tensor([3, 1])
+    outputs = []
+    for begin, end in ((0, LENGTH - 1), (LENGTH - 1, LENGTH)):
+        positions = torch.arange(begin, end)
+        ctx = ForwardContext(
+            query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            block_tables=blocks.int().unsqueeze(0),
+            slot_mapping=blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            kv_caches=(other, mine),
+            num_decodes=int(end - begin == 1),
+            max_query_len=end - begin,
+            max_seq_len=end,
+            attention_backend="torch",
+        )
+        outputs.append(attend(*heads.split(qkv[begin:end]), positions, cos_sin, ctx, cache_index=1))
+    torch.testing.assert_close(torch.cat(outputs), naive(qkv, cos_sin))
+    assert other.k.isnan().all()
+    assert not mine.k[3].isnan().any()

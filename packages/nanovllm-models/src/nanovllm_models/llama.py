@@ -1,0 +1,182 @@
+"""Llama (https://arxiv.org/abs/2407.21783) and what is built like it: Llama 3.x, R1-Distill-Llama, SmolLM2.
+
+The whole architecture on one page: config, modules, names of the weights, spec. This room must not know tokens' text.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from nanovllm_core.layers.attention import Heads, attend, qkv_parts
+from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
+from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm_core.layers.mlp import GatedMLP
+from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.rotary import RotaryConfig, rotary_table
+from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
+from nanovllm_models.checkpoint import WeightSource
+from nanovllm_models.config_file import Fields, parse_dtype, parse_eos_token_ids, parse_rotary
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """The fields of config.json that shape the model, with the defaults that transformers gives them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rotary: RotaryConfig
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+
+
+def parse_config(config: Fields) -> LlamaConfig:
+    """Read config.json. Raises ModelError for a field that is wrong or asks for what is not implemented."""
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu")
+    if config.has("quantization_config"):
+        raise config.error("quantization_config", "absent: quantised checkpoints are not supported")
+    hidden_size = config.integer("hidden_size", 4096)
+    num_heads = config.integer("num_attention_heads", 32)
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
+    if not config.has("head_dim") and hidden_size % num_heads:
+        raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
+    max_position = config.integer("max_position_embeddings", 2048)
+    return LlamaConfig(
+        vocab_size=config.integer("vocab_size", 32000),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size", 11008),
+        num_hidden_layers=config.integer("num_hidden_layers", 32),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=config.integer("head_dim", hidden_size // num_heads),
+        max_position_embeddings=max_position,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rotary=parse_rotary(config, max_position),
+        attention_bias=config.flag("attention_bias", False),
+        mlp_bias=config.flag("mlp_bias", False),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+    )
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, index: int, cos_sin: Tensor, build: BuildContext):
+        super().__init__()
+        num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=config.attention_bias)
+        self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build, bias=config.attention_bias)
+        self._index = index
+        self._cos_sin = cos_sin
+
+    def forward(self, x: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        q, k, v = self.heads.split(self.qkv_proj.forward(x))
+        return self.o_proj.forward(attend(q, k, v, positions, self._cos_sin, ctx, self._index))
+
+
+class LlamaLayer(nn.Module):
+    """Attention and feed-forward, each before its residual addition; that addition is left to the next norm."""
+
+    def __init__(self, config: LlamaConfig, index: int, cos_sin: Tensor, build: BuildContext):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.self_attn = LlamaAttention(config, index, cos_sin, build)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """What this layer adds to the residual stream, and the stream so far; both [T, hidden]."""
+        if residual is None:
+            residual, x = x, self.input_layernorm.forward(x)
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn.forward(x, positions, ctx)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp.forward(x), residual
+
+
+class LlamaModel(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, config: LlamaConfig, build: BuildContext):
+        super().__init__()
+        cos_sin = rotary_table(config.rotary, config.head_dim, config.max_position_embeddings, build.device)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
+        self.layers = nn.ModuleList(
+            LlamaLayer(config, index, cos_sin, build) for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Token ids [T] -> hidden states [T, hidden]."""
+        x, residual = self.embed_tokens.forward(input_ids), None
+        for layer in self.layers:
+            x, residual = layer.forward(x, residual, positions, ctx)
+        return self.norm.add(x, residual)[0]
+
+
+class LlamaForCausalLM(nn.Module):
+    """The model as the engine sees it; see `nanovllm_core.model.CausalLM`."""
+
+    def __init__(self, config: LlamaConfig, build: BuildContext):
+        super().__init__()
+        self.model = LlamaModel(config, build)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Token ids [T] -> hidden states [T, hidden]."""
+        return self.model.forward(input_ids, positions, ctx)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, hidden] -> logits [n, vocab_size]."""
+        return self.lm_head.forward(hidden)
+
+    def cache_specs(self) -> tuple[PagedSpec, ...]:
+        """One a layer."""
+        return tuple(layer.self_attn.heads.cache_spec for layer in self.model.layers)
+
+
+def is_redundant(name: str) -> bool:
+    """Whether a checkpoint may carry this tensor although the model has no place for it.
+
+    Old checkpoints store the rotary frequencies, and some tied ones the head beside the embedding.
+    """
+    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+
+
+def build_llama(build: BuildContext, *, config: LlamaConfig, weights: WeightSource) -> LlamaForCausalLM:
+    """Make the model on its device, weights included. Raises WeightError, ModelError."""
+    model = LlamaForCausalLM(config, build)
+    weights.fill(model, is_redundant)
+    return model
+
+
+def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    config = parse_config(fields)
+    return ModelSpec(
+        name=name,
+        vocab_size=config.vocab_size,
+        max_position=config.max_position_embeddings,
+        eos_token_ids=parse_eos_token_ids(path, fields),
+        dtype=parse_dtype(fields),
+        build=partial(build_llama, config=config, weights=weights),
+    )

@@ -1,0 +1,99 @@
+"""Checkpoints to read and a loop to run them in, of a few lines each."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import nanovllm_models
+from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, KVCache, ModelSpec
+from nanovllm_core.parallel import ParallelContext
+
+BLOCK_SIZE = 16
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+class Session:
+    """One model and one paged cache, its blocks handed out back to front so that order shows."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float32, num_blocks: int = 32):
+        self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext()))
+        self._free = list(range(num_blocks))
+        self._caches = tuple(
+            KVCache(*(torch.full((num_blocks, BLOCK_SIZE, *cache), torch.nan, dtype=dtype) for _ in range(2)))
+            for cache in self.model.cache_specs()
+        )
+        self._blocks: list[list[int]] = []
+        self._lengths: list[int] = []
+
+    @torch.inference_mode()
+    def step(self, tokens: list[list[int]]) -> list[Tensor]:
+        """Run each request's new tokens, decodes first as the engine orders them; the logits of all, per request."""
+        while len(self._lengths) < len(tokens):
+            self._blocks.append([])
+            self._lengths.append(0)
+        positions, slots = [], []
+        for request, new in enumerate(tokens):
+            for position in range(self._lengths[request], self._lengths[request] + len(new)):
+                if position % BLOCK_SIZE == 0:
+                    self._blocks[request].append(self._free.pop())
+                positions.append(position)
+                slots.append(self._blocks[request][-1] * BLOCK_SIZE + position % BLOCK_SIZE)
+            self._lengths[request] += len(new)
+        width = max(len(blocks) for blocks in self._blocks)
+        counts = [len(new) for new in tokens]
+        ctx = ForwardContext(
+            query_start_loc=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+            seq_lens=torch.tensor(self._lengths, dtype=torch.int32),
+            block_tables=torch.tensor([b + [0] * (width - len(b)) for b in self._blocks], dtype=torch.int32),
+            slot_mapping=torch.tensor(slots),
+            kv_caches=self._caches,
+            num_decodes=counts.count(1),
+            max_query_len=max(counts),
+            max_seq_len=max(self._lengths),
+            attention_backend="torch",
+        )
+        ids = torch.tensor([token for new in tokens for token in new], dtype=torch.int32)
+        hidden = self.model.forward(ids, torch.tensor(positions), ctx)
+        return list(self.model.compute_logits(hidden).split(counts))
+
+
+@pytest.fixture
+def session() -> type[Session]:
+    return Session
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a tiny config.json with the given fields changed (None takes one out); the directory."""
+
+    def write(**changes: object) -> Path:
+        fields = {name: value for name, value in (TINY | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def default_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real default model, converted once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return nanovllm_models.default_model_path(progress=False)

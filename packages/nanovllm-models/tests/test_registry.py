@@ -1,0 +1,126 @@
+"""What `load` refuses, each in one line that names what is wrong; and dummy weights."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import nanovllm_models
+from nanovllm_core.layers.weights import WeightError
+from nanovllm_models import ModelError
+
+
+def refusal(path, **options) -> str:
+    with pytest.raises(ModelError) as caught:
+        nanovllm_models.load(path, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_what_is_no_directory_is_refused(tmp_path):
+    assert "is not a directory" in refusal(tmp_path / "absent")
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    assert "is not a directory" in refusal(file)
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path):
+    assert "has no config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "is not valid JSON"), ("[]", "must hold a JSON object")])
+def test_a_broken_config_is_refused(tmp_path, content, message):
+    (tmp_path / "config.json").write_text(content)
+    assert message in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": None}, "names no architecture (supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["BertModel"]},
+            "architecture BertModel of .* is not supported (supported: LlamaForCausalLM",
+        ),
+        ({"architectures": "LlamaForCausalLM"}, 'architectures of .* is "LlamaForCausalLM", but must be a list'),
+        ({"hidden_act": "gelu"}, 'hidden_act of .* is "gelu", but must be silu'),
+        ({"hidden_size": "32"}, 'hidden_size of .* is "32", but must be an integer above 0'),
+        ({"hidden_size": 33}, "hidden_size of .* is 33, but must be a multiple of num_attention_heads, 4"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads of .* is 3, but must be a divisor"),
+        ({"num_hidden_layers": True}, "num_hidden_layers of .* is true, but must be an integer above 0"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps of .* is -1.0, but must be a number above 0"),
+        ({"mlp_bias": 1}, "mlp_bias of .* is 1, but must be true or false"),
+        ({"eos_token_id": "</s>"}, 'eos_token_id of .* is "</s>", but must be a token id'),
+        ({"torch_dtype": "int8"}, 'torch_dtype of .* is "int8", but must be one of float32, bfloat16, float16'),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type of rope_scaling of .* is "yarn", but'),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 'type of rope_scaling of .* is "linear", but'),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "factor of rope_parameters of .* is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor of .* is 0.5, but must be 1"),
+        (
+            {"quantization_config": {"quant_method": "x" * 500}},
+            "quantization_config of .* is .{,100}, but must be absent",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_field(write_config, changes, message):
+    pattern = re.escape(message).replace(r"\.\*", ".*").replace(r"\.\{,100\}", ".{,100}")
+    assert re.search(pattern, refusal(write_config(**changes), load_format="dummy"))
+
+
+def test_a_directory_without_safetensors_is_refused(write_config):
+    assert "has no model.safetensors" in refusal(write_config())
+
+
+def test_a_shard_that_is_missing_is_named(write_config):
+    path = write_config()
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({"a": torch.ones(1)}, path / "model-1.safetensors")
+    message = refusal(path)
+    assert "names model-2.safetensors, which is not there" in message
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["a"]}))
+    assert "weight_map" in refusal(path)
+
+
+def test_a_file_that_is_no_safetensors_is_refused_when_read(write_config, session):
+    path = write_config()
+    (path / "model.safetensors").write_bytes(b"not what it says")
+    spec = nanovllm_models.load(path)
+    with pytest.raises(ModelError, match=r"can't read .*model\.safetensors"):
+        session(spec)
+
+
+def test_weights_of_another_model_are_refused_when_read(write_config, session):
+    path = write_config()
+    save_file({"model.norm.weight": torch.ones(8)}, path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"model\.norm\.weight has shape \[8\], but the model expects \[32\]"):
+        session(nanovllm_models.load(path))
+
+
+def test_dummy_weights_are_drawn_from_the_seed(write_config, session):
+    path = write_config(tie_word_embeddings=True)
+
+    def logits(seed: int) -> torch.Tensor:
+        return session(nanovllm_models.load(path, load_format="dummy", seed=seed)).step([[1, 2, 3]])[0]
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+    assert logits(1).isfinite().all()
+    assert logits(1).shape == (3, 96)
+
+
+def test_fields_left_out_have_the_defaults_of_transformers(write_config):
+    import transformers
+
+    from nanovllm_models.config_file import read_fields
+    from nanovllm_models.llama import parse_config
+
+    path = write_config()
+    (path / "config.json").write_text("{}")
+    ours, theirs = parse_config(read_fields(path / "config.json")), transformers.LlamaConfig()
+    names = set(ours.__slots__) - {"rotary"}
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
