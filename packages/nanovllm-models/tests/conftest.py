@@ -11,6 +11,7 @@ from torch import Tensor
 import nanovllm_models
 from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, KVCache, ModelSpec
 from nanovllm_core.parallel import ParallelContext
+from nanovllm_kernels.attention import plan_batch
 
 BLOCK_SIZE = 16
 TINY = {
@@ -58,17 +59,17 @@ class Session:
             self._lengths[request] += len(new)
         width = max(len(blocks) for blocks in self._blocks)
         counts = [len(new) for new in tokens]
-        ctx = ForwardContext(
-            query_start_loc=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
-            seq_lens=torch.tensor(self._lengths, dtype=torch.int32),
-            block_tables=torch.tensor([b + [0] * (width - len(b)) for b in self._blocks], dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
-            kv_caches=self._caches,
+        attention = plan_batch(
+            torch.tensor([b + [0] * (width - len(b)) for b in self._blocks], dtype=torch.int32),
+            torch.tensor(self._lengths, dtype=torch.int32),
+            torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
             num_decodes=counts.count(1),
             max_query_len=max(counts),
             max_seq_len=max(self._lengths),
-            attention_backend="torch",
+            page_size=BLOCK_SIZE,
+            backend="torch",
         )
+        ctx = ForwardContext(attention, torch.tensor(slots), self._caches)
         ids = torch.tensor([token for new in tokens for token in new], dtype=torch.int32)
         hidden = self.model.forward(ids, torch.tensor(positions), ctx)
         return list(self.model.compute_logits(hidden).split(counts))

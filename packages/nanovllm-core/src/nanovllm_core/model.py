@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm_core.config import AttentionBackend
 from nanovllm_core.parallel import ParallelContext
+from nanovllm_kernels.attention import AttentionBatch
 
 
 class PagedSpec(NamedTuple):
@@ -32,23 +32,14 @@ class KVCache(NamedTuple):
 class ForwardContext:
     """What one forward pass needs to know of its batch: requests one after another, decodes first.
 
-    query_start_loc: int32 [num_reqs + 1], where each request's tokens begin.
-    seq_lens: int32 [num_reqs], tokens each will have in the cache after this pass.
-    block_tables: int32 [num_reqs, max_blocks], the cache blocks of each, in order.
-    slot_mapping: int64 [num_tokens], the cache slot (block * block_size + offset) each token's key and value go to.
-    kv_caches: one a PagedSpec, in the order of `CausalLM.cache_specs`.
-    num_decodes: how many leading requests have one token. max_query_len, max_seq_len: over the whole batch.
+    attention: lengths and block tables, as the attention kernels want them. slot_mapping: int64 [num_tokens], the cache
+    slot (block * block_size + offset) each token's key and value go to. kv_caches: one a PagedSpec, in the order of
+    `CausalLM.cache_specs`.
     """
 
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
+    attention: AttentionBatch
     slot_mapping: Tensor
     kv_caches: tuple[KVCache, ...]
-    num_decodes: int
-    max_query_len: int
-    max_seq_len: int
-    attention_backend: AttentionBackend
 
 
 class CausalLM(Protocol):

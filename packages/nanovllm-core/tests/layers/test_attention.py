@@ -4,6 +4,7 @@ from nanovllm_core.layers.attention import Heads, attend, qkv_parts
 from nanovllm_core.layers.rotary import RotaryConfig, rotary_table
 from nanovllm_core.model import ForwardContext, KVCache, PagedSpec
 from nanovllm_core.parallel import ParallelContext
+from nanovllm_kernels.attention import plan_batch
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, LENGTH = 4, 2, 8, 16, 20
 
@@ -34,17 +35,18 @@ def test_a_request_in_two_steps_attends_as_if_whole():
     outputs = []
     for begin, end in ((0, LENGTH - 1), (LENGTH - 1, LENGTH)):
         positions = torch.arange(begin, end)
-        ctx = ForwardContext(
-            query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
-            seq_lens=torch.tensor([end], dtype=torch.int32),
-            block_tables=blocks.int().unsqueeze(0),
-            slot_mapping=blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-            kv_caches=(other, mine),
+        attention = plan_batch(
+            blocks.int().unsqueeze(0),
+            torch.tensor([end], dtype=torch.int32),
+            torch.tensor([0, end - begin], dtype=torch.int32),
             num_decodes=int(end - begin == 1),
             max_query_len=end - begin,
             max_seq_len=end,
-            attention_backend="torch",
+            page_size=BLOCK_SIZE,
+            backend="torch",
         )
+        slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        ctx = ForwardContext(attention, slots, (other, mine))
         outputs.append(attend(*heads.split(qkv[begin:end]), positions, cos_sin, ctx, cache_index=1))
     torch.testing.assert_close(torch.cat(outputs), naive(qkv, cos_sin))
     assert other.k.isnan().all()

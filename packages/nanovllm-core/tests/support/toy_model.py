@@ -3,7 +3,7 @@
 A module of its own, on the path, because an engine process must be able to import it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.rotary import RotaryConfig, rotary_table
-from nanovllm_core.layers.weights import fill_random
+from nanovllm_core.layers.weights import load_weights
 
 VOCAB, HIDDEN, LONGEST, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 97, 64, 256, 4, 2, 16, 2
 EOS = 5
@@ -30,6 +30,23 @@ class ToyLayer(nn.Module):
         self.o_proj = RowParallelLinear(HEADS * HEAD_DIM, HIDDEN, build)
 
 
+def toy_weights() -> Iterator[tuple[str, Tensor]]:
+    """The same on every device; so large that attention, not the last token alone, decides what comes next."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(std: float, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    yield "embed.weight", normal(1.0, VOCAB, HIDDEN)
+    yield "head.weight", normal(0.1, VOCAB, HIDDEN)
+    for index in range(LAYERS):
+        yield f"layers.{index}.norm.weight", torch.ones(HIDDEN)
+        yield f"layers.{index}.q_proj.weight", normal(0.2, HEADS * HEAD_DIM, HIDDEN)
+        yield f"layers.{index}.k_proj.weight", normal(0.2, KV_HEADS * HEAD_DIM, HIDDEN)
+        yield f"layers.{index}.v_proj.weight", normal(0.2, KV_HEADS * HEAD_DIM, HIDDEN)
+        yield f"layers.{index}.o_proj.weight", normal(0.3, HIDDEN, HEADS * HEAD_DIM)
+
+
 class ToyLM(nn.Module):
     def __init__(self, build: BuildContext):
         super().__init__()
@@ -38,12 +55,7 @@ class ToyLM(nn.Module):
         self.layers = nn.ModuleList(ToyLayer(build) for _ in range(LAYERS))
         self.head = LMHead(VOCAB, HIDDEN, build)
         self.cos_sin = rotary_table(RotaryConfig(theta=100.0), HEAD_DIM, LONGEST, build.device)
-        fill_random(self, seed=0)
-        # Large enough that attention, not the last token alone, decides what comes next.
-        self.embed.weight.mul_(50)
-        for layer in self.layers:
-            layer.qkv_proj.weight.data.mul_(8)
-            layer.o_proj.weight.data.mul_(20)
+        load_weights(self, toy_weights())
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         x = self.embed(input_ids)

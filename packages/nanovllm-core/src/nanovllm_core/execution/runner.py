@@ -17,6 +17,7 @@ from nanovllm_core.model import BuildContext, ForwardContext, KVCache, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewRow, ScheduledRow, StepPlan
+from nanovllm_kernels.attention import plan_batch
 from nanovllm_kernels.batch import build_inputs, commit_tokens
 from nanovllm_kernels.platform import describe
 
@@ -69,17 +70,17 @@ class Runner:
             plan.shape.num_tokens,
             width,
         )
-        ctx = ForwardContext(
-            query_start_loc=step.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
-            slot_mapping=batch.slot_mapping,
-            kv_caches=self._kv_caches,
+        attention = plan_batch(
+            batch.block_tables,
+            batch.seq_lens,
+            step.query_start_loc,
             num_decodes=sum(1 for entry in plan.scheduled if entry.num_tokens == 1),
             max_query_len=max(entry.num_tokens for entry in plan.scheduled),
             max_seq_len=plan.max_seq_len,
-            attention_backend=self._config.attention_backend,
+            page_size=self._config.block_size,
+            backend=self._config.attention_backend,
         )
+        ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches)
         hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
         sampled = self._sample(hidden, batch.seq_lens, step) if step.num_logprobs else None
         commit_tokens(

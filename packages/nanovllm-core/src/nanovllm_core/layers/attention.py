@@ -61,16 +61,4 @@ def attend(
     """
     k_cache, v_cache = ctx.kv_caches[cache_index]
     q = rope_and_cache(q, k, v, cos_sin, positions, ctx.slot_mapping, k_cache, v_cache)
-    return paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        ctx.block_tables,
-        ctx.seq_lens,
-        ctx.query_start_loc,
-        scale=q.shape[-1] ** -0.5,
-        num_decodes=ctx.num_decodes,
-        max_query_len=ctx.max_query_len,
-        max_seq_len=ctx.max_seq_len,
-        backend=ctx.attention_backend,
-    ).flatten(1)
+    return paged_attention(q, k_cache, v_cache, ctx.attention, scale=q.shape[-1] ** -0.5).flatten(1)

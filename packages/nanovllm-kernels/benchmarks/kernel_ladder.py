@@ -1,0 +1,253 @@
+"""How fast the kernels run on this GPU, against what its memory and its tensor cores could do.
+
+    python benchmarks/kernel_ladder.py [--json FILE] [--only WORD]
+
+Each figure is the median of CUDA-graph replays over several copies of the inputs that together exceed the L2 cache, so
+that every replay finds it cold. Bytes and operations are those the work must cost: what a kernel reads twice
+counts once.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from nanovllm_kernels.attention import paged_attention, plan_batch
+from nanovllm_kernels.elementwise import add_rms_norm, rms_norm, rope_and_cache, silu_and_mul
+from nanovllm_kernels.platform import describe, has_cuda
+from nanovllm_kernels.sampling import sample
+
+DTYPE = torch.bfloat16
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+COLD_BYTES = 256 << 20
+MOST_COPIES = 32
+ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the ladder: `rate` in `unit`, `microseconds` a call."""
+
+    name: str
+    microseconds: float
+    rate: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call to time: `make(copy)` returns it bound to inputs of its own; `cost` in bytes or operations a call."""
+
+    name: str
+    make: Callable[[int], Callable[[], object]]
+    cost: float
+    unit: str
+    input_bytes: float
+
+
+def measure(work: Work) -> Figure:
+    """Replay one graph that calls each copy once, and take the median time of a call."""
+    copies = max(1, min(MOST_COPIES, int(COLD_BYTES // work.input_bytes) + 1))
+    calls = [work.make(copy) for copy in range(copies)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / copies)
+    microseconds = statistics.median(times)
+    scale = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[work.unit]
+    return Figure(work.name, microseconds, work.cost / microseconds / scale, work.unit)
+
+
+def random(*shape: int) -> torch.Tensor:
+    """Normal numbers in bf16 on the GPU."""
+    return torch.randn(shape, device="cuda", dtype=DTYPE)
+
+
+def decode(batch: int, context: int, page_size: int) -> Work:
+    """One query a request over `context` tokens, pages in random order."""
+    width = context // page_size
+    num_blocks = batch * width + 1
+
+    def make(_: int) -> Callable[[], object]:
+        k_cache, v_cache = (random(num_blocks, page_size, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+        tables = (torch.randperm(num_blocks - 1, device="cuda") + 1).view(batch, width).int()
+        q = random(batch, NUM_HEADS, HEAD_DIM)
+        seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        planned = plan_batch(
+            tables,
+            seq_lens,
+            starts,
+            num_decodes=batch,
+            max_query_len=1,
+            max_seq_len=context,
+            page_size=page_size,
+            backend="triton",
+        )
+        return lambda: paged_attention(q, k_cache, v_cache, planned, scale=HEAD_DIM**-0.5)
+
+    cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
+    return Work(f"decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+
+
+def prefill(batch: int, length: int) -> Work:
+    """Whole prompts, causal."""
+    page_size = 16
+    width = length // page_size
+
+    def make(_: int) -> Callable[[], object]:
+        k_cache, v_cache = (random(batch * width, page_size, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+        tables = torch.randperm(batch * width, device="cuda").view(batch, width).int()
+        q = random(batch * length, NUM_HEADS, HEAD_DIM)
+        seq_lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
+        planned = plan_batch(
+            tables,
+            seq_lens,
+            starts,
+            num_decodes=0,
+            max_query_len=length,
+            max_seq_len=length,
+            page_size=page_size,
+            backend="triton",
+        )
+        return lambda: paged_attention(q, k_cache, v_cache, planned, scale=HEAD_DIM**-0.5)
+
+    cost = 4 * batch * NUM_HEADS * HEAD_DIM * length * (length + 1) / 2
+    return Work(f"prefill {batch} x {length}", make, cost, "TFLOP/s", COLD_BYTES)
+
+
+def elementwise(num_tokens: int) -> Iterator[Work]:
+    """Norms, rotary embedding and gate of an 8B model's shapes."""
+    hidden, intermediate = 4096, 14336
+    row = num_tokens * hidden * 2
+    weight = random(hidden)
+
+    def make_norm(_: int) -> Callable[[], object]:
+        x = random(num_tokens, hidden)
+        return lambda: rms_norm(x, weight, 1e-5)
+
+    def make_add_norm(_: int) -> Callable[[], object]:
+        x, residual = random(num_tokens, hidden), random(num_tokens, hidden)
+        return lambda: add_rms_norm(x, residual, weight, 1e-5)
+
+    def make_rope(_: int) -> Callable[[], object]:
+        qkv = random(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
+        q, k, v = qkv.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), 1)
+        cos_sin = torch.randn(8192, HEAD_DIM, device="cuda")
+        positions = torch.randint(0, 8192, (num_tokens,), device="cuda")
+        num_blocks = num_tokens // 16 + 1
+        slots = torch.randperm(num_blocks * 16, device="cuda")[:num_tokens]
+        k_cache, v_cache = (random(num_blocks, 16, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+        return lambda: rope_and_cache(q, k, v, cos_sin, positions, slots, k_cache, v_cache)
+
+    def make_gate(_: int) -> Callable[[], object]:
+        x = random(num_tokens, 2 * intermediate)
+        return lambda: silu_and_mul(x)
+
+    rope = num_tokens * (2 * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4)
+    gate = num_tokens * 3 * intermediate * 2
+    yield Work(f"rms_norm {num_tokens} x {hidden}", make_norm, 2 * row, "GB/s", 2 * row)
+    yield Work(f"add_rms_norm {num_tokens} x {hidden}", make_add_norm, 4 * row, "GB/s", 4 * row)
+    yield Work(f"rope_and_cache {num_tokens}", make_rope, rope, "GB/s", rope)
+    yield Work(f"silu_and_mul {num_tokens} x {intermediate}", make_gate, gate, "GB/s", gate)
+
+
+def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
+    """Greedy, plain and filtered draws from float32-wide normal logits in bf16."""
+    ones = torch.ones(batch, device="cuda")
+    zeros = torch.zeros(batch, device="cuda")
+    seeds = torch.arange(batch, device="cuda")
+    cost = batch * vocab_size * 2
+
+    def maker(temperature: float, top_k: int, top_p: float) -> Callable[[int], Callable[[], object]]:
+        def make(_: int) -> Callable[[], object]:
+            logits = random(batch, vocab_size) * 3
+            settings = (ones * temperature, (zeros + top_k).int(), ones * top_p, zeros, seeds, seeds)
+            return lambda: sample(logits, *settings, all_greedy=temperature == 0, any_filter=top_k > 0 or top_p < 1)
+
+        return make
+
+    for name, settings in {
+        "greedy": (0.0, 0, 1.0),
+        "gumbel": (0.6, 0, 1.0),
+        "top-k": (0.6, 50, 1.0),
+        "top-p": (0.6, 0, 0.9),
+        "top-k + top-p": (0.6, 50, 0.9),
+    }.items():
+        yield Work(f"sample {batch} x {vocab_size} {name}", maker(*settings), cost, "GB/s", cost)
+
+
+def copy_ceiling() -> Work:
+    """What a plain copy reaches: the ceiling of every figure in bytes."""
+    size = 1 << 30
+
+    def make(_: int) -> Callable[[], object]:
+        source = torch.empty(size, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    return Work("copy 1 GiB", make, 2 * size, "TB/s", 2 * size)
+
+
+def ladder() -> Iterator[Work]:
+    """All the work, smallest inputs first within a family."""
+    yield copy_ceiling()
+    for page_size in (16, 64):
+        for batch in (1, 8, 64, 256):
+            for context in (512, 2048, 8192, 32768):
+                yield decode(batch, context, page_size)
+    yield prefill(4, 2048)
+    yield prefill(1, 8192)
+    for num_tokens in (256, 8192):
+        yield from elementwise(num_tokens)
+    yield from sampling(256, 151_936)
+
+
+def main() -> None:
+    """Measure the ladder, print it, and write it as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--only", default="", help="measure only the work whose name has this in it")
+    arguments = parser.parse_args()
+    if not has_cuda():
+        sys.exit("this needs an NVIDIA GPU")
+    device = describe(torch.device("cuda", 0))
+    print(f"{device.name}, {device.num_sms} SMs, torch {torch.__version__}")  # noqa: T201 - the program's output
+    figures = []
+    for work in ladder():
+        if arguments.only not in work.name:
+            continue
+        if work.input_bytes > 0.4 * device.total_memory:
+            continue
+        figure = measure(work)
+        torch.cuda.empty_cache()
+        figures.append(figure)
+        print(f"{figure.name:44} {figure.microseconds:10.1f} us {figure.rate:9.2f} {figure.unit}", flush=True)  # noqa: T201
+    document = json.dumps({"device": asdict(device), "figures": [asdict(figure) for figure in figures]})
+    print(document)  # noqa: T201
+    if arguments.json:
+        arguments.json.write_text(document)
+
+
+if __name__ == "__main__":
+    main()

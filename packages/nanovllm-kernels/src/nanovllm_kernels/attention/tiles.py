@@ -1,0 +1,77 @@
+"""How the attention kernel's launches are cut, from numbers known to the host.
+
+A small table, looked up and never tuned at run time, so that no step stops to measure. This room must not know tensors.
+"""
+
+from typing import NamedTuple
+
+# Shorter splits than this many tokens cost more to merge than they gain.
+MIN_SPLIT_TOKENS = 256
+MAX_SPLITS = 64
+# Without a device to ask (the interpreter) a launch is shaped as for a small one.
+INTERPRETER_SMS = 8
+
+
+class TileConfig(NamedTuple):
+    """How one launch is tiled: rows (positions x group) and tokens of a tile, warps, stages, and CTAs an SM holds."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+
+
+# Keyed by padded head size. Two of the stages hide the look-up of pages; with five, two blocks of keys and of values
+# are on their way at once, in 72 KiB of shared memory.
+DECODE_16_BIT = {
+    64: TileConfig(16, 128, 4, 5, 3),
+    128: TileConfig(16, 64, 4, 5, 3),
+    256: TileConfig(16, 32, 4, 5, 3),
+}
+PREFILL_16_BIT = {
+    64: TileConfig(128, 64, 4, 3, 2),
+    128: TileConfig(128, 64, 8, 3, 1),
+    256: TileConfig(64, 32, 4, 2, 1),
+}
+# Full float32 products run on the plain cores: small tiles, for parity and not for speed.
+DECODE_32_BIT = {
+    64: TileConfig(16, 32, 4, 2, 2),
+    128: TileConfig(16, 32, 4, 2, 2),
+    256: TileConfig(16, 16, 4, 2, 2),
+}
+PREFILL_32_BIT = {
+    64: TileConfig(32, 32, 4, 2, 2),
+    128: TileConfig(32, 32, 4, 2, 2),
+    256: TileConfig(32, 16, 4, 2, 1),
+}
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is no less than `number`, which is at least 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def choose_splits(num_tiles: int, max_seq_len: int, num_slots: int) -> int:
+    """Into how many splits each tile's keys are cut, so that the device is filled twice over, but for short contexts.
+
+    num_tiles: tiles times key-value heads. num_slots: tiles that the device holds at once.
+    """
+    wanted = -(-2 * num_slots // num_tiles)
+    return max(1, min(wanted, -(-max_seq_len // MIN_SPLIT_TOKENS), MAX_SPLITS))
+
+
+def tile_config(head_dim: int, element_size: int, group: int, max_query_len: int) -> TileConfig:
+    """The tiling for heads of `head_dim` and numbers of `element_size` bytes, `group` query heads to a key-value head.
+
+    Raises ValueError for heads that no kernel is made for.
+    """
+    padded = max(64, next_power_of_2(head_dim))
+    if max_query_len == 1:
+        table = DECODE_16_BIT if element_size == 2 else DECODE_32_BIT
+    else:
+        table = PREFILL_16_BIT if element_size == 2 else PREFILL_32_BIT
+    if padded not in table:
+        raise ValueError(f"no attention kernel for heads of {head_dim}: at most 256")
+    config = table[padded]
+    return config._replace(block_m=max(config.block_m, next_power_of_2(group)))

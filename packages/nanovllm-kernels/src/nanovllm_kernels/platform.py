@@ -1,0 +1,69 @@
+"""What a device can do. The one place that asks; everything else branches on the answer.
+
+This room must not know any operator.
+"""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+MIN_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """One device.
+
+    capability: CUDA compute capability, None on a CPU. total_memory: bytes, 0 where the device doesn't say (a CPU).
+    num_sms: streaming multiprocessors, 0 on a CPU. has_triton: whether triton can be imported, that is, whether its
+    kernels can be compiled for this machine.
+    """
+
+    name: str
+    capability: tuple[int, int] | None
+    total_memory: int
+    num_sms: int
+    has_triton: bool
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether this machine has an NVIDIA GPU that the kernels run on (Ampere or newer)."""
+    return torch.version.cuda is not None and torch.cuda.is_available() and _capability() >= MIN_CAPABILITY
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton is installed. Doesn't import it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def describe(device: torch.device) -> DeviceInfo:
+    """What `device` is and can do. Raises RuntimeError for a CUDA device that isn't there."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceInfo(
+            name=properties.name,
+            capability=(properties.major, properties.minor),
+            total_memory=properties.total_memory,
+            num_sms=properties.multi_processor_count,
+            has_triton=has_triton(),
+        )
+    return DeviceInfo(name=device.type, capability=None, total_memory=0, num_sms=0, has_triton=has_triton())
+
+
+@functools.cache
+def can_pack_bf16() -> bool:
+    """Whether oneDNN on this CPU multiplies bfloat16 natively, so that prepacked weights pay (see `gemm`)."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001 - torch has no public name for the probe
+    )

@@ -1,0 +1,163 @@
+"""The sampling operators in plain torch: the oracle of the kernels, and the CPU path.
+
+Passes over the vocabulary are what costs here, so that rows without a filter are drawn together and a row with one is
+cut down to its candidates before anything is drawn.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.sampling import noise
+
+IN_PROMPT = 1 << 30
+MIN_TEMPERATURE = 1e-5
+
+# A row is this many sorted candidates wide at first, and as many times wider at each new try: most nuclei are small,
+# and to sort the whole vocabulary takes ten times as long as to pick the first few hundred.
+FIRST_CANDIDATES = 128
+WIDENING = 16
+# More of the largest than top-k asks for: room for ties with the k-th.
+TIE_ROOM = 64
+# Elements drawn at once: a dozen passes over them stay in the cache.
+DRAW_ELEMENTS = 1 << 18
+
+
+def apply_penalties(
+    logits: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """See the package's `apply_penalties`."""
+    seen = counts.index_select(0, rows)
+    out = logits.to(torch.float32, copy=True)
+    factor = repetition.unsqueeze(1)
+    repeated = torch.where(out > 0, out / factor, out * factor)
+    out = torch.where(seen != 0, repeated, out)
+    made = seen.bitwise_and_(IN_PROMPT - 1)
+    return out.sub_(presence.unsqueeze(1) * (made > 0)).sub_(frequency.unsqueeze(1) * made)
+
+
+def apply_bias(
+    logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
+) -> Tensor:
+    """See the package's `apply_bias`."""
+    out = logits.to(torch.float32, copy=True)
+    active = positions.unsqueeze(1) < bias_until.index_select(0, rows)
+    values = bias_values.index_select(0, rows).masked_fill_(~active, 0.0)
+    ids = bias_ids.index_select(0, rows).masked_fill_(~active, 0)
+    return out.scatter_add_(1, ids.long(), values)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    all_greedy: bool,
+    any_filter: bool,
+) -> Tensor:
+    """See the package's `sample`."""
+    if all_greedy:
+        return logits.max(-1).indices.to(torch.int32)
+    first_keys, second_keys = noise.row_keys(seeds, positions)
+    greedy = temperature < MIN_TEMPERATURE
+    divisor = temperature.masked_fill(greedy, 1.0).unsqueeze(1)
+    if any_filter:
+        drawn = _draw_filtered(logits, divisor, top_k, top_p, min_p, first_keys, second_keys)
+    else:
+        drawn = _draw(logits, divisor, first_keys.unsqueeze(1), second_keys.unsqueeze(1))
+    if greedy.any():
+        drawn = torch.where(greedy, logits.max(-1).indices, drawn)
+    return drawn.to(torch.int32)
+
+
+def _draw(logits: Tensor, divisor: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
+    """A token of each row [B, V] by exponential races: the least of Exp(1) / p is a draw from p, as argmax with Gumbel
+    noise is, for one logarithm less.
+    """
+    vocab_size = logits.shape[1]
+    token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
+    winners = []
+    step = max(1, DRAW_ELEMENTS // vocab_size)
+    for begin in range(0, logits.shape[0], step):
+        rows = slice(begin, begin + step)
+        scaled = logits[rows].float() / divisor[rows]
+        weights = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
+        bits = noise.hash_tokens(token_ids, first_keys[rows], second_keys[rows])
+        winners.append(weights.div_(noise.negative_exponentials(bits)).min(-1).indices)
+    return winners[0] if len(winners) == 1 else torch.cat(winners)
+
+
+def _draw_filtered(
+    logits: Tensor,
+    divisor: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    first_keys: Tensor,
+    second_keys: Tensor,
+) -> Tensor:
+    """As `_draw`, from what each row's filters leave."""
+    drawn = []
+    filters = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    for row, (row_top_k, row_top_p, row_min_p) in enumerate(filters):
+        if row_top_k <= 0 and row_top_p >= 1 and row_min_p <= 0:
+            keys = first_keys[row : row + 1, None], second_keys[row : row + 1, None]
+            drawn.append(_draw(logits[row : row + 1], divisor[row : row + 1], *keys).squeeze(0))
+            continue
+        scaled = logits[row].float() / divisor[row]
+        values, token_ids = filter_row(scaled, row_top_k, row_top_p, row_min_p)
+        weights = (values - values[0]).exp_()
+        bits = noise.hash_tokens(token_ids.to(torch.int32), first_keys[row], second_keys[row])
+        drawn.append(token_ids[weights.div_(noise.negative_exponentials(bits)).argmin()])
+    return torch.stack(drawn)
+
+
+def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
+    """What one row's filters leave of its logits `scaled` [V] (temperature applied): values, falling, and token ids."""
+    vocab_size = scaled.shape[0]
+    if top_k >= vocab_size:
+        top_k = 0
+    width = min(top_k + TIE_ROOM if top_k > 0 else FIRST_CANDIDATES, vocab_size)
+    while True:
+        values, token_ids = scaled.topk(width)
+        kept = _count_kept(scaled, values, top_k, top_p, min_p)
+        if kept < width or width == vocab_size:
+            return values[:kept], token_ids[:kept]
+        width = min(width * WIDENING, vocab_size)
+
+
+def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> int:
+    """How many of `values`, the largest of `scaled` in falling order, the filters keep. All of them may mean more."""
+    weights = (values - values[0]).exp_().double()
+    kept = values.shape[0]
+    if top_k > 0:
+        kept = int((values >= values[top_k - 1]).sum())
+    if top_p < 1:
+        if kept < values.shape[0] or kept == scaled.shape[0]:
+            total = weights[:kept].sum()
+        elif top_k > 0:
+            # Ties with the k-th go on beyond `values`: the mass isn't known yet.
+            return kept
+        else:
+            total = (scaled - values[0]).exp_().sum(dtype=torch.float64)
+        short = int((weights[:kept].cumsum(0) < top_p * total).sum())
+        # Rounding may leave the whole short of itself.
+        kept = int((values[:kept] >= values[min(short, kept - 1)]).sum())
+    if min_p > 0:
+        kept = min(kept, int((weights >= min_p).sum()))
+    return kept
+
+
+def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See the package's `logprobs`."""
+    normalizer = logits.float().logsumexp(-1, keepdim=True)
+    chosen = logits.gather(1, tokens.long().unsqueeze(1)).float().sub_(normalizer).squeeze(1)
+    top_values, top_ids = logits.topk(num_top, dim=-1)
+    return chosen, top_ids.to(torch.int32), top_values.float().sub_(normalizer)

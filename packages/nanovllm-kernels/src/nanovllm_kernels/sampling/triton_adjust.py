@@ -1,0 +1,118 @@
+"""Penalties and biases on CUDA."""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels.sampling.reference import IN_PROMPT
+
+BLOCK = 2048
+BIAS_BLOCK = 128
+
+
+def apply_penalties(
+    logits: Tensor, rows: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    """See the package's `apply_penalties`."""
+    num_rows, vocab_size = logits.shape
+    out = logits.new_empty(logits.shape, dtype=torch.float32)
+    _apply_penalties[(num_rows, triton.cdiv(vocab_size, BLOCK))](
+        logits,
+        rows,
+        counts,
+        repetition,
+        presence,
+        frequency,
+        out,
+        logits.stride(0),
+        counts.stride(0),
+        vocab_size,
+        IN_PROMPT=IN_PROMPT,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return out
+
+
+def apply_bias(
+    logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
+) -> Tensor:
+    """See the package's `apply_bias`."""
+    num_entries = bias_ids.shape[1]
+    out = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    _add_bias[(logits.shape[0], triton.cdiv(num_entries, BIAS_BLOCK))](
+        out,
+        rows,
+        positions,
+        bias_ids,
+        bias_values,
+        bias_until,
+        out.stride(0),
+        bias_ids.stride(0),
+        bias_values.stride(0),
+        bias_until.stride(0),
+        num_entries,
+        BLOCK=BIAS_BLOCK,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _apply_penalties(
+    logits_ptr,
+    rows_ptr,
+    counts_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    out_ptr,
+    logits_stride,
+    counts_stride,
+    vocab_size,
+    IN_PROMPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = tokens < vocab_size
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    repetition = tl.load(repetition_ptr + index)
+    logits = tl.load(logits_ptr + index * logits_stride + tokens, mask=mask, other=0.0).to(tl.float32)
+    seen = tl.load(counts_ptr + row * counts_stride + tokens, mask=mask, other=0)
+    repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
+    logits = tl.where(seen != 0, repeated, logits)
+    made = (seen & (IN_PROMPT - 1)).to(tl.float32)
+    logits -= tl.where(made > 0, tl.load(presence_ptr + index), 0.0)
+    logits -= made * tl.load(frequency_ptr + index)
+    tl.store(out_ptr + index * vocab_size + tokens, logits, mask=mask)
+
+
+@triton.jit
+def _add_bias(
+    out_ptr,
+    rows_ptr,
+    positions_ptr,
+    ids_ptr,
+    values_ptr,
+    until_ptr,
+    out_stride,
+    ids_stride,
+    values_stride,
+    until_stride,
+    num_entries,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    position = tl.load(positions_ptr + index)
+    until = tl.load(until_ptr + row * until_stride + entries, mask=entries < num_entries, other=0)
+    active = (entries < num_entries) & (position < until)
+    ids = tl.load(ids_ptr + row * ids_stride + entries, mask=active, other=0)
+    values = tl.load(values_ptr + row * values_stride + entries, mask=active, other=0.0)
+    # Atomic because ids may repeat.
+    tl.atomic_add(out_ptr + index * out_stride + ids, values, mask=active)

@@ -1,0 +1,43 @@
+"""Log-probabilities on CUDA: one pass for the normalizer; the likeliest are picked from the logits themselves."""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See the package's `logprobs`."""
+    num_rows, vocab_size = logits.shape
+    chosen = logits.new_empty((num_rows,), dtype=torch.float32)
+    normalizer = torch.empty_like(chosen)
+    _normalize[(num_rows,)](logits, tokens, chosen, normalizer, logits.stride(0), vocab_size, BLOCK=BLOCK, num_warps=16)
+    if num_top == 0:
+        return chosen, tokens.new_empty((num_rows, 0)), chosen.new_empty((num_rows, 0))
+    top_values, top_ids = logits.topk(num_top, dim=-1)
+    return chosen, top_ids.to(torch.int32), top_values.float() - normalizer.unsqueeze(1)
+
+
+@triton.jit
+def _normalize(logits_ptr, tokens_ptr, chosen_ptr, normalizer_ptr, logits_stride, vocab_size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    lanes = tl.arange(0, BLOCK)
+    # Each lane keeps its own maximum and sum; lowest finite number, so that a lane of infinities makes no NaN.
+    lane_max = tl.full([BLOCK], -3.0e38, dtype=tl.float32)
+    lane_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in tl.range(0, vocab_size, BLOCK):
+        index = first + lanes
+        logits = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+        new_max = tl.maximum(lane_max, logits)
+        lane_sum = lane_sum * tl.exp(lane_max - new_max) + tl.exp(logits - new_max)
+        lane_max = new_max
+    row_max = tl.max(lane_max, 0)
+    normalizer = row_max + tl.log(tl.sum(lane_sum * tl.exp(lane_max - row_max), 0))
+    chosen = tl.load(logits_ptr + tl.load(tokens_ptr + row)).to(tl.float32)
+    tl.store(normalizer_ptr + row, normalizer)
+    tl.store(chosen_ptr + row, chosen - normalizer)

@@ -1,0 +1,105 @@
+"""What several tests share: batches over a poisoned cache, and oracles that loop and compute in float64."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    scale: float
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+
+
+def make_batch(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> PagedBatch:
+    """Requests of (query_len, seq_len), decodes first. Every slot that no request has filled holds NaN."""
+    generator = torch.Generator().manual_seed(len(lengths) + head_dim)
+    pages = [-(-seq_len // page_size) for _, seq_len in lengths]
+    num_blocks = sum(pages) + 3
+    free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    tables = torch.randint(0, num_blocks, (len(lengths), max(pages) + 2), generator=generator, dtype=torch.int32)
+    shape = (num_blocks * page_size, num_kv_heads, head_dim)
+    k, v = torch.full(shape, math.nan), torch.full(shape, math.nan)
+    for request, (_, seq_len) in enumerate(lengths):
+        blocks = torch.tensor([free.pop() for _ in range(pages[request])])
+        tables[request, : len(blocks)] = blocks
+        slots = (blocks[:, None] * page_size + torch.arange(page_size)).flatten()[:seq_len]
+        k[slots] = torch.randn((seq_len, *shape[1:]), generator=generator)
+        v[slots] = torch.randn((seq_len, *shape[1:]), generator=generator)
+    query_lens = torch.tensor([query_len for query_len, _ in lengths])
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), query_lens.cumsum(0)))
+    paged = (num_blocks, page_size, num_kv_heads, head_dim)
+    return PagedBatch(
+        q=torch.randn((int(starts[-1]), num_heads, head_dim), generator=generator).to(device, dtype),
+        k_cache=k.view(paged).to(device, dtype),
+        v_cache=v.view(paged).to(device, dtype),
+        block_tables=tables.to(device),
+        seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
+        query_start_loc=starts.to(device, torch.int32),
+        scale=head_dim**-0.5,
+        num_decodes=next((i for i, (query_len, _) in enumerate(lengths) if query_len > 1), len(lengths)),
+        max_query_len=max(query_len for query_len, _ in lengths),
+        max_seq_len=max(seq_len for _, seq_len in lengths),
+    )
+
+
+def attend_naively(batch: PagedBatch) -> Tensor:
+    """One request at a time, one mask, float64: float64 [T, Hq, D]."""
+    outs = []
+    page_size = batch.k_cache.shape[1]
+    group = batch.q.shape[1] // batch.k_cache.shape[2]
+    starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    for request, seq_len in enumerate(lengths):
+        positions = torch.arange(seq_len, device=batch.q.device)
+        blocks = batch.block_tables[request, positions // page_size].long()
+        k = batch.k_cache[blocks, positions % page_size].double().repeat_interleave(group, 1)
+        v = batch.v_cache[blocks, positions % page_size].double().repeat_interleave(group, 1)
+        q = batch.q[starts[request] : starts[request + 1]].double()
+        scores = torch.einsum("qhd,khd->hqk", q, k) * batch.scale
+        seen = positions <= (seq_len - q.shape[0] + torch.arange(q.shape[0], device=q.device))[:, None]
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outs)
+
+
+@pytest.fixture
+def paged_batch() -> Callable[..., PagedBatch]:
+    return make_batch
+
+
+@pytest.fixture
+def naive_attention() -> Callable[[PagedBatch], Tensor]:
+    return attend_naively
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised tensors hold NaN (integers: their largest value), so that what isn't written shows."""
+    if torch.cuda.is_available():
+        # Deterministic mode refuses operators on CUDA that the oracles use.
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,50 @@
+"""These tests run the Triton kernels: compiled on a GPU, or under Triton's interpreter where TRITON_INTERPRET=1 is set.
+
+In a run with neither, each counts as `gpu`; `tests/test_interpreter.py` starts the interpreter's run. Grids marked
+`gpu` in the files are too large for the interpreter.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nanovllm_kernels.platform import has_cuda
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if INTERPRETED:
+        return
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def device() -> str:
+    if INTERPRETED:
+        return "cpu"
+    if not has_cuda():
+        pytest.skip("needs an NVIDIA GPU")
+    return "cuda"
+
+
+@pytest.fixture(autouse=True)
+def interpreter_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter turns one-element arrays into integers in a way that numpy 2.4 refuses
+    (https://github.com/triton-lang/triton/issues/9171, fixed in later versions).
+    """
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)

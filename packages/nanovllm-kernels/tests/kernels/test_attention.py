@@ -1,0 +1,136 @@
+"""The attention kernel against a loop in float64, over a cache in which every unowned slot is NaN."""
+
+import pytest
+import torch
+
+from nanovllm_kernels.attention import paged_attention, plan_batch, tiles
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+MIXED = [(1, 1), (1, 37), (1, 64), (5, 5), (1, 20), (20, 70), (33, 33)]
+
+
+def run(batch):
+    planned = plan_batch(
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        num_decodes=batch.num_decodes,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        page_size=batch.k_cache.shape[1],
+        backend="triton",
+    )
+    return paged_attention(batch.q, batch.k_cache, batch.v_cache, planned, scale=batch.scale)
+
+
+def check(batch, naive_attention):
+    out = run(batch)
+    assert out.dtype == batch.q.dtype
+    torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[out.dtype], rtol=0)
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 32), (96, 64), (128, 16), (256, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_mixed_batch(device, paged_batch, naive_attention, head_dim, page_size, dtype):
+    batch = paged_batch(
+        MIXED, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
+    )
+    check(batch, naive_attention)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (9, 3), (8, 1), (20, 1), (4, 4)])
+def test_groups(device, paged_batch, naive_attention, num_heads, num_kv_heads):
+    batch = paged_batch(
+        [(1, 30), (1, 5), (19, 40)],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=64,
+        page_size=16,
+        dtype=torch.float32,
+        device=device,
+    )
+    check(batch, naive_attention)
+
+
+@pytest.mark.parametrize("requests", [[(1, 200), (1, 3), (1, 129)], [(7, 150), (2, 2)]])
+@pytest.mark.parametrize("num_splits", [2, 5, 8])
+def test_splits(device, paged_batch, naive_attention, monkeypatch, requests, num_splits):
+    monkeypatch.setattr(tiles, "choose_splits", lambda *_: num_splits)
+    batch = paged_batch(
+        requests, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
+    )
+    check(batch, naive_attention)
+
+
+def test_queries_that_are_views(device, paged_batch, naive_attention):
+    batch = paged_batch(
+        MIXED, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
+    )
+    wide = torch.full((batch.q.shape[0], 7, 64), float("nan"), device=device)
+    wide[:, 2:6] = batch.q
+    out = torch.ops.nanovllm.paged_attention(
+        wide[:, 2:6],
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        batch.scale,
+        batch.num_decodes,
+        batch.max_query_len,
+        batch.max_seq_len,
+    )
+    torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-5, rtol=0)
+
+
+def test_splits_follow_from_what_the_host_knows():
+    assert tiles.choose_splits(1000, 32768, 264) == 1
+    assert tiles.choose_splits(300, 32768, 264) == 2
+    assert tiles.choose_splits(8, 512, 264) == 2
+    assert tiles.choose_splits(8, 32768, 264) == 64
+    assert tiles.choose_splits(64, 32768, 264) == 9
+    assert tiles.choose_splits(8, 1, 264) == 1
+
+
+def test_heads_beyond_256_are_refused(device, paged_batch):
+    batch = paged_batch(
+        [(1, 4)], num_heads=1, num_kv_heads=1, head_dim=288, page_size=16, dtype=torch.float32, device=device
+    )
+    with pytest.raises(ValueError, match="288"):
+        run(batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (32, 8), (16, 1), (4, 4)])
+def test_grid(device, paged_batch, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
+    requests = [(1, 1), (1, 1000), (1, 64), (1, 2049), (130, 130), (64, 1000), (1, 77), (513, 600)]
+    batch = paged_batch(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        device=device,
+    )
+    check(batch, naive_attention)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("requests", [[(1, 32768)], [(1, 32768), (1, 100)], [(64, 16000)], [(1, 20000), (300, 5000)]])
+def test_long_contexts(device, paged_batch, naive_attention, requests, dtype):
+    batch = paged_batch(requests, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, device=device)
+    check(batch, naive_attention)
+
+
+@pytest.mark.gpu
+def test_many_decodes(device, paged_batch, naive_attention):
+    requests = [(1, 1 + 37 * i % 700) for i in range(256)]
+    batch = paged_batch(
+        requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
+    )
+    check(batch, naive_attention)

@@ -1,0 +1,109 @@
+"""The sampling kernels against the plain torch reference on the CPU: the same draws, token for token."""
+
+import math
+
+import pytest
+import torch
+
+from nanovllm_kernels.sampling import IN_PROMPT, reference, triton_sample
+
+OPS = torch.ops.nanovllm
+
+
+def settings_of(num_rows, device):
+    """Every combination of filters, some rows greedy; seeds and positions of all sizes."""
+    temperature = torch.tensor([0.0, 0.6, 1.0, 1.0, 1.5, 1.0, 0.8]).repeat(num_rows)[:num_rows]
+    top_k = torch.tensor([0, 1, 20, 0, 5, 10**6], dtype=torch.int32).repeat(num_rows)[:num_rows]
+    top_p = torch.tensor([1.0, 0.9, 0.5, 1.0, 0.1]).repeat(num_rows)[:num_rows]
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.05]).repeat(num_rows)[:num_rows]
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,))
+    positions = torch.randint(0, 2**17, (num_rows,))
+    return [tensor.to(device) for tensor in (temperature, top_k, top_p, min_p, seeds, positions)]
+
+
+def check_sample(num_rows, vocab_size, dtype, device, most_wrong=0):
+    logits = (torch.randn(num_rows, vocab_size) * 3).to(device, dtype)
+    settings = settings_of(num_rows, device)
+    for all_greedy, any_filter in ((True, False), (False, False), (False, True)):
+        actual = OPS.sample(logits, *settings, all_greedy, any_filter)
+        expected = reference.sample(logits.cpu(), *(tensor.cpu() for tensor in settings), all_greedy, any_filter)
+        assert actual.dtype == torch.int32
+        wrong = int((actual.cpu() != expected).sum())
+        assert wrong <= most_wrong, (all_greedy, any_filter, actual, expected)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(5, torch.float32), (10_000, torch.float32), (3000, torch.bfloat16)])
+def test_sample(device, vocab_size, dtype):
+    torch.manual_seed(vocab_size)
+    check_sample(14, vocab_size, dtype, device)
+
+
+def test_ties_at_thresholds_stay(device, monkeypatch):
+    """Coarse logits, so that most thresholds fall on a tie; then only forbidden tokens beside them."""
+    torch.manual_seed(1)
+    settings = settings_of(40, device)
+    logits = torch.randn(40, 60, device=device).mul_(2).round_()
+    for _ in range(2):
+        actual = OPS.sample(logits, *settings, False, True)
+        expected = reference.sample(logits.cpu(), *(tensor.cpu() for tensor in settings), False, True)
+        assert torch.equal(actual.cpu(), expected)
+        logits[:, 3:] = -math.inf
+
+
+def test_rows_that_no_softmax_could_handle(device):
+    logits = torch.full((3, 3000), -math.inf, device=device)
+    logits[0] = math.nan
+    logits[2, 2999] = -1e30
+    settings = settings_of(3, device)
+    for all_greedy, any_filter in ((True, False), (False, False), (False, True)):
+        drawn = OPS.sample(logits, *settings, all_greedy, any_filter)
+        assert ((drawn >= 0) & (drawn < 3000)).all()
+        assert drawn[2] == 2999
+
+
+def test_penalties(device):
+    logits = torch.randn(3, 2500, device=device).to(torch.bfloat16)
+    counts = torch.randint(0, 4, (5, 2500), device=device, dtype=torch.int32)
+    counts += torch.randint(0, 2, counts.shape, device=device, dtype=torch.int32) * IN_PROMPT
+    rows = torch.tensor([4, 0, 4], dtype=torch.int32, device=device)
+    numbers = [torch.rand(3, device=device) + 0.5 for _ in range(3)]
+    arguments = (logits, rows, counts, *numbers)
+    torch.testing.assert_close(OPS.apply_penalties(*arguments), reference.apply_penalties(*arguments))
+
+
+@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
+def test_bias(device, position_dtype):
+    logits = torch.randn(3, 50, device=device).to(torch.bfloat16)
+    rows = torch.tensor([4, 0, 4], dtype=torch.int32, device=device)
+    positions = torch.tensor([10, 20, 90], device=device).to(position_dtype)
+    ids = torch.randint(0, 50, (5, 200), device=device, dtype=torch.int32)
+    values = torch.randn(5, 200, device=device)
+    values[:, ::50] = -math.inf
+    until = torch.randint(0, 100, (5, 200), device=device, dtype=torch.int32)
+    arguments = (logits, rows, positions, ids, values, until)
+    torch.testing.assert_close(OPS.apply_bias(*arguments), reference.apply_bias(*arguments), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_logprobs(device, num_top):
+    logits = torch.randn(3, 9000, device=device) * 3
+    logits[1, 4096:] = -math.inf
+    tokens = torch.tensor([0, 4095, 8999], dtype=torch.int32, device=device)
+    for actual, expected in zip(
+        OPS.logprobs(logits, tokens, num_top), reference.logprobs(logits, tokens, num_top), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 49152), (64, 151_936), (256, 128_256)])
+def test_large(device, dtype, num_rows, vocab_size):
+    torch.manual_seed(num_rows)
+    # Rounding may decide between two tokens in a near tie, or on the edge of top_p: once in many thousand rows.
+    check_sample(num_rows, vocab_size, dtype, device, most_wrong=num_rows // 32)
+
+
+def test_never_drawn_covers_the_noise():
+    least, most = -math.log(-math.log1p(-(1 - 2**-24))), -math.log(2**-32)
+    assert most - least < triton_sample.NEVER_DRAWN

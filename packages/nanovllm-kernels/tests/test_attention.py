@@ -1,0 +1,68 @@
+"""The plain torch attention against a loop in float64."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanovllm_kernels.attention import paged_attention, plan_batch
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def run(batch):
+    planned = plan_batch(
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        num_decodes=batch.num_decodes,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        page_size=batch.k_cache.shape[1],
+        backend="torch",
+    )
+    return paged_attention(batch.q, batch.k_cache, batch.v_cache, planned, scale=batch.scale)
+
+
+@st.composite
+def lengths(draw):
+    decodes = draw(st.lists(st.integers(1, 70), max_size=4))
+    prefills = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=not decodes, max_size=3))
+    return [(1, length) for length in decodes] + [(query, query + context) for query, context in prefills]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths(),
+    st.sampled_from([(1, 1, 64), (9, 3, 64), (8, 8, 80), (4, 2, 96), (8, 1, 128)]),
+    st.sampled_from([16, 32, 64]),
+    st.sampled_from(list(TOLERANCE)),
+)
+def test_random_batches(paged_batch, naive_attention, requests, heads, page_size, dtype):
+    num_heads, num_kv_heads, head_dim = heads
+    batch = paged_batch(
+        requests, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype
+    )
+    out = run(batch)
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_decodes_that_are_gathered_in_several_groups(paged_batch, naive_attention, monkeypatch):
+    monkeypatch.setattr("nanovllm_kernels.attention.reference.GATHER_TOKENS", 48)
+    batch = paged_batch(
+        [(1, 5), (1, 40), (1, 100), (1, 3), (1, 16), (1, 16)],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        dtype=torch.float32,
+    )
+    torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("seq_len", [1, 16, 17, 200])
+def test_a_single_decode(paged_batch, naive_attention, seq_len):
+    batch = paged_batch([(1, seq_len)], num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, dtype=torch.float32)
+    torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)

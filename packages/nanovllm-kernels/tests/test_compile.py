@@ -1,0 +1,155 @@
+"""Every Triton kernel compiles for Hopper, on a machine with no GPU, and fits into its shared memory."""
+
+import os
+
+import pytest
+
+from nanovllm_kernels.platform import has_triton
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_triton() or os.environ.get("TRITON_INTERPRET") == "1", reason="needs triton's compiler"),
+]
+
+SHARED_MEMORY = 227 * 1024
+INT32, INT64, FLOAT, BFLOAT = "*i32", "*i64", "*fp32", "*bf16"
+STEP = dict.fromkeys(
+    ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
+) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "sample_index_ptr", "counts_ptr"], INT32)
+SAMPLING = (
+    dict.fromkeys(["temperature_ptr", "thresholds_ptr", "top_p_ptr", "min_p_ptr", "best_ptr"], FLOAT)
+    | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "out_ptr"], INT32)
+    | dict.fromkeys(["seeds_ptr", "positions_ptr"], INT64)
+)
+PENALTIES = dict.fromkeys(["repetition_ptr", "presence_ptr", "frequency_ptr", "out_ptr"], FLOAT) | dict.fromkeys(
+    ["rows_ptr", "counts_ptr"], INT32
+)
+BIAS = dict.fromkeys(["rows_ptr", "ids_ptr", "until_ptr"], INT32) | {
+    "out_ptr": FLOAT,
+    "values_ptr": FLOAT,
+    "positions_ptr": INT64,
+}
+DRAW = {"MIN_TEMPERATURE": 1e-5, "CHUNK": 8192, "BLOCK": 2048}
+
+# Module, kernel, warps, types where they are not bf16 pointers and int32 numbers, constants.
+KERNELS = [
+    (
+        "elementwise.triton_norm",
+        "_rms_norm",
+        16,
+        {"eps": "fp32"},
+        {"PER_TOKEN": 1, "WIDTH": 4096, "BLOCK": 4096, "ROWS": 1},
+    ),
+    (
+        "elementwise.triton_norm",
+        "_rms_norm",
+        8,
+        {"eps": "fp32"},
+        {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16},
+    ),
+    ("elementwise.triton_norm", "_add_rms_norm", 16, {"eps": "fp32"}, {"WIDTH": 4096, "BLOCK": 4096}),
+    ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024}),
+    (
+        "elementwise.triton_rope",
+        "_rope_and_cache",
+        2,
+        {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64},
+        {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "HALF": 16, "PADDED_HALF": 16}
+        | {"HEADS": 8, "Q_BLOCKS": 2},
+    ),
+    (
+        "batch.triton_batch",
+        "_build_inputs",
+        4,
+        STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64},
+        {"PAGE_SIZE": 16, "BLOCK": 256},
+    ),
+    ("batch.triton_batch", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
+    ("batch.triton_batch", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
+    ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT": 1 << 30, "BLOCK": 2048}),
+    ("sampling.triton_adjust", "_add_bias", 4, BIAS, {"BLOCK": 128}),
+    (
+        "sampling.triton_logprobs",
+        "_normalize",
+        16,
+        {"tokens_ptr": INT32, "chosen_ptr": FLOAT, "normalizer_ptr": FLOAT},
+        {"BLOCK": 4096},
+    ),
+    (
+        "sampling.triton_sample",
+        "_find_thresholds",
+        16,
+        SAMPLING,
+        {"MIN_TEMPERATURE": 1e-5, "NEVER_DRAWN": 30.0, "BLOCK": 4096},
+    ),
+    ("sampling.triton_sample", "_draw_chunk", 8, SAMPLING, DRAW | {"ALL_GREEDY": True, "FILTER": False}),
+    ("sampling.triton_sample", "_draw_chunk", 8, SAMPLING, DRAW | {"ALL_GREEDY": False, "FILTER": True}),
+    ("sampling.triton_sample", "_pick_chunk", 1, SAMPLING, {"PADDED_CHUNKS": 32}),
+]
+
+
+def compile_kernel(kernel, types, constants, num_warps, num_stages=3):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, alignment = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = types.get(name, BFLOAT if name.endswith("_ptr") else "i32")
+        if name.endswith("_ptr") or "stride" in name:
+            alignment[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, alignment)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize(("module", "name", "num_warps", "types", "constants"), KERNELS)
+def test_kernel(module, name, num_warps, types, constants):
+    import importlib
+
+    kernel = vars(importlib.import_module(f"nanovllm_kernels.{module}"))[name]
+    compiled = compile_kernel(kernel, types, constants, num_warps)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("one_query", [True, False])
+@pytest.mark.parametrize("dtype", [BFLOAT, FLOAT])
+def test_attention(head_dim, one_query, dtype):
+    from nanovllm_kernels.attention import tiles, triton_paged
+
+    group = 4
+    query_len = 1 if one_query else 100
+    config = tiles.tile_config(head_dim, 2 if dtype == BFLOAT else 4, group, query_len)
+    types = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
+    types |= dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], dtype) | dict.fromkeys(["out_ptr", "lse_ptr"], FLOAT)
+    constants = {
+        "NUM_HEADS": 8 * group,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PADDED_DIM": 1 << (head_dim - 1).bit_length(),
+        "PAGE_SIZE": 16,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_Q": 1 if one_query else config.block_m // group,
+        "ONE_QUERY": one_query,
+        "SPLIT": True,
+    }
+    compiled = compile_kernel(
+        triton_paged._attend, types | {"scale_log2": "fp32"}, constants, config.num_warps, config.num_stages
+    )
+    assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
+    if dtype == BFLOAT:
+        assert ("mma.sync" if one_query else "wgmma.mma_async") in compiled.asm["ptx"]
+
+
+def test_merge_of_splits():
+    from nanovllm_kernels.attention import triton_paged
+
+    types = {"partial_ptr": FLOAT, "lse_ptr": FLOAT}
+    compile_kernel(
+        triton_paged._merge_splits, types, {"HEAD_DIM": 80, "PADDED_DIM": 128, "PADDED_SPLITS": 16}, num_warps=4
+    )

@@ -1,0 +1,34 @@
+"""Linear layers: packed or not, the same numbers."""
+
+import pytest
+import torch
+
+from nanovllm_kernels.gemm import linear, pack_linear
+from nanovllm_kernels.platform import can_pack_bf16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 3, 70])
+def test_linear(dtype, with_bias, num_tokens):
+    weight, x = torch.randn(40, 64).to(dtype), torch.randn(num_tokens, 64).to(dtype)
+    bias = torch.randn(40).to(dtype) if with_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
+    tolerance = {"rtol": 2**-7, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
+    for form in (weight, pack_linear(weight)):
+        out = linear(x, form, bias)
+        assert out.dtype == dtype
+        assert out.shape == (num_tokens, 40)
+        torch.testing.assert_close(out.double(), expected, **tolerance)
+
+
+def test_only_bf16_is_packed():
+    plain = torch.randn(8, 8)
+    assert pack_linear(plain).data is plain
+    assert pack_linear(plain.to(torch.bfloat16)).blocked == can_pack_bf16()
+
+
+def test_packing_takes_any_layout():
+    weight = torch.randn(64, 40).to(torch.bfloat16).T
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    torch.testing.assert_close(linear(x, pack_linear(weight)), x @ weight.T, rtol=2**-7, atol=1e-2)

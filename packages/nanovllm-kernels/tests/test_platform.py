@@ -1,0 +1,32 @@
+"""What the package says of this machine, and what importing it costs."""
+
+import subprocess
+import sys
+
+import torch
+
+from nanovllm_kernels.platform import describe, has_cuda
+
+ROOMS = ("attention", "batch", "elementwise", "gemm", "platform", "sampling")
+
+
+def test_a_cpu_has_no_gpu_numbers():
+    info = describe(torch.device("cpu"))
+    assert (info.name, info.capability, info.num_sms, info.total_memory) == ("cpu", None, 0, 0)
+
+
+def test_a_gpu_is_described():
+    if has_cuda():
+        info = describe(torch.device("cuda"))
+        assert info.capability >= (8, 0)
+        assert info.num_sms > 0
+        assert info.total_memory > 1 << 30
+    else:
+        assert not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0)
+
+
+def test_importing_and_running_on_a_cpu_takes_no_kernel_language():
+    imports = "; ".join(f"import nanovllm_kernels.{room}" for room in ROOMS)
+    run = "nanovllm_kernels.elementwise.rms_norm(torch.ones(1, 8), torch.ones(8), 1e-5)"
+    program = f"import sys, torch, nanovllm_kernels; {imports}; {run}; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

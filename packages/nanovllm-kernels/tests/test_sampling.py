@@ -1,0 +1,215 @@
+"""The plain torch sampler against oracles that sort, loop and compute in float64, and against statistics."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm_kernels.sampling import IN_PROMPT, apply_bias, apply_penalties, logprobs, noise, reference, sample
+
+
+def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None):
+    """Sample with the same settings in each row, or with those given by row."""
+    num_rows = logits.shape[0]
+
+    def by_row(value, dtype):
+        return torch.as_tensor(value, dtype=dtype).expand(num_rows).contiguous()
+
+    return sample(
+        logits,
+        by_row(temperature, torch.float32),
+        by_row(top_k, torch.int32),
+        by_row(top_p, torch.float32),
+        by_row(min_p, torch.float32),
+        torch.arange(num_rows) if seeds is None else seeds,
+        by_row(0 if positions is None else positions, torch.int64),
+        all_greedy=False,
+        any_filter=top_k > 0 or top_p < 1 or min_p > 0,
+    )
+
+
+def kept_naively(logits, top_k, top_p, min_p):
+    """The ids that the filters leave, by their definition."""
+    alive = torch.ones_like(logits, dtype=torch.bool)
+    if top_k:
+        alive = logits >= logits.sort(descending=True).values[min(top_k, len(logits)) - 1]
+    p = logits.double().masked_fill(~alive, -math.inf).softmax(-1)
+    if top_p < 1:
+        # Rounding must not decide: shapes are such that no mass comes this close to top_p.
+        enough = [t for t in p.unique().tolist() if p[p >= t].sum() >= top_p - 1e-9]
+        alive &= p >= max(enough)
+    alive &= p >= min_p * p.max() * (1 - 1e-6)
+    return set(alive.nonzero().flatten().tolist())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    vocab_size=st.sampled_from([1, 7, 300]),
+    top_k=st.sampled_from([0, 1, 3, 50, 500]),
+    top_p=st.sampled_from([1.0, 0.93, 0.51, 0.013]),
+    min_p=st.sampled_from([0.0, 0.11, 1.0]),
+    coarse=st.booleans(),
+    first=st.sampled_from([4, 128]),
+)
+def test_filters_keep_what_their_definition_keeps(seed, vocab_size, top_k, top_p, min_p, coarse, first):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(vocab_size, generator=generator) * 2
+    if coarse:
+        # Many ties.
+        logits = logits.round()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "FIRST_CANDIDATES", first)
+        patch.setattr(reference, "TIE_ROOM", 1)
+        values, token_ids = reference.filter_row(logits, top_k, top_p, min_p)
+    assert torch.equal(values, logits[token_ids])
+    assert set(token_ids.tolist()) == kept_naively(logits, top_k, top_p, min_p)
+
+
+def test_greedy_takes_the_first_of_equals():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 5.0, 5.0, 5.0], [-1.0, -math.inf, 0.0, -0.5]])
+    for dtype in (torch.float32, torch.bfloat16):
+        for temperature in (0.0, 1e-6):
+            assert draw(logits.to(dtype), temperature=temperature).tolist() == [1, 0, 2]
+        zeros, ones = torch.zeros(3), torch.ones(3)
+        greedy = sample(
+            logits.to(dtype),
+            zeros,
+            zeros.int(),
+            ones,
+            zeros,
+            zeros.long(),
+            zeros.long(),
+            all_greedy=True,
+            any_filter=False,
+        )
+        assert (greedy.tolist(), greedy.dtype) == ([1, 0, 2], torch.int32)
+
+
+def test_one_survivor_is_always_drawn():
+    logits = torch.randn(200, 64)
+    expected = logits.argmax(-1).tolist()
+    assert draw(logits, top_k=1).tolist() == expected
+    assert draw(logits, top_p=1e-6).tolist() == expected
+    assert draw(logits, min_p=1.0).tolist() == expected
+    forbidden = torch.full_like(logits, -math.inf).scatter_(1, torch.tensor(expected).unsqueeze(1), 0.0)
+    assert draw(forbidden).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 4},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 1.7, "top_k": 5, "top_p": 0.9},
+    ],
+)
+@pytest.mark.parametrize("varied", ["seeds", "positions"])
+def test_draws_follow_the_distribution(settings, varied):
+    """Pearson's chi-square; far beyond what chance gives, and the seeds are fixed anyway."""
+    num_draws = 4000 if settings.keys() & {"top_k", "top_p", "min_p"} else 40000
+    row = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
+    scaled = row / settings.get("temperature", 1.0)
+    filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | {k: v for k, v in settings.items() if k != "temperature"}
+    kept = sorted(kept_naively(scaled, **filters))
+    expected = scaled[kept].double().softmax(-1) * num_draws
+    numbers = torch.arange(num_draws) + 12345
+    varying = {"seeds": numbers} if varied == "seeds" else {"seeds": torch.full_like(numbers, 7), "positions": numbers}
+
+    drawn = draw(row.expand(num_draws, -1), **settings, **varying)
+
+    observed = drawn.bincount(minlength=8).double()
+    assert observed[kept].sum() == num_draws
+    chi_square = ((observed[kept] - expected).square() / expected).sum()
+    freedom = len(kept) - 1
+    assert chi_square < freedom + 6 * math.sqrt(2 * freedom) + 10
+
+
+def test_a_draw_depends_on_neither_batch_nor_place():
+    logits = torch.randn(6, 500).to(torch.bfloat16)
+    temperature = torch.tensor([1.0, 0.0, 0.7, 1.3, 1.0, 0.9])
+    top_k = torch.tensor([0, 0, 20, 0, 0, 7], dtype=torch.int32)
+    seeds, positions = torch.tensor([5, 5, 6, -7, 2**62, 0]), torch.tensor([0, 9, 1, 1, 4000, 3])
+    settings = (temperature, top_k, torch.ones(6), torch.zeros(6), seeds, positions)
+    together = sample(logits, *settings, all_greedy=False, any_filter=True)
+    for order in ([0], [1], [5, 2], [3, 4, 0, 1, 2, 5]):
+        picked = [tensor[order] for tensor in settings]
+        filtered = bool((top_k[order] > 0).any())
+        alone = sample(logits[order], *picked, all_greedy=False, any_filter=filtered)
+        assert alone.tolist() == together[order].tolist()
+
+
+def test_rows_drawn_in_several_blocks(monkeypatch):
+    logits = torch.randn(10, 300)
+    whole = draw(logits)
+    monkeypatch.setattr(reference, "DRAW_ELEMENTS", 700)
+    assert torch.equal(draw(logits), whole)
+
+
+def test_noise_is_uniform_and_bounded():
+    first, second = noise.row_keys(torch.tensor([0, 1]), torch.tensor([0, 0]))
+    bits = noise.hash_tokens(torch.arange(200_000, dtype=torch.int32), first[:, None], second[:, None])
+    uniform = -noise.negative_exponentials(bits).double().expm1()
+    for row in uniform:
+        counts = row.histc(100, 0, 1)
+        assert (counts - 2000).square().sum() / 2000 < 200
+    correlation = torch.corrcoef(torch.stack((*uniform, uniform[0].roll(1))))
+    assert (correlation - torch.eye(3)).abs().max() < 0.01
+    extremes = torch.tensor([0, -1, 0x7FFFFFFF, -0x80000000, 0x7FFFFF7F], dtype=torch.int32)
+    bounded = -noise.negative_exponentials(extremes)
+    assert (bounded > 0).all()
+    assert (bounded < 17).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_penalties(dtype):
+    logits = torch.randn(3, 20).to(dtype)
+    before = logits.clone()
+    counts = torch.zeros((5, 20), dtype=torch.int32)
+    counts[2, 3], counts[2, 4], counts[2, 5] = IN_PROMPT, IN_PROMPT + 2, 1
+    counts[0, 7] = 3
+    rows = torch.tensor([2, 0, 2], dtype=torch.int32)
+    repetition, presence, frequency = torch.tensor([1.3, 1.0, 0.8]), torch.tensor([0.5, 0.1, 0.0]), torch.rand(3)
+    out = apply_penalties(logits, rows, counts, repetition, presence, frequency)
+    assert torch.equal(logits, before)
+    assert out.dtype == torch.float32
+    for b, row in enumerate(rows.tolist()):
+        for token in range(20):
+            value, seen = float(logits[b, token]), int(counts[row, token])
+            made = seen % IN_PROMPT
+            if seen:
+                value = value / float(repetition[b]) if value > 0 else value * float(repetition[b])
+            value -= float(presence[b]) * (made > 0) + float(frequency[b]) * made
+            assert float(out[b, token]) == pytest.approx(value, rel=1e-5, abs=1e-5)
+
+
+def test_bias():
+    logits = torch.randn(2, 10).to(torch.bfloat16)
+    rows = torch.tensor([1, 0], dtype=torch.int32)
+    ids = torch.tensor([[3, 3, 9, 0], [0, 5, 0, 0]], dtype=torch.int32)
+    values = torch.tensor([[1.0, 2.0, -math.inf, 5.0], [0.25, -math.inf, 7.0, 7.0]])
+    until = torch.tensor([[100, 8, 8, 0], [100, 7, 0, 0]], dtype=torch.int32)
+    out = apply_bias(logits, rows, torch.tensor([7, 7]), ids, values, until)
+    expected = logits.float()
+    expected[0, 0] += 0.25
+    expected[1, 3] += 3
+    expected[1, 9] = -math.inf
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+def test_logprobs(num_top):
+    logits = (torch.randn(4, 100) * 3).to(torch.bfloat16)
+    tokens = torch.tensor([0, 99, 5, 5], dtype=torch.int32)
+    result = logprobs(logits, tokens, num_top)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(result.chosen.double(), expected[range(4), tokens.long()], atol=1e-5, rtol=0)
+    best = expected.topk(num_top).values
+    torch.testing.assert_close(result.top_logprobs.double(), best, atol=1e-5, rtol=0)
+    torch.testing.assert_close(expected.gather(1, result.top_ids.long()), best)
+    assert result.top_ids.dtype == torch.int32

@@ -1,0 +1,8 @@
+"""`python -m nanovllm_server` is `nanovllm-server`."""
+
+import sys
+
+from nanovllm_server.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Who may come in: the key, the size and type of the body, the room in the queue. Everything before a request is read.
+
+This room must not know what requests ask for.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Callable
+
+from nanovllm_server.protocol.error import ApiError, unavailable
+
+MAX_BODY_BYTES = 32 << 20
+
+
+class Gate:
+    """Counts the sequences in the server, and refuses more than `capacity`, or any once `closed` has a reason."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.active = 0
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.closed: str | None = None
+
+    def admit(self, num_sequences: int) -> Callable[[], None]:
+        """Take room for that many sequences; returns what gives it back. Raises ApiError (429, 503)."""
+        if self.closed is not None:
+            raise unavailable(self.closed, "draining")
+        if self.active + num_sequences > self.capacity:
+            raise ApiError(
+                429,
+                f"the queue is full: {self.active} sequences of at most {self.capacity} are in the server; "
+                "try again in a moment",
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self.active += num_sequences
+        self.empty.clear()
+
+        def leave() -> None:
+            self.active -= num_sequences
+            if not self.active:
+                self.empty.set()
+
+        return leave
+
+
+def check_key(api_key: str | None, authorization: str | None) -> None:
+    """Compare the key of a request with the server's, if it has one. Raises ApiError (401)."""
+    if api_key is None:
+        return
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), api_key.encode()):
+        message = "the API key is wrong" if authorization else "an API key is needed"
+        raise ApiError(
+            401,
+            f"{message}: send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def check_content(content_type: str | None, content_encoding: str | None) -> None:
+    """Refuse a body that is not plain JSON in UTF-8. Raises ApiError (415)."""
+    kind, _, parameters = (content_type or "").partition(";")
+    kind = kind.strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        shown = f'"{content_type[:80]}"' if content_type else "missing"
+        raise _unsupported_media(f"Content-Type must be application/json, but is {shown}")
+    charset = parameters.strip().lower()
+    if charset.startswith("charset=") and charset.removeprefix("charset=").strip("\"' ") not in ("utf-8", "utf8"):
+        raise _unsupported_media(f"the body must be UTF-8, but Content-Type says {charset[:40]}")
+    if content_encoding not in (None, "", "identity"):
+        raise _unsupported_media(f"Content-Encoding is not supported, but is {content_encoding[:40]}")
+
+
+def _unsupported_media(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")

@@ -1,0 +1,127 @@
+"""The routes: HTTP in and out of the service, and an answer of one shape for everything that goes wrong.
+
+This room must not know how anything is computed.
+"""
+
+from contextlib import aclosing
+from typing import cast
+
+import orjson
+from hypercorn.typing import ASGIFramework, HTTPScope
+from prometheus_client import CONTENT_TYPE_LATEST
+from quart import Quart, Response, request
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
+
+from nanovllm_core import EngineDeadError
+from nanovllm_server import __version__
+from nanovllm_server.admission import MAX_BODY_BYTES, check_content, check_key
+from nanovllm_server.observability.exchange import Exchange, ExchangeLayer, exchange_of
+from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
+from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
+from nanovllm_server.protocol.response import Delta, Envelope, models_body
+from nanovllm_server.service import Service
+from nanovllm_server.stream import ChatStream
+
+PATHS = frozenset({"/", "/health", "/metrics", "/v1/models", "/v1/chat/completions"})
+BODY_TIMEOUT_S = 60
+EVENT_STREAM = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+def create_app(service: Service) -> Quart:
+    """The application that serves `service`."""
+    app = Quart(__name__, static_folder=None)
+    app.config.update(MAX_CONTENT_LENGTH=MAX_BODY_BYTES, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
+    created = service.clock.now()
+
+    async def check_access() -> None:
+        if request.path.startswith("/v1/"):
+            check_key(service.api_key, request.headers.get("Authorization"))
+
+    async def chat_completions() -> Response:
+        exchange = exchange_of(cast(HTTPScope, request.scope))
+        chat = await _read(service, exchange)
+        generation = await service.begin(chat, exchange)
+        envelope = Envelope(f"chatcmpl-{chat.request_id or exchange.request_id}", service.clock.now(), chat.model)
+        if chat.stream:
+            stream = ChatStream(envelope, generation, include_usage=chat.include_usage)
+            return Response(stream.events(exchange, service.logger), headers=EVENT_STREAM)
+        choices: list[list[Delta]] = [[] for _ in range(chat.n)]
+        async with aclosing(generation.deltas()) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    choices[delta.index].append(delta)
+        return _json(envelope.completion(choices, generation.usage))
+
+    async def models() -> Response:
+        return _json(models_body(service.names, created, service.engine.info.max_model_len))
+
+    async def health() -> Response:
+        reason = service.unhealthy()
+        return _json({"status": "ok"}) if reason is None else _json({"status": "unavailable", "reason": reason}, 503)
+
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def page() -> Response:
+        endpoints: list[JSON] = [*sorted(PATHS - {"/"})]
+        return _json({"name": "nanovllm", "version": __version__, "models": [*service.names], "endpoints": endpoints})
+
+    async def refuse(error: Exception) -> Response:
+        return _refusal(_as_api_error(error, service))
+
+    app.before_request(check_access)
+    app.add_url_rule("/v1/chat/completions", view_func=chat_completions, methods=["POST"])
+    app.add_url_rule("/v1/models", view_func=models, methods=["GET"])
+    app.add_url_rule("/health", view_func=health, methods=["GET"])
+    app.add_url_rule("/metrics", view_func=metrics, methods=["GET"])
+    app.add_url_rule("/", view_func=page, methods=["GET"])
+    app.register_error_handler(Exception, refuse)
+    layer = ExchangeLayer(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.http, PATHS)
+    app.asgi_app = layer  # pyright: ignore[reportAttributeAccessIssue]
+    return app
+
+
+async def _read(service: Service, exchange: Exchange) -> ChatRequest:
+    check_content(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
+    data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+    chat = parse_chat_request(data, service.limits, service.defaults)
+    if exchange.has_own_id and chat.request_id is not None:
+        exchange.request_id = chat.request_id
+    return chat
+
+
+def _json(body: JSON, status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, content_type="application/json")
+
+
+def _refusal(error: ApiError) -> Response:
+    response = _json(error.body(), error.status)
+    response.headers.update(error.headers)
+    return response
+
+
+def _as_api_error(error: Exception, service: Service) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case EngineDeadError():
+            return unavailable(f"the engine is dead: {error}", "engine_dead")
+        case RequestEntityTooLarge():
+            return ApiError(413, f"the body may have at most {MAX_BODY_BYTES} bytes", code="request_too_large")
+        case MethodNotAllowed():
+            allowed = ", ".join(sorted(error.valid_methods or ()))
+            message = f"{request.method} is not allowed on {request.path}: use {allowed}"
+            return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+        case NotFound():
+            return ApiError(404, f"there is no {request.path[:200]} here", code="not_found")
+        case HTTPException():
+            return ApiError(error.code or 500, error.description or error.name)
+        case _:
+            request_id = exchange_of(cast(HTTPScope, request.scope)).request_id
+            service.logger.error("internal error", request_id=request_id, exc_info=error)
+            return internal_error(request_id)

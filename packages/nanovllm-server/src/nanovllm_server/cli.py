@@ -1,0 +1,141 @@
+"""The command line of `nanovllm-server`: flags in, settings out. Whatever fails at the start is one line on stderr.
+
+Imports little, so that --help and a wrong flag are answered at once.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm_server.settings import Settings
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KEY_VARIABLE = "NANOVLLM_API_KEY"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = argparse.ArgumentParser(
+        prog="nanovllm-server",
+        description="Serve a language model over HTTP, the way OpenAI's chat completions do.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = flags.add_argument
+    add("model", nargs="?", type=Path, help="checkpoint directory; without it, a small model that comes along")
+    add("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
+    http = flags.add_argument_group("http")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    http.add_argument("--port", type=_integer(0, 65535), default=8000, help="port to listen on; 0 for any free one")
+    http.add_argument("--served-model-name", nargs="+", help="names that requests may call the model by")
+    http.add_argument("--api-key", help=f"key that requests must bring; better given as {KEY_VARIABLE}")
+    http.add_argument("--max-queue", type=_integer(0), default=1024, help="sequences that may wait; more get a 429")
+    http.add_argument("--chat-template", type=Path, help="file with a Jinja template to use instead of the model's")
+    model = flags.add_argument_group("model")
+    model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs")
+    model.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
+    model.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    model.add_argument("--seed", type=int, default=0, help="base of the seeds of requests that bring none")
+    model.add_argument("--attention-backend", choices=("auto", "torch", "triton"), default="auto", help="kernels")
+    engine = flags.add_argument_group("engine")
+    engine.add_argument("--max-model-len", type=_integer(1), help="most tokens of a request, prompt and output")
+    engine.add_argument("--max-num-seqs", type=_integer(1), help="most requests running at once")
+    engine.add_argument("--max-num-batched-tokens", type=_integer(1), help="most tokens computed in a step")
+    engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
+    engine.add_argument("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
+    engine.add_argument("--block-size", type=int, choices=(16, 32, 64), default=16, help="tokens in a KV block")
+    engine.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+    engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, that nobody can forge")
+    engine.add_argument("--depth", type=int, choices=(1, 2), default=2, help="steps in flight; 1 is for debugging")
+    logs = flags.add_argument_group("logs")
+    logs.add_argument("--log-format", choices=("text", "json"), default="text", help="for people or for machines")
+    logs.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least shown")
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server; returns the exit status: 0 stopped, 1 failed, 2 told something that can't be."""
+    options = parser().parse_args(arguments)
+
+    # From here on it takes seconds: torch.
+    import uvloop
+
+    from nanovllm_core import ConfigError, EngineDeadError
+    from nanovllm_models.errors import ModelError
+    from nanovllm_server.detokenize import VocabularyError
+    from nanovllm_server.observability.logs import configure_logs
+    from nanovllm_server.serve import run
+    from nanovllm_server.settings import SettingsError
+
+    configure_logs(options.log_format, options.log_level)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run(_settings(options)))
+    except (SettingsError, ConfigError, ModelError, VocabularyError) as error:
+        return _fail(str(error), 2)
+    except (EngineDeadError, OSError, RuntimeError) as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _settings(options: argparse.Namespace) -> "Settings":
+    import torch
+
+    from nanovllm_core import EngineConfig
+    from nanovllm_server.settings import Settings, SettingsError
+
+    api_key = os.environ.get(KEY_VARIABLE) if options.api_key is None else options.api_key
+    if api_key is not None and not (api_key.strip() and api_key.isascii()):
+        raise SettingsError("the API key must be ASCII and not empty")
+    return Settings(
+        model=options.model,
+        host=options.host,
+        port=options.port,
+        names=tuple(options.served_model_name) if options.served_model_name else None,
+        api_key=api_key,
+        load_format=options.load_format,
+        chat_template=options.chat_template,
+        max_queue=options.max_queue,
+        log_format=options.log_format,
+        log_level=options.log_level,
+        engine=EngineConfig(
+            device=_choice(options.device),
+            dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            block_size=options.block_size,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            cpu_cache_gib=options.cpu_cache_gib,
+            prefix_caching=not options.no_prefix_caching,
+            prefix_hash="sha256" if options.multi_tenant else "fast",
+            depth=options.depth,
+            seed=options.seed,
+            attention_backend=_choice(options.attention_backend),
+        ),
+    )
+
+
+def _choice(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+def _fail(message: str, status: int) -> int:
+    sys.stderr.write(f"nanovllm-server: {' '.join(message.split())}\n")
+    return status
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"must be at least {low}" + (f" and at most {high}" if high else ""))
+        return value
+
+    return integer

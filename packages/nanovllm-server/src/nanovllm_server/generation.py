@@ -1,0 +1,162 @@
+"""Runs the sequences of one answer on the engine and tells what became known, all that is ready at a time.
+
+A reader that is slow, or a loop that is busy, gets more tokens at once instead of a longer queue. Leaving early, for
+whatever reason, aborts every sequence. This room must not know HTTP or JSON.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from nanovllm_core import Engine, EngineDeadError, Request, RequestOutput
+from nanovllm_server.choice import Choice
+from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.protocol.response import Delta, Usage
+
+IDLE_S = 15.0
+
+
+class Mailbox:
+    """Outputs that nobody has read yet, by choice. One reader, who sleeps while there are none."""
+
+    def __init__(self, num_choices: int):
+        self._outputs: list[list[RequestOutput]] = [[] for _ in range(num_choices)]
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._filled = False
+
+    def put(self, index: int, output: RequestOutput) -> None:
+        """Leave an output of choice `index`."""
+        self._outputs[index].append(output)
+        self._filled = True
+        self.wake()
+
+    def fail(self, failure: Exception) -> None:
+        """Make the reader raise `failure`."""
+        self._failure = failure
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the reader look, even if there is nothing."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[list[RequestOutput]] | None:
+        """Everything there is, by choice; None when woken for nothing."""
+        if not self._filled and self._failure is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._failure is not None:
+            raise self._failure
+        if not self._filled:
+            return None
+        outputs, self._outputs = self._outputs, [[] for _ in self._outputs]
+        self._filled = False
+        return outputs
+
+
+class Generation:
+    """One answer in the making: its requests, one a choice, and their choices."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], choices: Sequence[Choice], metrics: Metrics):
+        self._engine = engine
+        self._requests = requests
+        self._choices = choices
+        self._metrics = metrics
+        self._mailbox = Mailbox(len(choices))
+        self._cached_tokens = 0
+        self._last: list[float | None] = [None] * len(choices)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        prompt_tokens = self._requests[0].num_prompt_tokens
+        return Usage(prompt_tokens, self._cached_tokens, sum(choice.num_tokens for choice in self._choices))
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each choice ended; "abort" for one that has not."""
+        return [choice.finish_reason or "abort" for choice in self._choices]
+
+    def fail(self, failure: Exception) -> None:
+        """End it from outside: whoever reads the deltas gets `failure`."""
+        self._mailbox.fail(failure)
+
+    async def deltas(self, idle_s: float = IDLE_S) -> AsyncGenerator[list[Delta], None]:
+        """What became known since the last time; nothing once in `idle_s` seconds while nothing does.
+
+        Ends when every choice has. Raises EngineDeadError, and whatever `fail` was given.
+        """
+        loop = asyncio.get_running_loop()
+        pumps = [
+            loop.create_task(self._pump(index, request), name=f"pump-{request.id}")
+            for index, request in enumerate(self._requests)
+        ]
+        ticker = loop.create_task(self._tick(idle_s))
+        try:
+            while any(choice.finish_reason is None for choice in self._choices):
+                outputs = await self._mailbox.take()
+                if outputs is None:
+                    yield []
+                    continue
+                deltas = [
+                    delta
+                    for index, new in enumerate(outputs)
+                    if new and (delta := self._take(index, new, pumps[index]))
+                ]
+                if deltas:
+                    yield deltas
+        finally:
+            for task in (ticker, *pumps):
+                task.cancel()
+            # The engine hears of the abort before anyone hears of the end.
+            await asyncio.wait((ticker, *pumps))
+            self._count()
+
+    def _take(self, index: int, outputs: list[RequestOutput], pump: asyncio.Task[None]) -> Delta | None:
+        choice = self._choices[index]
+        if choice.finish_reason is not None:
+            return None
+        if index == 0:
+            self._cached_tokens = outputs[-1].num_cached_tokens
+        self._observe(index, sum(len(output.new_token_ids) for output in outputs))
+        delta = choice.take(outputs)
+        if choice.finish_reason is not None:
+            pump.cancel()
+        return delta
+
+    def _observe(self, index: int, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        now, last = time.monotonic(), self._last[index]
+        self._last[index] = now
+        if last is None:
+            self._metrics.time_to_first_token.observe_since(self._requests[index].arrival_time)
+            num_tokens -= 1
+        elif num_tokens:
+            self._metrics.inter_token_latency.observe((now - last) / num_tokens, num_tokens)
+
+    def _count(self) -> None:
+        for request, choice, reason in zip(self._requests, self._choices, self.finish_reasons, strict=True):
+            self._metrics.finished[reason] += 1
+            self._metrics.e2e_latency.observe_since(request.arrival_time)
+            self._metrics.prompt_tokens.observe(request.num_prompt_tokens)
+            self._metrics.generation_tokens.observe(choice.num_tokens)
+
+    async def _pump(self, index: int, request: Request) -> None:
+        try:
+            async with aclosing(self._engine.generate(request)) as outputs:
+                async for output in outputs:
+                    self._mailbox.put(index, output)
+                    if output.finish_reason is not None:
+                        return
+            raise EngineDeadError(self._engine.dead or "the engine ended a request without a reason")
+        except Exception as error:  # noqa: BLE001
+            # Not lost: the reader raises it.
+            self._mailbox.fail(error)
+
+    async def _tick(self, idle_s: float) -> None:
+        while True:
+            await asyncio.sleep(idle_s)
+            self._mailbox.wake()

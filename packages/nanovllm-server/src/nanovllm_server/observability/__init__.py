@@ -1,0 +1,1 @@
+"""What an operator sees: logs, metrics, and one line for every HTTP exchange."""

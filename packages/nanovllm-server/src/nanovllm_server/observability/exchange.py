@@ -1,0 +1,133 @@
+"""Around every HTTP exchange: its id, one log line, one count, and the one place where what it holds is given back.
+
+An ASGI layer below the web framework, as only there it is certain to see the end, however it comes: answered, failed
+or left by the client (status 499). This room must not know routes or requests.
+"""
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from typing import cast
+
+from hypercorn.typing import (
+    ASGIFramework,
+    ASGIReceiveCallable,
+    ASGIReceiveEvent,
+    ASGISendCallable,
+    ASGISendEvent,
+    HTTPResponseStartEvent,
+    HTTPScope,
+    Scope,
+)
+
+from nanovllm_server.observability.logs import Logger
+
+CLIENT_LEFT = 499
+QUIET_PATHS = ("/health", "/metrics")
+LINGER_S = 10.0
+MAX_ID_LENGTH = 256
+SCOPE_KEY = "nanovllm.exchange"
+REQUEST_ID_HEADER = b"x-request-id"
+
+
+class Exchange:
+    """One request and its answer. `facts` go into the log line; `on_end` functions run at the end, last first.
+
+    has_own_id: the id was made here, as the client sent none.
+    """
+
+    def __init__(self, request_id: str | None, path: str):
+        self.has_own_id = request_id is None
+        self.request_id = request_id or uuid.uuid4().hex
+        self.path = path
+        self.arrival = time.monotonic()
+        self.status: int | None = None
+        self.facts: dict[str, object] = {}
+        self.on_end: list[Callable[[], None]] = []
+        self.answered = False
+        self.body_received = asyncio.Event()
+
+
+class ExchangeLayer:
+    """Wraps an ASGI application. `paths` are the ones counted by name; others are counted together."""
+
+    def __init__(self, app: ASGIFramework, logger: Logger, counts: Counter[tuple[str, int]], paths: frozenset[str]):
+        self._app = app
+        self._logger = logger
+        self._counts = counts
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        """One exchange; anything but HTTP passes through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(_request_id(scope), scope["path"])
+        cast(dict[str, object], scope)[SCOPE_KEY] = exchange
+
+        async def receive_and_note() -> ASGIReceiveEvent:
+            event = await receive()
+            if event["type"] != "http.request" or not event.get("more_body", False):
+                exchange.body_received.set()
+            return event
+
+        async def send_and_note(event: ASGISendEvent) -> None:
+            if event["type"] == "http.response.start":
+                exchange.status = event["status"]
+                event = _with_request_id(event, exchange.request_id)
+            elif event["type"] == "http.response.body" and not event.get("more_body", False):
+                exchange.answered = True
+                if not exchange.body_received.is_set():
+                    await _linger(exchange)
+            await send(event)
+
+        try:
+            await self._app(scope, receive_and_note, send_and_note)
+        finally:
+            for function in reversed(exchange.on_end):
+                function()
+            self._note(scope, exchange)
+
+    def _note(self, scope: HTTPScope, exchange: Exchange) -> None:
+        status = exchange.status if exchange.answered and exchange.status is not None else CLIENT_LEFT
+        path = exchange.path if exchange.path in self._paths else "other"
+        self._counts[path, status] += 1
+        log = self._logger.debug if exchange.path in QUIET_PATHS else self._logger.info
+        log(
+            "request",
+            method=scope["method"],
+            path=exchange.path,
+            status=status,
+            seconds=round(time.monotonic() - exchange.arrival, 4),
+            request_id=exchange.request_id,
+            **exchange.facts,
+        )
+
+
+def exchange_of(scope: HTTPScope) -> Exchange:
+    """The exchange that `scope` belongs to."""
+    return cast(Exchange, cast(dict[str, object], scope)[SCOPE_KEY])
+
+
+async def _linger(exchange: Exchange) -> None:
+    # Closing a connection whose request is still coming in resets it, and the client may never see the answer. The
+    # answer is complete but for its formal end, so wait for the rest of the request, which nobody keeps.
+    try:
+        await asyncio.wait_for(exchange.body_received.wait(), LINGER_S)
+    except TimeoutError:
+        exchange.facts["lingered"] = True
+
+
+def _request_id(scope: HTTPScope) -> str | None:
+    for name, value in scope["headers"]:
+        if name.lower() == REQUEST_ID_HEADER and 0 < len(value) <= MAX_ID_LENGTH:
+            text = value.decode("latin-1")
+            if text.isascii() and text.isprintable():
+                return text
+    return None
+
+
+def _with_request_id(event: HTTPResponseStartEvent, request_id: str) -> HTTPResponseStartEvent:
+    return {**event, "headers": [*event["headers"], (REQUEST_ID_HEADER, request_id.encode())]}

@@ -1,0 +1,63 @@
+"""One log for everything in the process, for people (text) or for machines (json).
+
+Never the content of a conversation, never a key. This room must not know what is logged.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Literal
+
+import orjson
+import structlog
+from structlog.types import EventDict, Processor
+
+LogFormat = Literal["text", "json"]
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+Logger = structlog.stdlib.BoundLogger
+
+
+def configure_logs(log_format: LogFormat, level: str) -> None:
+    """Send structlog's and the standard library's logs to stderr, in one format."""
+    shared: list[Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    renderers: list[Processor]
+    if log_format == "json":
+        renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_dumps)]
+    else:
+        # Not the default, which shows local variables: what people said to the model, and keys.
+        plain = structlog.dev.plain_traceback
+        renderers = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=Logger,
+        cache_logger_on_first_use=True,
+    )
+
+
+def get_logger(name: str) -> Logger:
+    """The logger called `name`."""
+    return structlog.stdlib.get_logger(name)
+
+
+def _dumps(event: EventDict, default: Callable[[object], object], **_: object) -> str:
+    return orjson.dumps(event, default=default).decode()

@@ -1,0 +1,125 @@
+"""Prometheus metrics: the engine's own numbers, read when somebody scrapes, and latencies observed in this process.
+
+Names follow the field's usage, so that dashboards made for other servers need only the prefix changed. This room must
+not know HTTP frameworks; it hands out text.
+"""
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from nanovllm_core.engine.status import EngineStats
+
+PREFIX = "nanovllm:"
+
+TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5, 10, 20, 40, 80, 160)
+ITL_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
+E2E_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
+QUEUE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+class Histogram:
+    """Counts of observations by upper bound. Cheap enough to be fed once a token; only for one thread."""
+
+    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]):
+        self.name = name
+        self.help_text = help_text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value`, `times` times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def observe_since(self, start: float) -> None:
+        """Count the seconds from `start`, a time of `time.monotonic`, until now."""
+        self.observe(time.monotonic() - start)
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Cumulated counts by upper bound, and the sum of what was observed."""
+        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True)), self._sum
+
+
+class Metrics(Collector):
+    """All metrics of one server. `stats` gives the engine's latest numbers; `model` labels everything."""
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]):
+        self._model = model
+        self._stats = stats
+        self.time_to_first_token = Histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_S)
+        self.inter_token_latency = Histogram("inter_token_latency_seconds", "From one token to the next.", ITL_S)
+        self.e2e_latency = Histogram("e2e_request_latency_seconds", "From arrival to the last token.", E2E_S)
+        self.queue_time = Histogram(
+            "request_queue_time_seconds", "From arrival until the engine has the request.", QUEUE_S
+        )
+        self.prompt_tokens = Histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKENS)
+        self.generation_tokens = Histogram("request_generation_tokens", "Tokens of a request's output.", TOKENS)
+        self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})
+        self.http: Counter[tuple[str, int]] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, for prometheus-client."""
+        yield from self._engine()
+        for histogram in (
+            self.time_to_first_token,
+            self.inter_token_latency,
+            self.e2e_latency,
+            self.queue_time,
+            self.prompt_tokens,
+            self.generation_tokens,
+        ):
+            family = HistogramMetricFamily(PREFIX + histogram.name, histogram.help_text, labels=["model_name"])
+            buckets, total = histogram.buckets()
+            family.add_metric([self._model], buckets, total)
+            yield family
+        finished = CounterMetricFamily(
+            PREFIX + "request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            finished.add_metric([self._model, reason], count)
+        yield finished
+        http = CounterMetricFamily(
+            PREFIX + "http_requests", "HTTP exchanges; status 499: the client left.", labels=["path", "status"]
+        )
+        for (path, status), count in self.http.items():
+            http.add_metric([path, str(status)], count)
+        yield http
+
+    def _engine(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, help_text, value in (
+            ("num_requests_running", "Requests that take part in steps.", stats.num_requests_running),
+            ("num_requests_waiting", "Requests in the engine's queue.", stats.num_requests_waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache that requests hold, 0 to 1.", stats.kv_cache_usage),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, help_text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("num_preemptions", "Requests put back into the queue for want of cache.", stats.num_preemptions),
+            ("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens made.", stats.generation_tokens),
+            ("iteration_tokens", "Tokens computed, prompts and decodes alike.", stats.iteration_tokens),
+            ("engine_steps", "Steps of the engine.", stats.num_steps),
+        ):
+            counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter

@@ -1,0 +1,73 @@
+"""How a refusal is worded: one exception for every answer that is not a success, and its JSON body.
+
+This room must not know who raises or who sends it.
+"""
+
+from collections.abc import Mapping
+
+import orjson
+
+from nanovllm_server.protocol.json import JSON
+
+SHOWN_CHARACTERS = 80
+
+
+class ApiError(Exception):
+    """An answer other than success. `param` names the field that is wrong, `code` is for programs to compare."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, JSON]:
+        """The error object of OpenAI's own schema."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def bad_field(path: str, right: str, value: JSON) -> ApiError:
+    """A 400 for the field at `path`, which has `value` where `right` is wanted."""
+    return ApiError(400, f"{path} must be {right}, not {show(value)}", param=path, code="invalid_value")
+
+
+def unsupported(path: str, message: str) -> ApiError:
+    """A 400 for the field at `path`, which asks for something that this release can't do."""
+    return ApiError(400, message, param=path, code="unsupported_parameter")
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """A 503: not now, whatever the request says."""
+    return ApiError(503, message, kind="service_unavailable_error", code=code, headers={"Retry-After": "5"})
+
+
+def internal_error(request_id: str) -> ApiError:
+    """A 500 that tells no more than the id under which the log has the rest."""
+    return ApiError(500, f"internal server error; the log has it as {request_id}", kind="server_error", code="internal")
+
+
+def show(value: JSON) -> str:
+    """`value` as JSON, shortened to what fits into a sentence."""
+    match value:
+        case dict() if value:
+            return "an object"
+        case list() if len(value) > 4:
+            return f"an array of {len(value)} items"
+        case str() if len(value) > SHOWN_CHARACTERS:
+            text = orjson.dumps(value[:SHOWN_CHARACTERS]).decode()
+            return f'{text[:-1]}..." ({len(value)} characters)'
+        case _:
+            text = orjson.dumps(value).decode()
+            return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

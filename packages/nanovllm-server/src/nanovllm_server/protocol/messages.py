@@ -1,0 +1,115 @@
+"""The conversation of a request: JSON in, messages out. This room must not know templates or tokens."""
+
+from dataclasses import dataclass
+
+from nanovllm_server.protocol.error import ApiError, bad_field, show, unsupported
+from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.json import JSON
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made earlier in the conversation. `arguments` is JSON in a string."""
+
+    id: str | None
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message. `content` is None only when the assistant called tools instead of talking."""
+
+    role: str
+    content: str | None
+    name: str | None = None
+    reasoning: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+def parse_messages(body: Fields) -> tuple[tuple[Message, ...], list[str]]:
+    """The messages of a request, and the paths of fields in them that nobody knows. Raises ApiError."""
+    items = body.array("messages", "a non-empty array of messages")
+    if not items:
+        raise body.wrong("messages", "a non-empty array of messages")
+    unknown: list[str] = []
+    messages: list[Message] = []
+    for index, item in enumerate(items):
+        path = f"{body.path('messages')}[{index}]"
+        if not isinstance(item, dict):
+            raise bad_field(path, "an object with role and content", item)
+        fields = Fields(item, path)
+        messages.append(_message(fields))
+        unknown += fields.unknown()
+    return tuple(messages), unknown
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.one_of("role", ROLES)
+    if role is None:
+        raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
+    calls = _tool_calls(fields) if role == "assistant" else ()
+    content = _content(fields, optional=bool(calls))
+    if role != "assistant":
+        return Message(role=role, content=content, name=fields.text("name"), tool_call_id=fields.text("tool_call_id"))
+    # Two names for the same text: DeepSeek's clients send the second one back.
+    reasoning = fields.text("reasoning") or fields.text("reasoning_content")
+    fields.text("refusal")
+    if fields.raw("function_call") is not None:
+        path = fields.path("function_call")
+        raise unsupported(path, f"{path} is not supported: use tool_calls")
+    return Message(role=role, content=content, name=fields.text("name"), reasoning=reasoning, tool_calls=calls)
+
+
+def _content(fields: Fields, *, optional: bool) -> str | None:
+    content = fields.raw("content")
+    if isinstance(content, str) or (content is None and optional):
+        return content
+    if not isinstance(content, list) or not content:
+        raise fields.wrong("content", "a string or a non-empty array of text parts")
+    # One line a part, as most servers of open models have it.
+    return "\n".join(_part(part, f"{fields.path('content')}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: JSON, path: str) -> str:
+    if not isinstance(part, dict):
+        raise bad_field(path, 'an object like {"type": "text", "text": "..."}', part)
+    fields = Fields(part, path)
+    kind = fields.text("type")
+    if kind != "text":
+        raise _bad_kind(fields, kind)
+    text = fields.text("text")
+    if text is None:
+        raise fields.wrong("text", "a string")
+    return text
+
+
+def _bad_kind(fields: Fields, kind: str | None) -> ApiError:
+    if kind is None:
+        return fields.wrong("type", '"text"')
+    path = fields.path("type")
+    return unsupported(path, f'{path} must be "text", not {show(kind)}: this server takes text only')
+
+
+def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
+    items = fields.array("tool_calls", "an array of tool calls") or []
+    calls: list[ToolCall] = []
+    for index, item in enumerate(items):
+        path = f"{fields.path('tool_calls')}[{index}]"
+        if not isinstance(item, dict):
+            raise bad_field(path, "an object with id, type and function", item)
+        call = Fields(item, path)
+        call.one_of("type", ("function",))
+        function = call.child("function")
+        if function is None:
+            raise call.wrong("function", "an object with name and arguments")
+        name, arguments = function.text("name"), function.text("arguments")
+        if not name:
+            raise function.wrong("name", "a non-empty string")
+        if arguments is None:
+            raise function.wrong("arguments", "a string of JSON")
+        calls.append(ToolCall(call.text("id"), name, arguments))
+    return tuple(calls)

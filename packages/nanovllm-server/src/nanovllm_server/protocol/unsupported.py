@@ -1,0 +1,92 @@
+"""Fields of the contract that a later release honours, and fields that other servers honour: refused, never ignored.
+
+A client that sends one of them expects another answer than the one it would get. A value that asks for nothing (what
+the server does anyway) is let through. This room must not know any other field.
+"""
+
+from nanovllm_server.protocol.error import unsupported
+from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.json import JSON
+
+NOTHING: tuple[JSON, ...] = ()
+
+# Field: the values, beside null, that ask for nothing.
+LATER: dict[str, tuple[JSON, ...]] = {
+    "tools": NOTHING,
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": NOTHING,
+    "reasoning_effort": NOTHING,
+    "include_reasoning": (True,),
+    "max_reasoning_tokens": NOTHING,
+    "chat_template_kwargs": ({},),
+    "documents": NOTHING,
+    "bad_words": ([],),
+    "prompt_logprobs": NOTHING,
+    "return_token_ids": (False,),
+    "truncate_prompt_tokens": NOTHING,
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+}
+
+# Not in the contract, but elsewhere they change what comes out.
+FOREIGN: dict[str, tuple[JSON, ...]] = {
+    "allowed_token_ids": NOTHING,
+    "audio": NOTHING,
+    "best_of": (1,),
+    "chat_template": NOTHING,
+    "echo": (False,),
+    "functions": NOTHING,
+    "function_call": ("none",),
+    "logits_processors": NOTHING,
+    "modalities": (["text"],),
+    "return_tokens_as_token_ids": (False,),
+    "use_beam_search": (False,),
+    "web_search_options": NOTHING,
+}
+
+# Field: what took its place.
+SUCCESSORS: dict[str, str] = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_decoding_backend": "structured_outputs",
+    "guided_whitespace_pattern": "structured_outputs",
+    "structural_tag": "structured_outputs.structural_tag",
+    "json_schema": "structured_outputs.json",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+}
+
+
+def refuse_unsupported(body: Fields) -> None:
+    """Raise an ApiError for the first field that asks for what this release can't do."""
+    for name, successor in SUCCESSORS.items():
+        if body.raw(name) is not None:
+            raise unsupported(
+                name, f"{name} is not supported: its successor is {successor}, which is not supported yet either"
+            )
+    for table, reason in ((LATER, "is not supported yet"), (FOREIGN, "is not supported")):
+        for name, harmless in table.items():
+            value = body.raw(name)
+            if value is not None and not any(_same(value, other) for other in harmless):
+                raise unsupported(name, f"{name} {reason}: leave it out{_or_harmless(harmless)}")
+
+
+def _same(value: JSON, other: JSON) -> bool:
+    # In Python 1 == True, but a client that sends 1 for true has made a mistake worth hearing of.
+    return type(value) is type(other) and value == other
+
+
+def _or_harmless(values: tuple[JSON, ...]) -> str:
+    match values:
+        case (bool() as value,):
+            return f" or set it to {'true' if value else 'false'}"
+        case (str() as value,):
+            return f' or set it to "{value}"'
+        case _:
+            return ""

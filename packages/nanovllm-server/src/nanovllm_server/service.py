@@ -1,0 +1,139 @@
+"""What the routes need of the world, and the way of a chat completion through it, up to its first token.
+
+This room must not know the web framework: bytes and headers in, a `Generation` out.
+"""
+
+import uuid
+from dataclasses import dataclass, field, replace
+
+from nanovllm_core import Engine, Request, RequestError, SamplingParams
+from nanovllm_server.admission import Gate
+from nanovllm_server.choice import Choice
+from nanovllm_server.detokenize import Vocabulary
+from nanovllm_server.generation import Generation
+from nanovllm_server.observability.exchange import Exchange
+from nanovllm_server.observability.logs import Logger
+from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.protocol.error import ApiError, show, unavailable
+from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
+from nanovllm_server.protocol.response import Clock
+from nanovllm_server.render import Renderer
+
+INT64_MAX = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class Service:
+    """One model behind one engine, and everything that serves it. `names` are those that requests may call it by."""
+
+    engine: Engine
+    renderer: Renderer
+    vocabulary: Vocabulary
+    names: tuple[str, ...]
+    gate: Gate
+    metrics: Metrics
+    logger: Logger
+    api_key: str | None = None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    clock: Clock = field(default_factory=Clock)
+    running: set[Generation] = field(default_factory=set[Generation])
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are checked against."""
+        info = self.engine.info
+        return Limits(info.max_model_len, info.vocab_size, self.gate.capacity)
+
+    def unhealthy(self) -> str | None:
+        """Why nothing can be served; None when it can."""
+        return f"the engine is dead: {self.engine.dead}" if self.engine.dead is not None else self.gate.closed
+
+    async def begin(self, chat: ChatRequest, exchange: Exchange) -> Generation:
+        """Let a request in and make it ready for the engine; all it holds is given back at the exchange's end.
+
+        Raises ApiError.
+        """
+        if chat.unknown:
+            self.logger.debug("unknown fields ignored", fields=chat.unknown[:20], request_id=exchange.request_id)
+        if chat.model not in self.names:
+            raise ApiError(
+                404,
+                f"the model {show(chat.model)} does not exist; this server has {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+        if self.engine.dead is not None:
+            raise unavailable(f"the engine is dead: {self.engine.dead}", "engine_dead")
+        exchange.on_end.append(self.gate.admit(chat.n))
+        token_ids = await self.renderer.render(chat.messages)
+        requests = self._requests(chat, token_ids, exchange.arrival)
+        choices = [Choice(index, self.vocabulary, chat.sampling, chat.stop) for index in range(chat.n)]
+        generation = Generation(self.engine, requests, choices, self.metrics)
+        self.running.add(generation)
+        exchange.on_end.append(lambda: self._end(generation, exchange))
+        self.metrics.queue_time.observe_since(exchange.arrival)
+        return generation
+
+    def _end(self, generation: Generation, exchange: Exchange) -> None:
+        self.running.discard(generation)
+        usage = generation.usage
+        exchange.facts.update(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            finish_reason=",".join(generation.finish_reasons),
+        )
+
+    def _requests(self, chat: ChatRequest, token_ids: list[int], arrival: float) -> list[Request]:
+        self._check_room(chat, len(token_ids))
+        # Not the client's id: two clients may choose the same.
+        base = uuid.uuid4().hex
+        requests = [
+            Request(
+                id=f"{base}-{index}",
+                token_ids=token_ids.copy(),
+                sampling=_for_choice(chat.sampling, index),
+                cache_salt=chat.cache_salt,
+                priority=chat.priority,
+                arrival_time=arrival,
+            )
+            for index in range(chat.n)
+        ]
+        try:
+            self.engine.check(requests[0])
+        except RequestError as error:
+            names = {"prompt": "messages", "max_tokens": chat.max_tokens_field}
+            param = names.get(error.field, error.field)
+            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+        return requests
+
+    def _check_room(self, chat: ChatRequest, num_tokens: int) -> None:
+        context = self.engine.info.max_model_len
+        if num_tokens >= context:
+            raise ApiError(
+                400,
+                f"the messages are {num_tokens} tokens long, but the model's context holds {context}, of which at "
+                "least one is for the answer: shorten the messages",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        room = context - num_tokens
+        for name, value in (
+            (chat.max_tokens_field, chat.sampling.max_tokens),
+            ("min_tokens", chat.sampling.min_tokens),
+        ):
+            if value is not None and value > room:
+                raise ApiError(
+                    400,
+                    f"{name} must be at most {room}, not {value}: the context holds {context} tokens, and the messages "
+                    f"take {num_tokens}",
+                    param=name,
+                    code="context_length_exceeded",
+                )
+
+
+def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    if index == 0 or sampling.seed is None:
+        return sampling
+    seed = sampling.seed + index
+    return replace(sampling, seed=seed if seed <= INT64_MAX else seed - (1 << 64))

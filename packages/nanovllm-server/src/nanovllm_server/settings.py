@@ -1,0 +1,88 @@
+"""What the server is told at its start, and the model's own advice on sampling. This room must not know argparse."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import orjson
+
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.request import RequestError, SamplingParams
+from nanovllm_server.observability.logs import LogFormat
+from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.request import SamplingDefaults
+
+LoadFormat = Literal["auto", "dummy"]
+
+
+class SettingsError(ValueError):
+    """A setting that can't be honoured, in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that the command line says.
+
+    model: a checkpoint directory or file; None for the model that comes with the project. names: under which requests
+    may ask for it; None for its own. max_queue: sequences that may wait beyond those that the engine runs at once.
+    """
+
+    model: Path | None
+    host: str
+    port: int
+    names: tuple[str, ...] | None
+    api_key: str | None
+    load_format: LoadFormat
+    chat_template: Path | None
+    max_queue: int
+    log_format: LogFormat
+    log_level: str
+    engine: EngineConfig
+
+
+def read_template(path: Path) -> str:
+    """The chat template in a file. Raises SettingsError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"can't read the chat template {path}: {error}") from error
+
+
+def sampling_defaults(model: Path, vocab_size: int) -> SamplingDefaults:
+    """The defaults that `generation_config.json` in the model's directory advises. Raises SettingsError."""
+    path = model / "generation_config.json"
+    if not path.is_file():
+        return SamplingDefaults()
+    try:
+        values = cast(JSON, orjson.loads(path.read_bytes()))
+    except orjson.JSONDecodeError as error:
+        raise SettingsError(f"{path} is not valid JSON: {error}") from error
+    advice = values if isinstance(values, dict) else {}
+
+    def number(name: str, default: float) -> float:
+        value = advice.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SettingsError(f"{path}: {name} must be a number")
+        return float(value)
+
+    fallback = SamplingDefaults()
+    defaults = SamplingDefaults(
+        temperature=number("temperature", fallback.temperature),
+        top_p=number("top_p", fallback.top_p),
+        top_k=int(number("top_k", fallback.top_k)),
+        min_p=number("min_p", fallback.min_p),
+        repetition_penalty=number("repetition_penalty", fallback.repetition_penalty),
+    )
+    try:
+        SamplingParams(
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+        ).validate(vocab_size)
+    except RequestError as error:
+        raise SettingsError(f"{path}: {error}") from error
+    return defaults

@@ -1,0 +1,74 @@
+"""An answer as server-sent events. This room must not know the engine or the web framework."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import orjson
+
+from nanovllm_core import EngineDeadError
+from nanovllm_server.generation import Generation
+from nanovllm_server.observability.exchange import Exchange
+from nanovllm_server.observability.logs import Logger
+from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
+from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.response import Delta, Envelope, finish_choice, role_choice, text_choice
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(body: JSON) -> bytes:
+    """One unnamed event."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """The event that says what went wrong in mid-stream."""
+    return b"event: error\n" + event(error.body())
+
+
+class ChatStream:
+    """The events of one answer."""
+
+    def __init__(self, envelope: Envelope, generation: Generation, *, include_usage: bool):
+        self._envelope = envelope
+        self._generation = generation
+        self._include_usage = include_usage
+        self._started: set[int] = set()
+
+    async def events(self, exchange: Exchange, logger: Logger) -> AsyncIterator[bytes]:
+        """Everything up to [DONE], in as few pieces as there were waits. A failure becomes an event, never silence."""
+        try:
+            async with aclosing(self._chunks()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ApiError as error:
+            logger.warning("stream failed", request_id=exchange.request_id, reason=error.message)
+            yield error_event(error)
+        except EngineDeadError as error:
+            logger.error("stream failed", request_id=exchange.request_id, reason=str(error))
+            yield error_event(unavailable(str(error), "engine_dead"))
+        except Exception:
+            logger.exception("stream failed", request_id=exchange.request_id)
+            yield error_event(internal_error(exchange.request_id))
+        yield DONE
+
+    async def _chunks(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._generation.deltas()) as batches:
+            async for deltas in batches:
+                yield b"".join(self._events(delta) for delta in deltas) if deltas else KEEP_ALIVE
+        if self._include_usage:
+            yield event(self._envelope.chunk([], self._generation.usage.body(), with_usage=True))
+
+    def _events(self, delta: Delta) -> bytes:
+        choices: list[JSON] = []
+        if delta.index not in self._started:
+            self._started.add(delta.index)
+            choices.append(role_choice(delta.index))
+        if delta.text:
+            choices.append(text_choice(delta))
+        if delta.finish_reason is not None:
+            choices.append(finish_choice(delta))
+        return b"".join(
+            event(self._envelope.chunk([choice], None, with_usage=self._include_usage)) for choice in choices
+        )

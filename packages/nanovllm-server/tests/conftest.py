@@ -1,0 +1,227 @@
+"""A server whose engine is a script: everything above the engine is real."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypercorn.asyncio import serve
+from hypercorn.config import Config
+from quart import Quart
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from nanovllm_core.engine.engine import Engine
+from nanovllm_core.engine.status import EngineInfo
+from nanovllm_core.request import Request, RequestOutput, TokenLogprobs
+from nanovllm_models.errors import TemplateError
+from nanovllm_server.admission import Gate
+from nanovllm_server.app import create_app
+from nanovllm_server.detokenize import BYTES_OF_CHARACTERS, Vocabulary
+from nanovllm_server.observability.logs import configure_logs, get_logger
+from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.render import Renderer
+from nanovllm_server.service import Service
+
+EOS = 259
+VOCAB_SIZE = 320
+MAX_MODEL_LEN = 512
+
+
+def make_backend() -> Tokenizer:
+    """One token a byte, and the multi-byte pieces that merging a few of them gives."""
+    vocab = dict(BYTES_OF_CHARACTERS)
+    vocab["he"] = 256
+    vocab["Ġt"] = 257
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("Ġ", "t")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|start|>", special=True), AddedToken("<|end|>", special=True)])
+    return tokenizer
+
+
+@dataclass
+class ScriptedTokenizer:
+    """The tokenizer that the renderer sees. Its template knows every role but "tool"."""
+
+    backend: Tokenizer
+    rendered: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        self.rendered.append(messages)
+        if any(message["role"] == "tool" for message in messages):
+            raise TemplateError("this template has no tools")
+        return "".join(f"<|start|>{message['role']}:{message['content']}" for message in messages)
+
+
+class ScriptedEngine(Engine):
+    """Answers every request with the bytes of `reply`, one a token, `burst` an output, and then ends it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            EngineInfo(
+                model="scripted",
+                device="cpu",
+                dtype="float32",
+                vocab_size=VOCAB_SIZE,
+                max_model_len=MAX_MODEL_LEN,
+                max_num_seqs=4,
+                max_num_batched_tokens=64,
+                block_size=16,
+                num_blocks=64,
+                kv_cache_bytes=1 << 20,
+                prefix_caching=True,
+                attention_backend="torch",
+            )
+        )
+        self.reply: list[int] = [*b"Hello"]
+        self.burst = 1
+        self.delay = 0.0
+        self.endless = False
+        self.crash: Exception | None = None
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def num_active(self) -> int:
+        return len(self._tasks)
+
+    def die(self, reason: str) -> None:
+        self._die(reason)
+
+    async def stop(self) -> None:
+        self._die("stopped")
+
+    def _submit(self, request: Request) -> None:
+        if self.crash is not None:
+            raise self.crash
+        self.requests.append(request)
+        task = asyncio.get_running_loop().create_task(self._run(request))
+        self._tasks[request.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
+
+    def _abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        if request_id in self._tasks:
+            self._tasks[request_id].cancel()
+
+    async def _run(self, request: Request) -> None:
+        sampling = request.sampling
+        tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
+        limit = sampling.max_tokens or MAX_MODEL_LEN - len(request.token_ids)
+        made = 0
+        while made < limit:
+            if self.delay or made % 50 == 49:
+                await asyncio.sleep(self.delay)
+            new = list(itertools.islice(tokens, min(self.burst, limit - made)))
+            made += len(new)
+            stop = next((token for token in new if token == EOS or token in sampling.stop_token_ids), None)
+            if stop is not None:
+                made -= len(new) - new.index(stop) - 1
+                new = new[: new.index(stop) + 1]
+            reason = "stop" if stop is not None else "length" if made >= limit else None
+            top = sampling.logprobs
+            output = RequestOutput(
+                id=request.id,
+                new_token_ids=tuple(new),
+                num_prompt_tokens=len(request.token_ids),
+                num_cached_tokens=8,
+                num_output_tokens=made,
+                logprobs=None
+                if top is None
+                else tuple(
+                    TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(top))) for token in new
+                ),
+                finish_reason=reason,
+                stop_token=stop,
+            )
+            self._streams.dispatch([output])
+            if reason is not None:
+                return
+
+
+@pytest.fixture(scope="session", autouse=True)
+def logs() -> None:
+    configure_logs("text", "error")
+
+
+@pytest.fixture(scope="session")
+def backend() -> Tokenizer:
+    return make_backend()
+
+
+@pytest.fixture(scope="session")
+def vocabulary(backend: Tokenizer) -> Vocabulary:
+    return Vocabulary(backend)
+
+
+@pytest.fixture
+async def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def tokenizer(backend: Tokenizer) -> ScriptedTokenizer:
+    return ScriptedTokenizer(backend)
+
+
+@pytest.fixture
+def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Vocabulary) -> Iterator[Service]:
+    service = Service(
+        engine=engine,
+        renderer=Renderer(tokenizer),
+        vocabulary=vocabulary,
+        names=("scripted", "alias"),
+        gate=Gate(8),
+        metrics=Metrics("scripted", lambda: engine.stats),
+        logger=get_logger("nanovllm"),
+    )
+    yield service
+    service.renderer.close()
+
+
+@pytest.fixture
+def app(service: Service) -> Quart:
+    return create_app(service)
+
+
+@pytest.fixture
+def client(app: Quart):
+    return app.test_client()
+
+
+@pytest.fixture
+def post(client) -> Callable[..., Any]:
+    """Send a chat completion: fields over those of a small good one."""
+
+    async def post(headers: dict[str, str] | None = None, **fields: Any):
+        body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+    return post
+
+
+@pytest.fixture
+async def url(app: Quart) -> AsyncIterator[str]:
+    """The same server behind a real socket."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    config = Config()
+    config.bind = [f"fd://{listener.detach()}"]
+    config.errorlog = logging.getLogger("hypercorn.error")
+    config.errorlog.setLevel(logging.WARNING)
+    config.graceful_timeout = 1
+    closing = asyncio.Event()
+    task = asyncio.create_task(serve(app, config, shutdown_trigger=closing.wait))
+    yield f"http://127.0.0.1:{port}"
+    closing.set()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(task, 5)

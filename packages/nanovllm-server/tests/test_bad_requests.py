@@ -1,0 +1,248 @@
+"""Everything a client can get wrong is a clean refusal that names the field, and the server serves on."""
+
+import json
+
+import pytest
+
+from nanovllm_server.protocol.unsupported import FOREIGN, LATER, SUCCESSORS
+
+USER = {"role": "user", "content": "hi"}
+
+
+def message(**fields):
+    return {"messages": [{**USER, **fields}]}
+
+
+BAD = [
+    # fields, param
+    ({"model": None}, "model"),
+    ({"model": 7}, "model"),
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": {"role": "user"}}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    (message(role="robot"), "messages[0].role"),
+    (message(role=None), "messages[0].role"),
+    (message(role=["user"]), "messages[0].role"),
+    (message(content=None), "messages[0].content"),
+    (message(content=5), "messages[0].content"),
+    (message(content=[]), "messages[0].content"),
+    (message(content=["hi"]), "messages[0].content[0]"),
+    (message(content=[{"type": "text"}]), "messages[0].content[0].text"),
+    (message(content=[{"type": "text", "text": "a"}, {"type": "text", "text": 1}]), "messages[0].content[1].text"),
+    (message(content=[{"text": "a"}]), "messages[0].content[0].type"),
+    (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type"),
+    (message(name=3), "messages[0].name"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": "x"}]}, "messages[1].tool_calls"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [1]}]}, "messages[1].tool_calls[0]"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0].function"),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    ({"messages": [USER, {"role": "assistant", "content": "", "function_call": {}}]}, "messages[1].function_call"),
+    ({"messages": [USER, {"role": "tool", "content": "4", "tool_call_id": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": 2**63}, "max_tokens"),
+    ({"max_tokens": 512}, "max_tokens"),
+    ({"max_completion_tokens": 512}, "max_completion_tokens"),
+    ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": "NaN"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": 10**30}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.01}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.0}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": False}, "seed"),
+    ({"n": 0}, "n"),
+    ({"n": 1000}, "n"),
+    ({"n": 9}, "n"),
+    ({"stop": ""}, "stop"),
+    ({"stop": 3}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a", None]}, "stop[1]"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 2000}, "stop"),
+    ({"stop_token_ids": [320]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [1, True]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"1_0": 1}}, "logit_bias"),
+    ({"logit_bias": {"320": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"5": True}}, "logit_bias.5"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"ignore_eos": "no"}, "ignore_eos"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": 512}, "min_tokens"),
+    ({"priority": "high"}, "priority"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"request_id": "é"}, "request_id"),
+    ({"user": 5}, "user"),
+    ({"metadata": "x"}, "metadata"),
+    ({"tools": []}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"skip_special_tokens": False}, "skip_special_tokens"),
+    ({"return_token_ids": 0}, "return_token_ids"),
+]
+
+
+async def assert_refused(response, status, param=None):
+    assert response.status_code == status
+    assert response.headers["Content-Type"] == "application/json"
+    error = (await response.get_json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["message"]
+    assert len(error["message"]) < 400
+    assert isinstance(error["type"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: json.dumps(value)[:60])
+async def test_bad_field(post, engine, service, fields, param):
+    error = await assert_refused(await post(**fields), 400, param)
+    assert error["type"] == "invalid_request_error"
+    # The message says it too, in a request with several mistakes that's what people read.
+    assert param.split("[")[0].split(".")[-1] in error["message"]
+    assert engine.requests == []
+    assert service.gate.active == 0
+    assert (await post()).status_code == 200
+
+
+@pytest.mark.parametrize("name", [*LATER, *FOREIGN, *SUCCESSORS])
+async def test_unsupported_field_is_refused_by_name(post, name):
+    error = await assert_refused(await post(**{name: {"some": "thing"}}), 400, name)
+    assert error["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(("name", "successor"), SUCCESSORS.items())
+async def test_old_constraint_names_its_successor(post, name, successor):
+    error = await assert_refused(await post(**{name: "x"}), 400, name)
+    assert successor in error["message"]
+
+
+async def test_values_that_ask_for_nothing_are_accepted(post):
+    harmless = {name: values[0] for table in (LATER, FOREIGN) for name, values in table.items() if values}
+    response = await post(**harmless, tools=None, structured_outputs=None, metadata={"a": "b"}, store=True, user="u")
+    assert response.status_code == 200
+
+
+async def test_null_is_the_same_as_absent(post):
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "logprobs", "stream", "logit_bias")
+    assert (await post(**dict.fromkeys(names))).status_code == 200
+
+
+async def test_unknown_fields_are_ignored(post):
+    assert (await post(some_new_field={"a": 1}, messages=[{**USER, "mood": "good"}])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b"\xff\xfe",
+        b'{"model": "scripted", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"model": "scripted", "messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"model": "scripted", "temperature": NaN}',
+        b'{"model": "scripted", "temperature": Infinity}',
+        b'{"model": "scripted", "temperature": 1e400}',
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+async def test_body_that_is_no_request(client, post, body):
+    response = await client.post("/v1/chat/completions", data=body, headers={"Content-Type": "application/json"})
+    error = await assert_refused(response, 400)
+    assert "JSON" in error["message"]
+    assert (await post()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "multipart/form-data; boundary=x"},
+        {"Content-Type": "application/json; charset=utf-16"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        {},
+    ],
+)
+async def test_other_content(client, headers):
+    await assert_refused(await client.post("/v1/chat/completions", data=b"{}", headers=headers), 415)
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "application/vnd.x+json"])
+async def test_json_by_other_names(client, kind):
+    body = json.dumps({"model": "scripted", "messages": [USER]})
+    response = await client.post("/v1/chat/completions", data=body, headers={"Content-Type": kind})
+    assert response.status_code == 200
+
+
+async def test_unknown_model(post):
+    error = await assert_refused(await post(model="gpt-9"), 404, "model")
+    assert error["code"] == "model_not_found"
+    assert "scripted" in error["message"]
+
+
+async def test_unknown_path(client):
+    await assert_refused(await client.post("/v1/completions", json={}), 404)
+    await assert_refused(await client.get("/nothing"), 404)
+
+
+async def test_wrong_method(client):
+    response = await client.get("/v1/chat/completions")
+    error = await assert_refused(response, 405)
+    assert "POST" in response.headers["Allow"]
+    assert "POST" in error["message"]
+
+
+async def test_context_length_exceeded_has_its_code(post):
+    error = await assert_refused(await post(messages=[{"role": "user", "content": "x" * 600}]), 400, "messages")
+    assert error["code"] == "context_length_exceeded"
+
+
+async def test_body_too_large_by_its_own_word(client, app, service, post):
+    headers = {"Content-Type": "application/json", "Content-Length": str(100 << 20)}
+    await assert_refused(await client.post("/v1/chat/completions", data=b"{}", headers=headers), 413)
+    assert (await post()).status_code == 200

@@ -1,0 +1,104 @@
+"""The default model answers as transformers does with the same weights."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_models import load, load_tokenizer
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain photosynthesis to a child.",
+    "What is 17 + 25?",
+    "List three uses of a paperclip.",
+    "Translate 'good morning' to Spanish.",
+    "Who wrote Hamlet?",
+    "Give me a recipe for pancakes.",
+    "Why is the sky blue?",
+    "Write a Python function that reverses a string.",
+    "What are the planets of the solar system?",
+    "Tell me a short story about a dragon.",
+    "How do I tie a tie?",
+    "What is the difference between a virus and a bacterium?",
+    "Suggest a name for a cat.",
+    "Summarise the plot of Romeo and Juliet.",
+    "What does HTTP stand for?",
+    "How many continents are there?",
+    "Describe the taste of an apple.",
+    "What is the meaning of life?",
+]
+OUTPUT = 64
+
+SETTINGS = {
+    "as served": {},
+    "one at a time, depth 1, no prefix cache": {"max_num_seqs": 1, "depth": 1, "prefix_caching": False},
+    "chunked": {"max_num_batched_tokens": 48, "max_num_seqs": 16},
+    "preempted": {"num_blocks": 40, "max_model_len": 400},
+}
+
+
+@pytest.fixture(scope="module")
+def prompts(default_model) -> list[list[int]]:
+    tokenizer = load_tokenizer(default_model)
+    conversations = ([{"role": "user", "content": question}] for question in QUESTIONS)
+    return [tokenizer.encode(tokenizer.render_chat(c), add_special_tokens=False) for c in conversations]
+
+
+@pytest.fixture(scope="module")
+def reference(default_model, load_reference, device) -> PreTrainedModel:
+    return load_reference(default_model, torch.float32, device)
+
+
+def greedy_choices(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
+    """What the model takes as the likeliest token at each place of `output`, given all before it.
+
+    Equal to `output` exactly when greedy generation gives `output`, and one pass instead of one a token.
+    """
+    ids = torch.tensor([prompt + output[:-1]], device=model.device)
+    with torch.inference_mode():
+        return model(ids).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+async def test_twenty_chats_token_for_token(settings, default_model, prompts, reference, device):
+    config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
+    engine = await AsyncEngine.start(load(default_model), config)
+    rng = random.Random(0)
+
+    async def arrive(index: int, prompt: list[int]) -> list[int]:
+        await asyncio.sleep(rng.random() * 0.3)
+        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+        outputs = engine.generate(Request(f"r{index}", prompt, sampling))
+        return [token async for output in outputs for token in output.new_token_ids]
+
+    try:
+        found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(prompts)))
+        assert (engine.stats.num_preemptions > 0) == (settings == "preempted")
+        assert engine.stats.num_free_blocks == engine.stats.num_blocks
+    finally:
+        await engine.stop()
+    for prompt, output in zip(prompts, found, strict=True):
+        assert len(output) == OUTPUT
+        assert output == greedy_choices(reference, prompt, output)
+
+
+async def test_bf16_distributions_are_close(default_model, prompts, reference, device):
+    """Log-probabilities of the likeliest next tokens, of float32 transformers and of the engine in bf16."""
+    engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device, dtype=torch.bfloat16))
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=10)
+    try:
+        for index, prompt in enumerate(prompts[:8]):
+            (output,) = [o async for o in engine.generate(Request(f"r{index}", prompt, sampling))]
+            with torch.inference_mode():
+                logits = reference(torch.tensor([prompt], device=device)).logits[0, -1].float()
+            expected = logits.log_softmax(-1).cpu()
+            for token, logprob in output.logprobs[0].top:
+                # bf16 keeps 8 bits: a logit of 20 is good to 0.06, and thirty layers add theirs.
+                assert logprob == pytest.approx(float(expected[token]), abs=0.25)
+    finally:
+        await engine.stop()

@@ -1,0 +1,140 @@
+"""The official client against a real server process with a real model."""
+
+import asyncio
+import json
+import re
+import urllib.request
+
+import openai
+import pytest
+import torch
+
+from nanovllm_models import load_tokenizer
+
+MODEL = "SmolLM2-135M-Instruct"
+MESSAGES = [{"role": "user", "content": "What is the capital of France? Tell me about it."}]
+
+
+@pytest.fixture
+async def sdk(server):
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def metrics(server) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        text = response.read().decode()
+    return {
+        found[1]: float(found[2])
+        for line in text.splitlines()
+        if (found := re.match(r'nanovllm:(\w+)\{model_name="[^"]*"\} (\S+)', line))
+    }
+
+
+async def create(sdk, **fields):
+    return await sdk.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, "temperature": 0} | fields)
+
+
+async def test_greedy_is_what_transformers_says(sdk, default_model, load_reference, reference_generate):
+    tokenizer = load_tokenizer(default_model)
+    prompt = tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
+    expected = reference_generate(load_reference(default_model, torch.float32, "cpu"), prompt, 24)
+    answer = await create(sdk, max_tokens=24, extra_body={"ignore_eos": True})
+    assert answer.choices[0].message.content == tokenizer.decode(expected)
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == 24
+    assert answer.choices[0].finish_reason == "length"
+
+
+async def test_stream_is_the_whole_in_pieces(sdk):
+    whole = await create(sdk, max_tokens=20)
+    stream = await create(sdk, max_tokens=20, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len(chunks) > 5
+
+
+async def test_stop_string_across_tokens(sdk):
+    answer = await create(sdk, max_tokens=40, stop=["tal of Fr"])
+    assert answer.choices[0].message.content == "The capi"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_logprobs(sdk):
+    answer = await create(sdk, max_tokens=8, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True})
+    entries = answer.choices[0].logprobs.content
+    assert len(entries) == answer.usage.completion_tokens == 8
+    for entry in entries:
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (top.logprob for top in entry.top_logprobs), reverse=True
+        )
+        # Greedy: the chosen token is the likeliest.
+        assert entry.top_logprobs[0].token == entry.token
+    text = b"".join(bytes(entry.bytes or []) for entry in entries).decode()
+    assert text == answer.choices[0].message.content
+
+
+async def test_several_choices_and_seeds(sdk):
+    fields = {"max_tokens": 12, "n": 3, "seed": 5, "temperature": 1.0}
+    first, second = await create(sdk, **fields), await create(sdk, **fields)
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert len(set(texts)) > 1
+
+
+async def test_prefix_is_found_again(sdk):
+    content = "Count with me: " + " ".join(str(number) for number in range(40))
+    messages = [{"role": "user", "content": content}]
+    await create(sdk, messages=messages, max_tokens=1)
+    again = await create(sdk, messages=messages, max_tokens=1)
+    cached = again.usage.prompt_tokens_details.cached_tokens
+    assert again.usage.prompt_tokens - 32 <= cached < again.usage.prompt_tokens
+    other = await create(sdk, messages=messages, max_tokens=1, extra_body={"cache_salt": "somebody else"})
+    assert other.usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_more_at_once_than_run(sdk):
+    answers = await asyncio.gather(*(create(sdk, max_tokens=6, extra_body={"ignore_eos": True}) for _ in range(12)))
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_disconnect_frees_everything(sdk, server, stream):
+    asking = asyncio.create_task(create(sdk, max_tokens=400, stream=stream, extra_body={"ignore_eos": True}))
+    if stream:
+        response = await asking
+        await anext(aiter(response))
+        await response.close()
+    else:
+        while metrics(server)["num_requests_running"] == 0:
+            await asyncio.sleep(0.02)
+        asking.cancel()
+    async with asyncio.timeout(10):
+        while metrics(server)["num_requests_running"] or metrics(server)["kv_cache_usage_perc"]:
+            await asyncio.sleep(0.05)
+
+
+async def test_prompt_that_does_not_fit(sdk):
+    with pytest.raises(openai.BadRequestError) as refused:
+        await create(sdk, messages=[{"role": "user", "content": "long " * 600}])
+    assert refused.value.code == "context_length_exceeded"
+    assert refused.value.param == "messages"
+    with pytest.raises(openai.BadRequestError) as refused:
+        await create(sdk, max_tokens=500)
+    assert refused.value.param == "max_tokens"
+
+
+async def test_answer_without_max_tokens_fills_the_context(sdk):
+    answer = await create(sdk, extra_body={"ignore_eos": True}, messages=[{"role": "user", "content": "a " * 440}])
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == 512
+
+
+def test_health_and_models(server):
+    with urllib.request.urlopen(f"{server.url}/health") as response:
+        assert json.load(response) == {"status": "ok"}
+    with urllib.request.urlopen(f"{server.url}/v1/models") as response:
+        (model,) = json.load(response)["data"]
+    assert (model["id"], model["max_model_len"]) == (MODEL, 512)

@@ -1,0 +1,119 @@
+"""How a server process starts, refuses to start, drains, and ends when its engine does."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+FLAGS = ("--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--served-model-name", "tiny")
+
+
+def client(server):
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60)
+
+
+async def open_stream(sdk, max_tokens):
+    stream = await sdk.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, max_tokens=max_tokens, extra_body={"ignore_eos": True}
+    )
+    chunks = aiter(stream)
+    await anext(chunks)
+    return chunks
+
+
+def health(server):
+    try:
+        with urllib.request.urlopen(f"{server.url}/health") as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+async def test_drains_on_sigterm(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS, "--log-format", "json") as server:
+        async with client(server) as sdk:
+            chunks = await open_stream(sdk, 900)
+            server.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(5):
+                while (await asyncio.to_thread(health, server))[0] == 200:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(openai.InternalServerError) as refused:
+                await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
+            assert refused.value.status_code == 503
+            last = [chunk async for chunk in chunks][-1]
+            assert last.choices[0].finish_reason == "length"
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+    lines = [json.loads(line) for line in server.errors if line.startswith("{")]
+    assert any(line["event"] == "request" and line.get("completion_tokens") == 900 for line in lines)
+    assert not any("Traceback" in line for line in server.errors)
+
+
+async def test_dead_engine_ends_the_server(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS) as server:
+        async with client(server) as sdk:
+            chunks = await open_stream(sdk, 900)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+
+            async def read():
+                async for _ in chunks:
+                    pass
+
+            with pytest.raises(openai.APIError, match="engine"):
+                await read()
+            status, body = await asyncio.to_thread(health, server)
+            assert status == 503
+            assert "engine" in body["reason"]
+        assert await asyncio.to_thread(server.process.wait, 30) == 1
+
+
+async def test_full_queue(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS, "--max-num-seqs", "1", "--max-queue", "1") as server:
+        async with client(server) as sdk:
+            streams = [await open_stream(sdk, 900)]
+            waiting = asyncio.create_task(sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1))
+            await asyncio.sleep(0.2)
+            with pytest.raises(openai.RateLimitError) as refused:
+                await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
+            assert int(refused.value.response.headers["Retry-After"]) >= 1
+            async for _ in streams[0]:
+                pass
+            assert (await waiting).usage.completion_tokens == 1
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/no/such/model"], "/no/such/model"),
+        (["MODEL", "--max-model-len", "999999"], "max_model_len"),
+        (["MODEL", "--chat-template", "/no/such/file"], "/no/such/file"),
+        (["MODEL", "--port", "TAKEN"], "in use"),
+    ],
+)
+def test_start_that_fails_is_one_line(tiny_model, arguments, said):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        values = {"MODEL": str(tiny_model), "TAKEN": str(taken.getsockname()[1])}
+        arguments = [values.get(argument, argument) for argument in arguments]
+        port = [] if "--port" in arguments else ["--port", "0"]
+        done = subprocess.run(
+            [sys.executable, "-m", "nanovllm_server", *arguments, *port, "--device", "cpu"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert said in line
