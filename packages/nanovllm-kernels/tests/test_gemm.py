@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_kernels.gemm import linear, pack_linear
+from nanovllm_kernels.gemm import linear, logits, pack_linear
 from nanovllm_kernels.platform import can_pack_bf16
 
 
@@ -32,3 +32,22 @@ def test_packing_takes_any_layout():
     weight = torch.randn(64, 40).to(torch.bfloat16).T
     x = torch.randn(2, 64).to(torch.bfloat16)
     torch.testing.assert_close(linear(x, pack_linear(weight)), x @ weight.T, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_tell_apart_what_bf16_would_tie(dtype, device):
+    table = torch.randn(300, 64, device=device).to(dtype)
+    # Two rows so alike that their products differ by less than bf16 can say at that size.
+    table[7] = table[200]
+    table[7, 0] += 0.25
+    x = torch.zeros(2, 64, device=device, dtype=dtype)
+    x[0], x[0, 0] = 30 * table[200], 0.5
+    x[1] = torch.randn(64, device=device).to(dtype)
+    found = logits(x, pack_linear(table), table)
+    expected = x.double() @ table.double().T
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=0.1)
+    assert found[0].argmax() == expected[0].argmax()
+    leaders = expected.topk(5).indices
+    torch.testing.assert_close(found.gather(1, leaders).double(), expected.gather(1, leaders), rtol=1e-5, atol=1e-3)

@@ -50,7 +50,7 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks."""
+        """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks; best in float32."""
         ...
 
     def cache_specs(self) -> tuple[PagedSpec, ...]:

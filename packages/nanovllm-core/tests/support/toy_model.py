@@ -122,7 +122,7 @@ def dense_logits(model: ToyLM, tokens: list[int]) -> Tensor:
         q, k, v = (t.transpose(0, 1) for t in (rotate(q), rotate(k), v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + functional.linear(out.transpose(0, 1).reshape(len(tokens), -1), layer.o_proj.weight.data)
-    return functional.linear(x[-1], model.head.weight.data)
+    return functional.linear(x[-1], model.head.weight)
 
 
 def make_oracle() -> Callable[[list[int], int], list[int]]:

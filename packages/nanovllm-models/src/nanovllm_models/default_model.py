@@ -29,7 +29,7 @@ SOURCE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db5
 
 MANIFEST = "manifest.json"
 # Counted up whenever conversion gives other files, so that caches of before are built anew.
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 BUILDING = ".building-"
 
 logger = logging.getLogger(__name__)

@@ -59,7 +59,8 @@ def convert(file: Path, directory: Path, *, progress: bool | None = None) -> Non
     build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
     for name, content in {
         "config.json": _config(metadata),
-        "generation_config.json": _special_ids(metadata),
+        # Four-bit weights of a small model: drawn at temperature 1 its answers wander, so it is greedy unless asked.
+        "generation_config.json": {**_special_ids(metadata), "do_sample": False},
         "tokenizer_config.json": _tokenizer_config(metadata),
     }.items():
         (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

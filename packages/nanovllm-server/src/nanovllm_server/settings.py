@@ -68,8 +68,9 @@ def sampling_defaults(model: Path, vocab_size: int) -> SamplingDefaults:
         return float(value)
 
     fallback = SamplingDefaults()
+    greedy = advice.get("do_sample") is False
     defaults = SamplingDefaults(
-        temperature=number("temperature", fallback.temperature),
+        temperature=0.0 if greedy else number("temperature", fallback.temperature),
         top_p=number("top_p", fallback.top_p),
         top_k=int(number("top_k", fallback.top_k)),
         min_p=number("min_p", fallback.min_p),

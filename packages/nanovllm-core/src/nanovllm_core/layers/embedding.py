@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share, fill_normal
 from nanovllm_core.model import BuildContext
-from nanovllm_kernels.gemm import PackedWeight, linear, pack_linear
+from nanovllm_kernels.gemm import PackedWeight, logits, pack_linear
 
 
 class VocabEmbedding(WeightedModule):
@@ -47,10 +47,10 @@ class VocabEmbedding(WeightedModule):
 
 
 class LMHead(WeightedModule):
-    """Hidden states to logits: [n, hidden_size] -> [n, vocab_size], gathered over ranks.
+    """Hidden states to logits: [n, hidden_size] -> float32 [n, vocab_size], gathered over ranks.
 
     tied: the embedding whose table this head uses, if it has none of its own. Storage is shared, save on a CPU where
-    the head's packed copy is worth its memory: the whole of it is read for every step.
+    a packed copy beside it is worth its memory: the whole of it is read for every step.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabEmbedding | None = None):
@@ -59,24 +59,24 @@ class LMHead(WeightedModule):
         self._shape = (vocab_size, hidden_size)
         self._share = build.parallel.share(vocab_size, "vocab_size")
         self._is_tied = tied is not None
-        plain = self.allocate(self._share, hidden_size) if tied is None else tied.weight
-        self.weight = PackedWeight(plain, blocked=False)
+        self.weight = self.allocate(self._share, hidden_size) if tied is None else tied.weight
+        self._packed = PackedWeight(self.weight, blocked=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, vocab_size]."""
-        return self._parallel.all_gather(linear(hidden, self.weight))
+        """[n, hidden_size] -> float32 [n, vocab_size]."""
+        return self._parallel.all_gather(logits(hidden, self._packed, self.weight))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, unless it is the embedding's."""
         if not self._is_tied:
             mine = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
-            yield f"{name}.weight", Slot(self._shape, copy_share(self.weight.data, mine))
+            yield f"{name}.weight", Slot(self._shape, copy_share(self.weight, mine))
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights, unless they are the embedding's."""
         if not self._is_tied:
-            fill_normal(self.weight.data, generator)
+            fill_normal(self.weight, generator)
 
     def finish(self) -> None:
         """Pack the weight where that pays."""
-        self.weight = pack_linear(self.weight.data)
+        self._packed = pack_linear(self.weight)

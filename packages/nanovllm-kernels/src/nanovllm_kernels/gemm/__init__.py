@@ -23,6 +23,8 @@ from torch.nn import functional
 from nanovllm_kernels.platform import can_pack_bf16
 
 PLANNED_ROWS = 8
+# Of the logits of one row, how many a CPU computes again in float32.
+REFINED_LOGITS = 16
 
 
 class PackedWeight(NamedTuple):
@@ -55,3 +57,22 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
             return torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")  # noqa: SLF001
         weight = weight.data
     return functional.linear(x, weight, bias)
+
+
+def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
+    """`x` [n, K] times the transpose of `weight` [N, K], a vocabulary's: float32 [n, N].
+
+    bf16 keeps 8 bits, of logits near 25 multiples of 1/8, so that the two likeliest tokens often tie and the lower id
+    would win. CUDA gives the products as they were summed, in float32. The matrix units of a CPU give only bf16: there
+    the REFINED_LOGITS largest of each row are computed again, and the others keep their rounding.
+
+    table: the plain weight [N, K] that `weight` was packed from.
+    """
+    if x.dtype == torch.float32:
+        return linear(x, weight)
+    if x.is_cuda:
+        return torch.mm(x, table.t(), out_dtype=torch.float32)
+    rough = linear(x, weight).float()
+    leaders = rough.topk(min(REFINED_LOGITS, rough.shape[1]), -1, sorted=False).indices
+    rows = functional.embedding(leaders, table).float()
+    return rough.scatter_(1, leaders, torch.bmm(rows, x.float().unsqueeze(-1)).squeeze(-1))
