@@ -54,6 +54,8 @@ def measure(work: Work) -> Figure:
     """Replay one graph that calls each copy once, and take the median time of a call."""
     copies = max(1, min(MOST_COPIES, int(COLD_BYTES // work.input_bytes) + 1))
     calls = [work.make(copy) for copy in range(copies)]
+    # The calls run on another stream than the one that fills their inputs.
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
