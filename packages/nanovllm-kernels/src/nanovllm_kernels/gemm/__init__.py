@@ -14,6 +14,7 @@ rows and more only 1536 -> 576 preferred another (1: 462 us), and decode at 8 ro
 against 60).
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,12 @@ def pack_linear(weight: Tensor) -> PackedWeight:
     return PackedWeight(weight, blocked=False)
 
 
+@functools.cache
+def _packed_product() -> torch._ops.OpOverload:
+    """The operator itself: looked up by name and overload, it would take longer than a small product."""
+    return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
+
+
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N]: [.., N] in the dtype of `x`.
 
@@ -54,7 +61,7 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     """
     if isinstance(weight, PackedWeight):
         if weight.blocked:
-            return torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")  # noqa: SLF001
+            return _packed_product()(x, weight.data, bias, "none", [], "")
         weight = weight.data
     return functional.linear(x, weight, bias)
 
