@@ -68,3 +68,15 @@ async def test_a_failing_step_tells_why(toy_spec):
 async def test_a_model_that_cannot_be_built_says_so(toy_spec):
     with pytest.raises(ConfigError, match="^this model can't be built$"):
         await EngineClient.launch(toy_spec("refusing"), CONFIG)
+
+
+async def test_an_id_can_be_used_again_as_soon_as_its_stream_is_closed(toy_spec, oracle):
+    engine = await EngineClient.launch(toy_spec(), CONFIG)
+    try:
+        for _ in range(20):
+            stream = engine.generate(greedy("same", [1, 2, 3], 100))
+            await anext(stream)
+            await stream.aclose()
+        assert await collect(engine, greedy("same", [4, 5], 10)) == oracle([4, 5], 10)
+    finally:
+        await engine.stop()

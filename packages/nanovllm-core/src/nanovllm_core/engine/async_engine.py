@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -58,7 +57,7 @@ class AsyncEngine(Engine):
         self._streams.dispatch(outputs)
 
     def _submit(self, request: Request) -> None:
-        self._loop.submit(replace(request, token_ids=list(request.token_ids)))
+        self._loop.submit(request)
 
-    def _abort(self, request_id: str) -> None:
-        self._loop.abort(request_id)
+    def _abort(self, key: str) -> None:
+        self._loop.abort(key)

@@ -76,8 +76,8 @@ class EngineClient(Engine):
     def _submit(self, request: Request) -> None:
         self._connection.send(wire.Submit.of(request))
 
-    def _abort(self, request_id: str) -> None:
-        self._connection.send(wire.Abort(request_id))
+    def _abort(self, key: str) -> None:
+        self._connection.send(wire.Abort(key))
 
 
 class Connection:

@@ -3,8 +3,11 @@
 This room must not know how a request travels; the subclasses do.
 """
 
+import itertools
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from nanovllm_core.engine.status import EngineDeadError, EngineInfo, EngineStats
 from nanovllm_core.engine.streams import RequestStreams
@@ -42,6 +45,10 @@ class Engine(ABC):
         self.stats = EngineStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
         self.dead: str | None = None
         self._streams = RequestStreams()
+        self._live: set[str] = set()
+        # Below this face a request has a key of its own, never used twice by any client of an engine: what is still on
+        # its way for one that was aborted must not reach a later one of the same id.
+        self._keys = (f"{prefix}-{serial}" for prefix in (secrets.token_hex(8),) for serial in itertools.count())
 
     def check(self, request: Request) -> None:
         """Refuse a request that this engine could never serve. Raises RequestError, which names the field."""
@@ -56,18 +63,23 @@ class Engine(ABC):
         self.check(request)
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        stream = self._streams.open(request.id)
+        if request.id in self._live:
+            raise RequestError("request_id", f"request id {request.id!r} is in use: choose another")
+        self._live.add(request.id)
+        key = next(self._keys)
+        stream = self._streams.open(key)
         finished = False
         try:
-            self._submit(request)
+            self._submit(replace(request, id=key, token_ids=list(request.token_ids)))
             while not finished:
                 output = await stream.get()
                 finished = output.finish_reason is not None
-                yield output
+                yield replace(output, id=request.id)
         finally:
-            self._streams.close(request.id)
+            self._live.discard(request.id)
+            self._streams.close(key)
             if not finished and self.dead is None:
-                self._abort(request.id)
+                self._abort(key)
 
     @abstractmethod
     async def stop(self) -> None:
@@ -75,10 +87,10 @@ class Engine(ABC):
 
     @abstractmethod
     def _submit(self, request: Request) -> None:
-        """Send a checked request on its way."""
+        """Send a checked request, under its key, on its way."""
 
     @abstractmethod
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, key: str) -> None:
         """Have a request ended, if it still runs."""
 
     def _die(self, reason: str) -> None:

@@ -88,14 +88,17 @@ class EngineServer:
     async def run(self) -> None:
         """Serve until a client says Stop or the loop fails."""
         receiver = asyncio.create_task(self._receive())
+        # Without it the engine would be deaf: better to end, which the clients notice.
+        receiver.add_done_callback(lambda _: self._engine.stop())
         try:
             await self._engine.run(self._emit)
         except Exception as error:  # noqa: BLE001 (told to the clients, who raise it)
             _log.exception("the engine failed")
             for client in self._clients:
                 self._send(client, wire.Dead(f"the engine failed: {_one_line(error)}"))
-        finally:
-            receiver.cancel()
+        if receiver.done():
+            receiver.result()
+        receiver.cancel()
 
     async def _receive(self) -> None:
         while True:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import RequestError, RequestOutput
+from nanovllm_core.request import RequestOutput
 
 
 class OutputStream:
@@ -46,16 +46,14 @@ class RequestStreams:
     def __init__(self) -> None:
         self._streams: dict[str, OutputStream] = {}
 
-    def open(self, request_id: str) -> OutputStream:
-        """A stream for a new request. Raises RequestError when the id is taken."""
-        if request_id in self._streams:
-            raise RequestError("request_id", f"request id {request_id!r} is in use: choose another")
-        stream = self._streams[request_id] = OutputStream()
+    def open(self, key: str) -> OutputStream:
+        """A stream for a new request."""
+        stream = self._streams[key] = OutputStream()
         return stream
 
-    def close(self, request_id: str) -> None:
+    def close(self, key: str) -> None:
         """Forget a stream; what still comes for it is dropped."""
-        del self._streams[request_id]
+        del self._streams[key]
 
     def dispatch(self, outputs: Sequence[RequestOutput]) -> None:
         """Give each output to its stream, if somebody still listens."""

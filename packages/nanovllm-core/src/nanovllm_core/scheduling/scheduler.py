@@ -84,7 +84,7 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         """Whether anything is left to do, be it only to take back what finished requests held."""
-        return bool(self._requests)
+        return bool(self._requests) or self._num_finishing > 0
 
     def add(self, request: Request) -> None:
         """Queue a new request, already checked. Raises ValueError when its id is taken."""
@@ -103,7 +103,7 @@ class Scheduler:
     def abort(self, request_id: str) -> bool:
         """End a request now; what it holds comes back once no step refers to it. False if it is unknown or over."""
         request = self._requests.get(request_id)
-        if request is None or request.status is RequestStatus.FINISHED:
+        if request is None:
             return False
         self._finish(request)
         return True
@@ -307,6 +307,8 @@ class Scheduler:
         elif not self.waiting.remove(request):
             self._num_preempting -= 1
         request.status = RequestStatus.FINISHED
+        # Its id is free again at once, whenever its blocks come back.
+        del self._requests[request.id]
         self._num_finishing += 1
         self._release_when_idle(request)
 
@@ -320,7 +322,6 @@ class Scheduler:
             self.cache.release(request)
         if request.status is RequestStatus.FINISHED:
             self._num_finishing -= 1
-            del self._requests[request.id]
         else:
             self._num_preempting -= 1
             request.num_computed_tokens = 0
