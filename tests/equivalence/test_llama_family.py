@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_models import load
@@ -31,6 +31,7 @@ FAMILIES = {
     "MQA, llama3 scaling": {"num_key_value_heads": 1, "rope_parameters": LLAMA3_SCALING},
     "attention and MLP bias": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "head size of its own": {"num_key_value_heads": 2, "head_dim": 32},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 32},
 }
 PLENTY = {"num_blocks": 400}
 # Room for two or three of the sixteen: every other one is preempted again and again.
@@ -66,7 +67,10 @@ def prompts() -> list[list[int]]:
 def checkpoint(request, tmp_path_factory, reference_generate) -> tuple[Path, list[list[int]]]:
     """A tiny random model on disk, and what transformers makes of every prompt."""
     torch.manual_seed(list(FAMILIES).index(request.param))
-    config = LlamaConfig(
+    make_config, make_model = LlamaConfig, LlamaForCausalLM
+    if request.param == "Qwen3":
+        make_config, make_model = Qwen3Config, Qwen3ForCausalLM
+    config = make_config(
         **{
             "vocab_size": VOCAB,
             "hidden_size": 64,
@@ -79,11 +83,13 @@ def checkpoint(request, tmp_path_factory, reference_generate) -> tuple[Path, lis
             **FAMILIES[request.param],
         }
     )
-    model = LlamaForCausalLM(config).eval()
+    model = make_model(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.5)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.normal_(1, 0.3)
     path = tmp_path_factory.mktemp("llama")
     model.save_pretrained(path)
     outputs = [reference_generate(model, prompt, OUTPUT) for prompt in prompts()]

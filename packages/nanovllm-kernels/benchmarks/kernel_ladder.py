@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from nanovllm_kernels.attention import paged_attention, plan_batch
-from nanovllm_kernels.elementwise import add_rms_norm, rms_norm, rope_and_cache, silu_and_mul
+from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
 from nanovllm_kernels.platform import describe, has_cuda
 from nanovllm_kernels.sampling import sample
 
@@ -90,7 +90,7 @@ def decode(batch: int, context: int, page_size: int) -> Work:
     num_blocks = batch * width + 1
 
     def make(_: int) -> Callable[[], object]:
-        k_cache, v_cache = (random(num_blocks, page_size, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+        kv_cache = random(num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
         tables = (torch.randperm(num_blocks - 1, device="cuda") + 1).view(batch, width).int()
         q = random(batch, NUM_HEADS, HEAD_DIM)
         seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
@@ -105,7 +105,7 @@ def decode(batch: int, context: int, page_size: int) -> Work:
             page_size=page_size,
             backend="triton",
         )
-        return lambda: paged_attention(q, k_cache, v_cache, planned, scale=HEAD_DIM**-0.5)
+        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5)
 
     cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
     return Work(f"decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
@@ -117,7 +117,7 @@ def prefill(batch: int, length: int) -> Work:
     width = length // page_size
 
     def make(_: int) -> Callable[[], object]:
-        k_cache, v_cache = (random(batch * width, page_size, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+        kv_cache = random(batch * width, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
         tables = torch.randperm(batch * width, device="cuda").view(batch, width).int()
         q = random(batch * length, NUM_HEADS, HEAD_DIM)
         seq_lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
@@ -132,7 +132,7 @@ def prefill(batch: int, length: int) -> Work:
             page_size=page_size,
             backend="triton",
         )
-        return lambda: paged_attention(q, k_cache, v_cache, planned, scale=HEAD_DIM**-0.5)
+        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5)
 
     cost = 4 * batch * NUM_HEADS * HEAD_DIM * length * (length + 1) / 2
     return Work(f"prefill {batch} x {length}", make, cost, "TFLOP/s", COLD_BYTES)
@@ -148,19 +148,14 @@ def elementwise(num_tokens: int) -> Iterator[Work]:
         x = random(num_tokens, hidden)
         return lambda: rms_norm(x, weight, 1e-5)
 
-    def make_add_norm(_: int) -> Callable[[], object]:
-        x, residual = random(num_tokens, hidden), random(num_tokens, hidden)
-        return lambda: add_rms_norm(x, residual, weight, 1e-5)
-
     def make_rope(_: int) -> Callable[[], object]:
         qkv = random(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
-        q, k, v = qkv.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), 1)
-        cos_sin = torch.randn(8192, HEAD_DIM, device="cuda")
         positions = torch.randint(0, 8192, (num_tokens,), device="cuda")
+        rotation = plan_rotation(torch.randn(8192, HEAD_DIM, device="cuda"), positions)
         num_blocks = num_tokens // 16 + 1
         slots = torch.randperm(num_blocks * 16, device="cuda")[:num_tokens]
-        k_cache, v_cache = (random(num_blocks, 16, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
-        return lambda: rope_and_cache(q, k, v, cos_sin, positions, slots, k_cache, v_cache)
+        kv_cache = random(num_blocks, 16, 2 * NUM_KV_HEADS, HEAD_DIM)
+        return lambda: rope_and_cache(qkv, rotation, slots, kv_cache)
 
     def make_gate(_: int) -> Callable[[], object]:
         x = random(num_tokens, 2 * intermediate)
@@ -169,7 +164,6 @@ def elementwise(num_tokens: int) -> Iterator[Work]:
     rope = num_tokens * (2 * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4)
     gate = num_tokens * 3 * intermediate * 2
     yield Work(f"rms_norm {num_tokens} x {hidden}", make_norm, 2 * row, "GB/s", 2 * row)
-    yield Work(f"add_rms_norm {num_tokens} x {hidden}", make_add_norm, 4 * row, "GB/s", 4 * row)
     yield Work(f"rope_and_cache {num_tokens}", make_rope, rope, "GB/s", rope)
     yield Work(f"silu_and_mul {num_tokens} x {intermediate}", make_gate, gate, "GB/s", gate)
 

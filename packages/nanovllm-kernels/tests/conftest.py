@@ -12,8 +12,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class PagedBatch:
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    kv_cache: Tensor
     block_tables: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
@@ -39,21 +38,17 @@ def make_batch(
     num_blocks = sum(pages) + 3
     free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     tables = torch.randint(0, num_blocks, (len(lengths), max(pages) + 2), generator=generator, dtype=torch.int32)
-    shape = (num_blocks * page_size, num_kv_heads, head_dim)
-    k, v = torch.full(shape, math.nan), torch.full(shape, math.nan)
+    kv = torch.full((num_blocks * page_size, 2 * num_kv_heads, head_dim), math.nan)
     for request, (_, seq_len) in enumerate(lengths):
         blocks = torch.tensor([free.pop() for _ in range(pages[request])])
         tables[request, : len(blocks)] = blocks
         slots = (blocks[:, None] * page_size + torch.arange(page_size)).flatten()[:seq_len]
-        k[slots] = torch.randn((seq_len, *shape[1:]), generator=generator)
-        v[slots] = torch.randn((seq_len, *shape[1:]), generator=generator)
+        kv[slots] = torch.randn((seq_len, *kv.shape[1:]), generator=generator)
     query_lens = torch.tensor([query_len for query_len, _ in lengths])
     starts = torch.cat((torch.zeros(1, dtype=torch.long), query_lens.cumsum(0)))
-    paged = (num_blocks, page_size, num_kv_heads, head_dim)
     return PagedBatch(
         q=torch.randn((int(starts[-1]), num_heads, head_dim), generator=generator).to(device, dtype),
-        k_cache=k.view(paged).to(device, dtype),
-        v_cache=v.view(paged).to(device, dtype),
+        kv_cache=kv.view(num_blocks, page_size, *kv.shape[1:]).to(device, dtype),
         block_tables=tables.to(device),
         seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
         query_start_loc=starts.to(device, torch.int32),
@@ -67,14 +62,14 @@ def make_batch(
 def attend_naively(batch: PagedBatch) -> Tensor:
     """One request at a time, one mask, float64: float64 [T, Hq, D]."""
     outs = []
-    page_size = batch.k_cache.shape[1]
-    group = batch.q.shape[1] // batch.k_cache.shape[2]
+    page_size, num_kv_heads = batch.kv_cache.shape[1], batch.kv_cache.shape[2] // 2
+    group = batch.q.shape[1] // num_kv_heads
     starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     for request, seq_len in enumerate(lengths):
         positions = torch.arange(seq_len, device=batch.q.device)
         blocks = batch.block_tables[request, positions // page_size].long()
-        k = batch.k_cache[blocks, positions % page_size].double().repeat_interleave(group, 1)
-        v = batch.v_cache[blocks, positions % page_size].double().repeat_interleave(group, 1)
+        kv = batch.kv_cache[blocks, positions % page_size].double().repeat_interleave(group, 1)
+        k, v = kv.chunk(2, 1)
         q = batch.q[starts[request] : starts[request + 1]].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * batch.scale
         seen = positions <= (seq_len - q.shape[0] + torch.arange(q.shape[0], device=q.device))[:, None]

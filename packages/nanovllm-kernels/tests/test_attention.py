@@ -18,10 +18,10 @@ def run(batch):
         num_decodes=batch.num_decodes,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
-        page_size=batch.k_cache.shape[1],
+        page_size=batch.kv_cache.shape[1],
         backend="torch",
     )
-    return paged_attention(batch.q, batch.k_cache, batch.v_cache, planned, scale=batch.scale)
+    return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale)
 
 
 @st.composite
@@ -65,4 +65,12 @@ def test_decodes_that_are_gathered_in_several_groups(paged_batch, naive_attentio
 @pytest.mark.parametrize("seq_len", [1, 16, 17, 200])
 def test_a_single_decode(paged_batch, naive_attention, seq_len):
     batch = paged_batch([(1, seq_len)], num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, dtype=torch.float32)
+    torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_pages_that_follow_one_another_are_read_in_place(naive_attention, paged_batch, first):
+    batch = paged_batch([(1, 40)], num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32)
+    batch.kv_cache[:] = torch.randn(batch.kv_cache.shape)
+    batch.block_tables[0, :3] = torch.tensor([first, first + 1, first + 2])
     torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)

@@ -47,15 +47,14 @@ KERNELS = [
         {"eps": "fp32"},
         {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16},
     ),
-    ("elementwise.triton_norm", "_add_rms_norm", 16, {"eps": "fp32"}, {"WIDTH": 4096, "BLOCK": 4096}),
     ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024}),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
-        {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64},
+        {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64, "eps": "fp32"},
         {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "HALF": 16, "PADDED_HALF": 16}
-        | {"HEADS": 8, "Q_BLOCKS": 2},
+        | {"HEADS": 8, "Q_BLOCKS": 2, "NORM": True},
     ),
     (
         "batch.triton_batch",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanovllm_kernels import gemm
 from nanovllm_kernels.gemm import linear, logits, pack_linear
 from nanovllm_kernels.platform import can_pack_bf16
 
@@ -19,6 +20,20 @@ def test_linear(dtype, with_bias, num_tokens):
         out = linear(x, form, bias)
         assert out.dtype == dtype
         assert out.shape == (num_tokens, 40)
+        torch.testing.assert_close(out.double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_adds_a_residual(dtype, with_bias, device):
+    weight, x, residual = (torch.randn(shape, device=device).to(dtype) for shape in [(40, 64), (3, 64), (3, 40)])
+    bias = torch.randn(40, device=device).to(dtype) if with_bias else None
+    expected = residual.double() + x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
+    tolerance = {"rtol": 2**-6, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
+    for form in (weight, pack_linear(weight)):
+        out = linear(x, form, bias, residual.clone())
+        assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, **tolerance)
 
 
@@ -51,3 +66,10 @@ def test_logits_tell_apart_what_bf16_would_tie(dtype, device):
     assert found[0].argmax() == expected[0].argmax()
     leaders = expected.topk(5).indices
     torch.testing.assert_close(found.gather(1, leaders).double(), expected.gather(1, leaders), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [5, 700, 1024, 5000])
+def test_leaders_are_the_largest(size):
+    values = torch.randn(3, size).to(torch.bfloat16)
+    found = values.gather(1, gemm._leaders(values, 16))
+    assert torch.equal(found.sort(-1).values, values.topk(min(16, size)).values.sort(-1).values)

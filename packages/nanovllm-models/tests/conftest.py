@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import nanovllm_models
-from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, KVCache, ModelSpec
+from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import plan_batch
 
@@ -37,8 +37,8 @@ class Session:
         self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext()))
         self._free = list(range(num_blocks))
         self._caches = tuple(
-            KVCache(*(torch.full((num_blocks, BLOCK_SIZE, *cache), torch.nan, dtype=dtype) for _ in range(2)))
-            for cache in self.model.cache_specs()
+            torch.full((num_blocks, BLOCK_SIZE, 2 * spec.num_kv_heads, spec.head_dim), torch.nan, dtype=dtype)
+            for spec in self.model.cache_specs()
         )
         self._blocks: list[list[int]] = []
         self._lengths: list[int] = []

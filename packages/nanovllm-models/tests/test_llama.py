@@ -22,9 +22,18 @@ LLAMA3 = {
 TOLERANCE = 1e-4
 
 
-def make_checkpoint(path: Path, max_shard_size: str = "1GB", **fields: object) -> transformers.LlamaForCausalLM:
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+
+
+def make_checkpoint(
+    path: Path, max_shard_size: str = "1GB", family: str = "llama", **fields: object
+) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    make_config, make_model = FAMILIES[family]
+    config = make_config(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=48,
@@ -34,7 +43,7 @@ def make_checkpoint(path: Path, max_shard_size: str = "1GB", **fields: object) -
         initializer_range=0.2,
         **fields,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = make_model(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -50,6 +59,14 @@ VARIANTS = {
     "llama3 scaling": {"num_key_value_heads": 2, "rope_parameters": LLAMA3},
     "biases": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "sharded": {"num_key_value_heads": 2, "max_shard_size": "8KB"},
+    "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
+    "qwen3, tied, biases": {
+        "family": "qwen3",
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
     "theta and eps": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rms_norm_eps": 1e-2},
 }
 

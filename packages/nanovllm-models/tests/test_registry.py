@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import nanovllm_models
 from nanovllm_core.layers.weights import WeightError
-from nanovllm_models import ModelError
+from nanovllm_models import ModelError, llama, qwen3
 
 
 def refusal(path, **options) -> str:
@@ -112,15 +112,17 @@ def test_dummy_weights_are_drawn_from_the_seed(write_config, session):
     assert logits(1).shape == (3, 96)
 
 
-def test_fields_left_out_have_the_defaults_of_transformers(write_config):
+@pytest.mark.parametrize(
+    ("family", "config", "beyond"), [(llama, "LlamaConfig", set()), (qwen3, "Qwen3Config", {"mlp_bias"})]
+)
+def test_fields_left_out_have_the_defaults_of_transformers(write_config, family, config, beyond):
     import transformers
 
     from nanovllm_models.config_file import read_fields
-    from nanovllm_models.llama import parse_config
 
     path = write_config()
     (path / "config.json").write_text("{}")
-    ours, theirs = parse_config(read_fields(path / "config.json")), transformers.LlamaConfig()
-    names = set(ours.__slots__) - {"rotary"}
+    ours, theirs = family.parse_config(read_fields(path / "config.json")), vars(transformers)[config]()
+    names = set(ours.__slots__) - {"rotary", "qk_norm"} - beyond
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]

@@ -6,7 +6,7 @@ and iterate over `generate`. Knows no text, no HTTP and no file formats.
 
 from nanovllm_core.config import ConfigError, EngineConfig
 from nanovllm_core.engine import AsyncEngine, Engine, EngineClient, EngineDeadError, EngineInfo, EngineStats
-from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, KVCache, ModelSpec, PagedSpec
+from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import Request, RequestError, RequestOutput, SamplingParams, TokenLogprobs
 
@@ -22,7 +22,6 @@ __all__ = [
     "EngineInfo",
     "EngineStats",
     "ForwardContext",
-    "KVCache",
     "ModelSpec",
     "PagedSpec",
     "ParallelContext",

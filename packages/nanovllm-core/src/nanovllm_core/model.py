@@ -21,25 +21,19 @@ class PagedSpec(NamedTuple):
     head_dim: int
 
 
-class KVCache(NamedTuple):
-    """One layer's paged cache: keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]."""
-
-    k: Tensor
-    v: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """What one forward pass needs to know of its batch: requests one after another, decodes first.
 
     attention: lengths and block tables, as the attention kernels want them. slot_mapping: int64 [num_tokens], the cache
-    slot (block * block_size + offset) each token's key and value go to. kv_caches: one a PagedSpec, in the order of
-    `CausalLM.cache_specs`.
+    slot (block * block_size + offset) each token's keys and values go to. kv_caches: one a PagedSpec, in the order of
+    `CausalLM.cache_specs`, each [num_blocks, block_size, 2 * num_kv_heads, head_dim]: in each slot the key heads, then
+    the value heads.
     """
 
     attention: AttentionBatch
     slot_mapping: Tensor
-    kv_caches: tuple[KVCache, ...]
+    kv_caches: tuple[Tensor, ...]
 
 
 class CausalLM(Protocol):

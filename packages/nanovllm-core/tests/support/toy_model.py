@@ -15,7 +15,7 @@ from nanovllm_core.layers.attention import Heads, attend, qkv_parts
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.rotary import RotaryConfig, rotary_table
+from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding
 from nanovllm_core.layers.weights import load_weights
 
 VOCAB, HIDDEN, LONGEST, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 97, 64, 256, 4, 2, 16, 2
@@ -54,14 +54,15 @@ class ToyLM(nn.Module):
         self.embed = VocabEmbedding(VOCAB, HIDDEN, build)
         self.layers = nn.ModuleList(ToyLayer(build) for _ in range(LAYERS))
         self.head = LMHead(VOCAB, HIDDEN, build)
-        self.cos_sin = rotary_table(RotaryConfig(theta=100.0), HEAD_DIM, LONGEST, build.device)
+        self.rotary = RotaryEmbedding(RotaryConfig(theta=100.0), HEAD_DIM, LONGEST, build.device)
         load_weights(self, toy_weights())
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        rotation = self.rotary.plan(positions)
         x = self.embed(input_ids)
         for index, layer in enumerate(self.layers):
-            q, k, v = self.heads.split(layer.qkv_proj(layer.norm(x)))
-            x = x + layer.o_proj(attend(q, k, v, positions, self.cos_sin, ctx, index))
+            qkv = self.heads.split(layer.qkv_proj(layer.norm(x)))
+            x = layer.o_proj(attend(qkv, rotation, ctx, index), x)
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

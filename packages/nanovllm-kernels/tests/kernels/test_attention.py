@@ -17,10 +17,10 @@ def run(batch):
         num_decodes=batch.num_decodes,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
-        page_size=batch.k_cache.shape[1],
+        page_size=batch.kv_cache.shape[1],
         backend="triton",
     )
-    return paged_attention(batch.q, batch.k_cache, batch.v_cache, planned, scale=batch.scale)
+    return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale)
 
 
 def check(batch, naive_attention):
@@ -70,8 +70,7 @@ def test_queries_that_are_views(device, paged_batch, naive_attention):
     wide[:, 2:6] = batch.q
     out = torch.ops.nanovllm.paged_attention(
         wide[:, 2:6],
-        batch.k_cache,
-        batch.v_cache,
+        batch.kv_cache,
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,

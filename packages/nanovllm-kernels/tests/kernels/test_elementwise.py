@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_kernels.elementwise import reference
+from nanovllm_kernels.elementwise import QKNorm, reference
 
 SMALL = [torch.float32, torch.float16]
 LARGE = [torch.float32, torch.float16, torch.bfloat16]
@@ -21,49 +21,40 @@ def check_rms_norm(shape, dtype, device):
     torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-5).float(), expected, **CLOSE[dtype])
 
 
-def check_add_rms_norm(shape, dtype, device):
-    x, residual = torch.randn(shape, device=device).to(dtype), torch.randn(shape, device=device).to(dtype)
-    weight = torch.randn(shape[-1], device=device).to(dtype)
-    out, total = OPS.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    expected = reference.rms_norm(total.float(), weight.float(), 1e-5)
-    torch.testing.assert_close(out.float(), expected, **CLOSE[dtype])
-
-
 def check_silu_and_mul(shape, dtype, device):
     x = torch.randn(shape, device=device).to(dtype)
     torch.testing.assert_close(OPS.silu_and_mul(x).float(), reference.silu_and_mul(x.float()), **CLOSE[dtype])
 
 
-def check_rope_and_cache(num_tokens, heads, dims, dtype, device):
+def check_rope_and_cache(num_tokens, heads, dims, dtype, device, *, with_norm):
     (num_heads, num_kv_heads), (head_dim, rot) = heads, dims
-    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
-    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim, device=device).to(dtype)[:, :-1]
     cos_sin = torch.randn(300, rot, device=device)
     positions = torch.randint(0, 300, (num_tokens,), device=device)
     num_blocks = num_tokens // 16 + 2
     slots = torch.randperm(num_blocks * 16, device=device)[:num_tokens]
-    k_cache = torch.full((num_blocks, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=device)
-    v_cache, expected_k, expected_v = k_cache.clone(), k_cache.float(), k_cache.float()
-    out = OPS.rope_and_cache(q, k, v, cos_sin, positions, slots, k_cache, v_cache)
-    expected = reference.rope_and_cache(
-        q.float(), k.float(), v.float(), cos_sin, positions, slots, expected_k, expected_v
+    kv_cache = torch.full((num_blocks, 16, 2 * num_kv_heads, head_dim), 7.0, dtype=dtype, device=device)
+    weights = [torch.randn(head_dim, device=device).to(dtype) for _ in range(2)] if with_norm else [None, None]
+    norm = QKNorm(weights[0].float(), weights[1].float(), 1e-5) if with_norm else None
+    expected, expected_cache = qkv.float(), kv_cache.float()
+    reference.rope_and_cache(expected, reference.gather_rotation(cos_sin, positions), slots, expected_cache, norm)
+    OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, *weights, 1e-5)
+    torch.testing.assert_close(qkv[:, :num_heads].float(), expected[:, :num_heads], **CLOSE[dtype])
+    torch.testing.assert_close(
+        kv_cache[:, :, :num_kv_heads].float(), expected_cache[:, :, :num_kv_heads], **CLOSE[dtype]
     )
-    torch.testing.assert_close(out.float(), expected, **CLOSE[dtype])
-    torch.testing.assert_close(k_cache.float(), expected_k, **CLOSE[dtype])
-    assert torch.equal(v_cache.float(), expected_v)
+    assert torch.equal(kv_cache[:, :, num_kv_heads:].float(), expected_cache[:, :, num_kv_heads:])
 
 
 @pytest.mark.parametrize("dtype", SMALL)
 def test_small(device, dtype):
     for shape in [(1, 64), (5, 576), (3, 4, 80), (17, 3, 64)]:
         check_rms_norm(shape, dtype, device)
-    for shape in [(1, 64), (5, 576)]:
-        check_add_rms_norm(shape, dtype, device)
     for shape in [(1, 6), (3, 2 * 1500)]:
         check_silu_and_mul(shape, dtype, device)
     for heads, dims in [((9, 3), (64, 64)), ((2, 1), (80, 32)), ((4, 4), (128, 128)), ((17, 9), (96, 48))]:
-        check_rope_and_cache(3, heads, dims, dtype, device)
+        check_rope_and_cache(3, heads, dims, dtype, device, with_norm=False)
+        check_rope_and_cache(3, heads, dims, dtype, device, with_norm=True)
 
 
 def test_norm_of_heads_within_a_projection(device):
@@ -78,8 +69,8 @@ def test_norm_of_heads_within_a_projection(device):
 def test_large(device, dtype, num_tokens):
     for width in (576, 1024, 4096, 8192):
         check_rms_norm((num_tokens, width), dtype, device)
-        check_add_rms_norm((num_tokens, width), dtype, device)
         check_silu_and_mul((num_tokens, 3 * width), dtype, device)
     check_rms_norm((num_tokens, 32, 128), dtype, device)
     for heads, dims in [((9, 3), (64, 64)), ((32, 8), (128, 128)), ((32, 2), (128, 64)), ((16, 16), (80, 32))]:
-        check_rope_and_cache(num_tokens, heads, dims, dtype, device)
+        check_rope_and_cache(num_tokens, heads, dims, dtype, device, with_norm=False)
+        check_rope_and_cache(num_tokens, heads, dims, dtype, device, with_norm=True)

@@ -15,19 +15,16 @@ def integers(values, dtype=torch.int32):
 def arguments():
     rows, starts = integers([1, 0]), integers([0, 1, 3])
     tokens, computed = torch.ones((3, 32), dtype=torch.int32), integers([3, 4, 5])
-    qkv = torch.randn(3, 4, 16)
-    q, k, v = qkv.split((2, 1, 1), 1)
-    caches = torch.randn(4, 16, 1, 16), torch.randn(4, 16, 1, 16)
+    qkv, kv_cache, weight = torch.randn(3, 4, 16), torch.randn(4, 16, 2, 16), torch.randn(16)
     positions, slots = integers([0, 1, 2], torch.int64), integers([16, 17, 18], torch.int64)
     logits, ones = torch.randn(2, 20), torch.ones(2)
     row_numbers = (ones, integers([0, 5]), ones * 0.9, ones * 0, integers([1, 2], torch.int64), integers([3, 4]))
     table = integers([[1, 2], [3, 0]])
     return {
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
-        "add_rms_norm": (torch.randn(3, 16), torch.randn(3, 16), torch.randn(16), 1e-5),
         "silu_and_mul": (torch.randn(3, 16),),
-        "rope_and_cache": (q, k, v, torch.randn(8, 16), positions, slots, *caches),
-        "paged_attention": (qkv[:, :2], *caches, table, integers([7, 9]), starts, 0.25, 1, 2, 9),
+        "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, weight, weight, 1e-5),
+        "paged_attention": (qkv[:, :2], kv_cache, table, integers([7, 9]), starts, 0.25, 1, 2, 9),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),
         "commit_tokens": (rows, starts, integers([7]), integers([1]), tokens, computed, None),
         "apply_penalties": (logits, rows, torch.ones((3, 20), dtype=torch.int32), ones, ones, ones),
@@ -47,8 +44,8 @@ def test_operator(device, name):
 @pytest.mark.gpu
 def test_compile_traces_through(device):
     def layer(x, residual, weight, projection):
-        x, residual = elementwise.add_rms_norm(x, residual, weight, 1e-5)
-        return elementwise.rms_norm(elementwise.silu_and_mul(x @ projection), weight, 1e-5), residual
+        x = elementwise.rms_norm(x, weight, 1e-5)
+        return elementwise.silu_and_mul(x @ projection) + residual, residual
 
     arguments = [torch.randn(shape, device=device) for shape in [(4, 64), (4, 64), (64,), (64, 128)]]
     compiled = torch.compile(layer, fullgraph=True)

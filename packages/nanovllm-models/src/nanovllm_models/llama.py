@@ -1,6 +1,7 @@
 """Llama (https://arxiv.org/abs/2407.21783) and what is built like it: Llama 3.x, R1-Distill-Llama, SmolLM2.
 
-The whole architecture on one page: config, modules, names of the weights, spec. This room must not know tokens' text.
+The whole architecture on one page: config, modules, names of the weights, spec. Qwen3's dense models differ only in a
+norm of query and key heads and read their config in a file of their own. This room must not know tokens' text.
 """
 
 from dataclasses import dataclass
@@ -9,12 +10,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from nanovllm_core.layers.attention import Heads, attend, qkv_parts
+from nanovllm_core.layers.attention import Heads, QKNorm, attend, qkv_parts
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.rotary import RotaryConfig, rotary_table
+from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import Fields, parse_dtype, parse_eos_token_ids, parse_rotary
@@ -22,7 +23,7 @@ from nanovllm_models.config_file import Fields, parse_dtype, parse_eos_token_ids
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The fields of config.json that shape the model, with the defaults that transformers gives them."""
+    """What shapes the model. qk_norm: query and key heads go through a norm before they are rotated."""
 
     vocab_size: int
     hidden_size: int
@@ -37,10 +38,14 @@ class LlamaConfig:
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
+    qk_norm: bool = False
 
 
 def parse_config(config: Fields) -> LlamaConfig:
-    """Read config.json. Raises ModelError for a field that is wrong or asks for what is not implemented."""
+    """Read config.json, with the defaults that transformers has.
+
+    Raises ModelError for a field that is wrong or asks for what is not implemented.
+    """
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
     if config.has("quantization_config"):
@@ -73,43 +78,41 @@ def parse_config(config: Fields) -> LlamaConfig:
 class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: LlamaConfig, index: int, cos_sin: Tensor, build: BuildContext):
+    def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__()
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=config.attention_bias)
         self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build)
         self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build, bias=config.attention_bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(head_dim, config.rms_norm_eps, build) if config.qk_norm else None for _ in range(2)
+        )
         self._index = index
-        self._cos_sin = cos_sin
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        q, k, v = self.heads.split(self.qkv_proj.forward(x))
-        return self.o_proj.forward(attend(q, k, v, positions, self._cos_sin, ctx, self._index))
+    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """Of x, added to `residual`, which may be overwritten; all [T, hidden]."""
+        norm = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
+        qkv = self.heads.split(self.qkv_proj.forward(x))
+        return self.o_proj.forward(attend(qkv, rotation, ctx, self._index, norm), residual)
 
 
 class LlamaLayer(nn.Module):
-    """Attention and feed-forward, each before its residual addition; that addition is left to the next norm."""
+    """Attention and feed-forward, each of the normed residual stream and added to it."""
 
-    def __init__(self, config: LlamaConfig, index: int, cos_sin: Tensor, build: BuildContext):
+    def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.self_attn = LlamaAttention(config, index, cos_sin, build)
+        self.self_attn = LlamaAttention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """What this layer adds to the residual stream, and the stream so far; both [T, hidden]."""
-        if residual is None:
-            residual, x = x, self.input_layernorm.forward(x)
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn.forward(x, positions, ctx)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp.forward(x), residual
+    def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """The residual stream, [T, hidden] -> [T, hidden]; x may be overwritten."""
+        x = self.self_attn.forward(self.input_layernorm.forward(x), x, rotation, ctx)
+        return self.mlp.forward(self.post_attention_layernorm.forward(x), x)
 
 
 class LlamaModel(nn.Module):
@@ -117,19 +120,18 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: LlamaConfig, build: BuildContext):
         super().__init__()
-        cos_sin = rotary_table(config.rotary, config.head_dim, config.max_position_embeddings, build.device)
+        self._rotary = RotaryEmbedding(config.rotary, config.head_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        self.layers = nn.ModuleList(
-            LlamaLayer(config, index, cos_sin, build) for index in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(LlamaLayer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Token ids [T] -> hidden states [T, hidden]."""
-        x, residual = self.embed_tokens.forward(input_ids), None
+        rotation = self._rotary.plan(positions)
+        x = self.embed_tokens.forward(input_ids)
         for layer in self.layers:
-            x, residual = layer.forward(x, residual, positions, ctx)
-        return self.norm.add(x, residual)[0]
+            x = layer.forward(x, rotation, ctx)
+        return self.norm.forward(x)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -169,9 +171,8 @@ def build_llama(build: BuildContext, *, config: LlamaConfig, weights: WeightSour
     return model
 
 
-def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
-    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
-    config = parse_config(fields)
+def make_spec(path: Path, fields: Fields, config: LlamaConfig, name: str, weights: WeightSource) -> ModelSpec:
+    """The spec of a model of this architecture. Raises ModelError."""
     return ModelSpec(
         name=name,
         vocab_size=config.vocab_size,
@@ -180,3 +181,8 @@ def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) 
         dtype=parse_dtype(fields),
         build=partial(build_llama, config=config, weights=weights),
     )
+
+
+def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    return make_spec(path, fields, parse_config(fields), name, weights)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from nanovllm_core.model import ModelSpec
-from nanovllm_models import llama
+from nanovllm_models import llama, qwen3
 from nanovllm_models.checkpoint import RandomWeights, WeightSource, find_checkpoint
 from nanovllm_models.config_file import Fields, read_fields
 from nanovllm_models.errors import ModelError
@@ -25,6 +25,7 @@ class BuildSpec(Protocol):
 
 FAMILIES: dict[str, BuildSpec] = {
     "LlamaForCausalLM": llama.build_spec,
+    "Qwen3ForCausalLM": qwen3.build_spec,
 }
 
 

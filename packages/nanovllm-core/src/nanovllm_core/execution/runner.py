@@ -13,7 +13,7 @@ from nanovllm_core.execution.graphs import GraphDispatcher
 from nanovllm_core.execution.memory import free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
 from nanovllm_core.execution.sampler import Sampled, StepHandle, sample_tokens
-from nanovllm_core.model import BuildContext, ForwardContext, KVCache, ModelSpec
+from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewRow, ScheduledRow, StepPlan
@@ -120,12 +120,14 @@ class Runner:
         shape = BatchShape(len(lengths), sum(lengths), None)
         self.launch(StepPlan(0, new_rows, [], scheduled, shape, max_seq_len=max(lengths))).choices()
 
-    def _allocate(self, num_blocks: int) -> tuple[KVCache, ...]:
+    def _allocate(self, num_blocks: int) -> tuple[Tensor, ...]:
         """A cache of `num_blocks` blocks and the null block for every layer that wants one."""
         config = self._config
-
-        def zeros(num_kv_heads: int, head_dim: int) -> Tensor:
-            shape = (num_blocks + 1, config.block_size, num_kv_heads, head_dim)
-            return torch.zeros(shape, dtype=config.dtype, device=self.device)
-
-        return tuple(KVCache(zeros(*spec), zeros(*spec)) for spec in self._model.cache_specs())
+        return tuple(
+            torch.zeros(
+                (num_blocks + 1, config.block_size, 2 * spec.num_kv_heads, spec.head_dim),
+                dtype=config.dtype,
+                device=self.device,
+            )
+            for spec in self._model.cache_specs()
+        )

@@ -11,7 +11,7 @@ from nanovllm_core.layers.linear import Part
 from nanovllm_core.model import ForwardContext, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import paged_attention
-from nanovllm_kernels.elementwise import rope_and_cache
+from nanovllm_kernels.elementwise import QKNorm, Rotation, rope_and_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,9 @@ class Heads:
         """What these heads want cached."""
         return PagedSpec(self.num_kv_heads, self.head_dim)
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, heads, head_dim] as views of `qkv` [T, all heads * head_dim]."""
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        q, k, v = qkv.view(-1, num_heads + 2 * num_kv_heads, self.head_dim).split(
-            (num_heads, num_kv_heads, num_kv_heads), dim=1
-        )
-        return q, k, v
+    def split(self, qkv: Tensor) -> Tensor:
+        """The heads [T, query, key and value heads, head_dim] of `qkv` [T, all heads * head_dim], as a view."""
+        return qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
 
 def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> tuple[Part, ...]:
@@ -52,13 +48,13 @@ def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, ctx: ForwardContext, cache_index: int
+    qkv: Tensor, rotation: Rotation, ctx: ForwardContext, cache_index: int, qk_norm: QKNorm | None = None
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache, attend to everything there: [T, heads * head_dim].
 
-    q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; any may be strided.
-    positions: int64 [T]. cos_sin: as `rotary_table` makes it. cache_index: which of `ctx.kv_caches` is this layer's.
+    qkv: [T, num_heads + 2 * num_kv_heads, head_dim], overwritten. rotation: this step's. cache_index: which of
+    `ctx.kv_caches` is this layer's. qk_norm: what query and key heads go through before their rotation.
     """
-    k_cache, v_cache = ctx.kv_caches[cache_index]
-    q = rope_and_cache(q, k, v, cos_sin, positions, ctx.slot_mapping, k_cache, v_cache)
-    return paged_attention(q, k_cache, v_cache, ctx.attention, scale=q.shape[-1] ** -0.5).flatten(1)
+    kv_cache = ctx.kv_caches[cache_index]
+    q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm)
+    return paged_attention(q, kv_cache, ctx.attention, scale=q.shape[-1] ** -0.5).flatten(1)

@@ -82,9 +82,11 @@ class RowParallelLinear(WeightedModule):
         # Added on one rank only, since the ranks' results are summed.
         self.bias = self._stored_bias if build.parallel.rank == 0 else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, share of in_features] -> [T, out_features]."""
-        return self._parallel.all_reduce(linear(x, self.weight, self.bias))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, share of in_features] -> [T, out_features], plus `residual` of that shape, which may be overwritten."""
+        # Like the bias, a residual that every rank holds is added on one only.
+        mine = residual if self._parallel.rank == 0 else None
+        return self._parallel.all_reduce(linear(x, self.weight, self.bias, mine))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, and the bias if there is one."""

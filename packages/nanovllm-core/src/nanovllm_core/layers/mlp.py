@@ -19,6 +19,6 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, build)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, build, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size]."""
-        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Of x, plus `residual`, which may be overwritten; all [T, hidden_size]."""
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)

@@ -1,4 +1,4 @@
-"""Normalisation, alone or with the residual addition before it.
+"""Normalisation.
 
 This room must not know what it normalises.
 """
@@ -10,24 +10,24 @@ from torch import Tensor
 
 from nanovllm_core.layers.weights import Slot, WeightedModule
 from nanovllm_core.model import BuildContext
-from nanovllm_kernels.elementwise import add_rms_norm, rms_norm
+from nanovllm_kernels.elementwise import pack_norm, rms_norm
 
 
 class RMSNorm(WeightedModule):
-    """Root mean square normalisation over the last dimension (Zhang and Sennrich 2019)."""
+    """Root mean square normalisation over the last dimension (Zhang and Sennrich 2019).
+
+    packed: the weight in the form that runs fastest, once it is there.
+    """
 
     def __init__(self, size: int, eps: float, build: BuildContext):
         super().__init__(build)
         self.eps = eps
         self.weight = self.allocate(size)
+        self.packed = self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""
-        return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum, the new residual. Either input may be overwritten."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return rms_norm(x, self.packed, self.eps)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, whole on every rank."""
@@ -37,3 +37,7 @@ class RMSNorm(WeightedModule):
         """Ones, as norms begin."""
         del generator
         self.weight.fill_(1.0)
+
+    def finish(self) -> None:
+        """Pack the weight where that pays."""
+        self.packed = pack_norm(self.weight)

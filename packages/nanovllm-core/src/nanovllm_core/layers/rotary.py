@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm_kernels.elementwise import Rotation, plan_rotation
+
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
@@ -30,6 +32,17 @@ class RotaryConfig:
 
     theta: float
     scaling: Llama3Scaling | None = None
+
+
+class RotaryEmbedding:
+    """The table of one kind of rotation, float32 [max_position, rotary_dim], and each step's look-up in it."""
+
+    def __init__(self, config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device):
+        self._table = rotary_table(config, rotary_dim, max_position, device)
+
+    def plan(self, positions: Tensor) -> Rotation:
+        """What every layer of a step rotates by; positions: int64 [T]."""
+        return plan_rotation(self._table, positions)
 
 
 def rotary_table(config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device) -> Tensor:

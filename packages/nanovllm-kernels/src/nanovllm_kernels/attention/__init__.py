@@ -63,20 +63,20 @@ def plan_batch(
     )
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, *, scale: float) -> Tensor:
+def paged_attention(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, *, scale: float) -> Tensor:
     """Causal grouped-query attention (Ainslie et al. 2023) of a batch of requests, each over its own pages.
 
-    q: [T, Hq, D], requests one after another; float32, float16 or bfloat16. k_cache, v_cache: [N, P, Hkv, D] of the
-        same dtype, Hq a multiple of Hkv, this step's keys and values already written.
+    q: [T, Hq, D], requests one after another; heads contiguous, tokens with any stride; float32, float16 or bfloat16.
+    kv_cache: [N, P, 2 Hkv, D] of the same dtype, contiguous, Hq a multiple of Hkv: in each slot the key heads, then the
+        value heads; this step's already written.
     scale: what the products are multiplied by before the softmax.
     Returns contiguous [T, Hq, D] in the dtype of q.
     """
     if batch.gathers is not None:
-        return reference.paged_attention(q, k_cache, v_cache, batch.gathers, scale)
+        return reference.paged_attention(q, kv_cache, batch.gathers, scale)
     return _paged_attention_op(
         q,
-        k_cache,
-        v_cache,
+        kv_cache,
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
@@ -90,8 +90,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
 @torch.library.custom_op("nanovllm::paged_attention", mutates_args=())
 def _paged_attention_op(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -103,7 +102,7 @@ def _paged_attention_op(
     from nanovllm_kernels.attention import triton_paged
 
     return triton_paged.paged_attention(
-        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, num_decodes, max_query_len, max_seq_len
+        q, kv_cache, block_tables, seq_lens, query_start_loc, scale, num_decodes, max_query_len, max_seq_len
     )
 
 

@@ -21,13 +21,14 @@ GATHER_TOKENS = 8192
 class DecodeGroup(NamedTuple):
     """Requests begin..end, one query each, which is token begin..end.
 
-    index: what to gather, request after request: pages when all have the same length, else slots. longest: of their
-    lengths. mask: bool [n, 1, 1, longest], or None when all have that length.
+    index: what to gather, request after request: pages when all have the same length, else slots; a slice where they
+    follow one another and need no gathering. longest: of their lengths. mask: bool [n, 1, 1, longest], or None when
+    all have that length.
     """
 
     begin: int
     end: int
-    index: Tensor
+    index: Tensor | slice
     longest: int
     mask: Tensor | None
 
@@ -40,7 +41,7 @@ class Prefill(NamedTuple):
 
     begin: int
     end: int
-    pages: Tensor
+    pages: Tensor | slice
     length: int
     mask: Tensor | None
 
@@ -70,20 +71,21 @@ def plan_gathers(
             if end - begin != length:
                 mask = torch.ones((end - begin, length), dtype=torch.bool, device=seq_lens.device)
                 mask.tril_(length - (end - begin))
-            prefills.append(Prefill(begin, end, block_tables[request, : -(-length // page_size)], length, mask))
+            pages = _pages(block_tables[request, : -(-length // page_size)])
+            prefills.append(Prefill(begin, end, pages, length, mask))
     return Gathers(decodes, prefills)
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, gathers: Gathers, scale: float) -> Tensor:
+def paged_attention(q: Tensor, kv_cache: Tensor, gathers: Gathers, scale: float) -> Tensor:
     """See the package's `paged_attention`."""
     decodes, prefills = gathers
     if len(decodes) == 1 and not prefills:
-        return _decode(q, k_cache, v_cache, decodes[0], scale)
+        return _decode(q, kv_cache, decodes[0], scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in decodes:
-        out[group.begin : group.end] = _decode(q[group.begin : group.end], k_cache, v_cache, group, scale)
+        out[group.begin : group.end] = _decode(q[group.begin : group.end], kv_cache, group, scale)
     for prefill in prefills:
-        out[prefill.begin : prefill.end] = _prefill(q[prefill.begin : prefill.end], k_cache, v_cache, prefill, scale)
+        out[prefill.begin : prefill.end] = _prefill(q[prefill.begin : prefill.end], kv_cache, prefill, scale)
     return out
 
 
@@ -105,7 +107,7 @@ def _decode_group(
     longest = max(lengths)
     tables = block_tables[:, : -(-longest // page_size)]
     if min(lengths) == longest:
-        return DecodeGroup(begin, end, tables.reshape(-1), longest, None)
+        return DecodeGroup(begin, end, _pages(tables.reshape(-1)), longest, None)
     # A slot that a request hasn't filled may hold anything, and an infinity or a NaN would survive the mask: read the
     # request's first slot in its place. Costs a tenth more than gathering whole pages.
     offsets = torch.arange(longest, dtype=torch.int32, device=seq_lens.device)
@@ -115,29 +117,38 @@ def _decode_group(
     return DecodeGroup(begin, end, slots.view(-1), longest, filled[:, None, None])
 
 
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+def _pages(numbers: Tensor) -> Tensor | slice:
+    """Page numbers, or the slice that they are: a lone request's often follow one another, and are read in place."""
+    listed: list[int] = numbers.tolist()
+    first, count = listed[0], len(listed)
+    return slice(first, first + count) if listed == list(range(first, first + count)) else numbers
+
+
+def _gather(cache: Tensor, index: Tensor | slice) -> Tensor:
+    return cache[index] if isinstance(index, slice) else cache.index_select(0, index)
+
+
+def _decode(q: Tensor, kv_cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
     """One query a request: q [n, Hq, D] to [n, Hq, D]."""
     num_reqs, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    num_cached = kv_cache.shape[2]
+    num_kv_heads = num_cached // 2
     if group.mask is not None:
-        k_cache = k_cache.view(-1, num_kv_heads * head_dim)
-        v_cache = v_cache.view(-1, num_kv_heads * head_dim)
-    k = k_cache.index_select(0, group.index).view(num_reqs, -1, num_kv_heads, head_dim).transpose(1, 2)
-    v = v_cache.index_select(0, group.index).view(num_reqs, -1, num_kv_heads, head_dim).transpose(1, 2)
-    if k.shape[2] != group.longest:
-        k, v = k[:, :, : group.longest], v[:, :, : group.longest]
+        kv_cache = kv_cache.view(-1, num_cached * head_dim)
+    kv = _gather(kv_cache, group.index).view(num_reqs, -1, num_cached, head_dim)
+    k, v = kv[:, : group.longest].transpose(1, 2).chunk(2, 1)
     grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = functional.scaled_dot_product_attention(grouped, k, v, group.mask, scale=scale)
     return out.reshape(num_reqs, num_heads, head_dim)
 
 
-def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, prefill: Prefill, scale: float) -> Tensor:
+def _prefill(q: Tensor, kv_cache: Tensor, prefill: Prefill, scale: float) -> Tensor:
     """All queries of one request: q [n, Hq, D] to [n, Hq, D]."""
     _, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    _, _, num_cached, _ = kv_cache.shape
     _, _, pages, length, mask = prefill
-    k = k_cache.index_select(0, pages).view(1, -1, num_kv_heads, head_dim)[:, :length].transpose(1, 2)
-    v = v_cache.index_select(0, pages).view(1, -1, num_kv_heads, head_dim)[:, :length].transpose(1, 2)
+    kv = _gather(kv_cache, pages).view(1, -1, num_cached, head_dim)
+    k, v = kv[:, :length].transpose(1, 2).chunk(2, 1)
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k,
@@ -145,6 +156,6 @@ def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, prefill: Prefill, scal
         mask,
         is_causal=mask is None,
         scale=scale,
-        enable_gqa=num_heads != num_kv_heads,
+        enable_gqa=2 * num_heads != num_cached,
     )
     return out.squeeze(0).transpose(0, 1)

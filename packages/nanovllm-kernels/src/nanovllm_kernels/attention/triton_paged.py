@@ -21,8 +21,7 @@ LOG2_E = 1.4426950408889634
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -37,8 +36,7 @@ def paged_attention(
     if num_decodes:
         _launch(
             q[:num_decodes],
-            k_cache,
-            v_cache,
+            kv_cache,
             block_tables,
             seq_lens,
             query_start_loc[: num_decodes + 1],
@@ -51,8 +49,7 @@ def paged_attention(
     if num_decodes < num_reqs:
         _launch(
             q[num_decodes:],
-            k_cache,
-            v_cache,
+            kv_cache,
             block_tables[num_decodes:],
             seq_lens[num_decodes:],
             query_start_loc[num_decodes:],
@@ -67,8 +64,7 @@ def paged_attention(
 
 def _launch(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -80,7 +76,8 @@ def _launch(
 ) -> None:
     """Attend for the requests of `query_start_loc`, whose first query, number `first_token` of the step, is q[0]."""
     num_tokens, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_cache.shape
+    page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
+    k_cache, v_cache = kv_cache.split(num_kv_heads, 2)
     num_reqs = query_start_loc.shape[0] - 1
     group = num_heads // num_kv_heads
     config = tiles.tile_config(head_dim, q.element_size(), group, max_query_len)

@@ -4,60 +4,84 @@ This room must not know attention or models. On CUDA each is one Triton kernel b
 torch.compile traces through it; elsewhere it is the plain torch of `reference`.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from nanovllm_kernels.elementwise import reference
 
-__all__ = ["add_rms_norm", "rms_norm", "rope_and_cache", "silu_and_mul"]
+__all__ = ["QKNorm", "Rotation", "pack_norm", "plan_rotation", "rms_norm", "rope_and_cache", "silu_and_mul"]
+
+
+class Rotation(NamedTuple):
+    """By what a step's tokens are rotated, the same for every layer. Made by `plan_rotation`.
+
+    cos_sin, positions: as given there. rows: what a CPU gathers of them once a step, else None.
+    """
+
+    cos_sin: Tensor
+    positions: Tensor
+    rows: reference.RotationRows | None
+
+
+class QKNorm(NamedTuple):
+    """RMSNorm of each query and key head before its rotation: weights [D] of the heads' dtype, and epsilon."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+def pack_norm(weight: Tensor) -> Tensor:
+    """Make a norm's `weight` [H] ready for `rms_norm`: on a CPU it is laid twice, elsewhere left as it is."""
+    return weight if weight.is_cuda else torch.cat((weight, weight))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
 
     x: [T, H] or [T, n, D], the last dimension contiguous, the others with any stride. weight: [H] or [D], of the dtype
-    of `x`. Returns a contiguous tensor like `x`; computed in float32, rounded once.
+    of `x`, or what `pack_norm` made of it. Returns a contiguous tensor like `x`; computed in float32, rounded once.
     """
     if x.is_cuda:
         return _rms_norm_op(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream's step: `(rms_norm(x + residual), x + residual)`.
+def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
+    """Prepare the rotation of a step's tokens, once for all layers.
 
-    x, residual: [T, H], rows contiguous. weight: [H]. The sum is rounded to the dtype of `x` before its norm is taken,
-    so that both results describe the same numbers.
+    cos_sin: float32 [max_pos, rot], cosines in the first half of each row, sines in the second. positions: int64 [T].
     """
-    if x.is_cuda:
-        return _add_rms_norm_op(x, residual, weight, eps)
-    return reference.add_rms_norm(x, residual, weight, eps)
+    rows = None if positions.is_cuda else reference.gather_rotation(cos_sin, positions)
+    return Rotation(cos_sin, positions, rows)
 
 
 def rope_and_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    qkv: Tensor, rotation: Rotation, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None = None
 ) -> Tensor:
-    """Rotate queries and keys by their positions, and write keys and values into the paged cache, in place.
+    """Rotate queries and keys by their positions, and write keys and values into the paged cache, all in place.
 
-    q: [T, Hq, D]; k, v: [T, Hkv, D]; heads contiguous ([.., D] with strides (D, 1)), tokens with any stride, so that
-        they may be views into one [T, (Hq + 2 Hkv) D] projection.
-    cos_sin: float32 [max_pos, rot], cosines in the first half of each row, sines in the second. The first rot <= D
-        dimensions of each head are rotated, dimension i with i + rot / 2 (Su et al. 2021, in GPT-NeoX's order).
-    positions: int64 [T]. slot_mapping: int64 [T], where in the cache each token goes, page * page_size + offset; no
-        slot of a real token may occur twice.
-    k_cache, v_cache: [N, P, Hkv, D], contiguous.
-    Returns the rotated q, contiguous [T, Hq, D]. The rotation is computed in float32 and rounded once.
+    qkv: [T, Hq + 2 Hkv, D], each token's query heads, key heads, value heads; heads contiguous, tokens with any stride.
+        The query heads are overwritten by the rotated ones; the key heads may be.
+    rotation: of rot <= D dimensions: the first rot of each head are rotated, dimension i with i + rot / 2 (Su et al.
+        2021, in GPT-NeoX's order).
+    slot_mapping: int64 [T], where in the cache each token goes, page * page_size + offset; no slot of a real token may
+        occur twice.
+    kv_cache: [N, P, 2 Hkv, D], contiguous: in each slot the key heads, then the value heads.
+    qk_norm: what query and key heads go through first, if anything.
+    Returns the rotated queries [T, Hq, D], a view of `qkv`. Computed in float32; rounded once, on a CPU after the norm
+    as well.
     """
-    if q.is_cuda:
-        return _rope_and_cache_op(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache)
-    return reference.rope_and_cache(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache)
+    num_q_heads = qkv.shape[1] - kv_cache.shape[2]
+    if not qkv.is_cuda:
+        reference.rope_and_cache(qkv, rotation.rows, slot_mapping, kv_cache, qk_norm)
+    elif qk_norm is None:
+        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, None, None, 0.0)
+    else:
+        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, *qk_norm)
+    return qkv[:, :num_q_heads]
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -77,33 +101,20 @@ def _rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 _rms_norm_op.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
-@torch.library.custom_op("nanovllm::add_rms_norm", mutates_args=())
-def _add_rms_norm_op(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from nanovllm_kernels.elementwise import triton_norm
-
-    return triton_norm.add_rms_norm(x, residual, weight, eps)
-
-
-_add_rms_norm_op.register_fake(lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
-
-
-@torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("k_cache", "v_cache"))
+@torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("qkv", "kv_cache"))
 def _rope_and_cache_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-) -> Tensor:
+    kv_cache: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> None:
     from nanovllm_kernels.elementwise import triton_rope
 
-    return triton_rope.rope_and_cache(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache)
-
-
-_rope_and_cache_op.register_fake(lambda q, *_: q.new_empty(q.shape))
+    triton_rope.rope_and_cache(qkv, cos_sin, positions, slot_mapping, kv_cache, q_weight, k_weight, eps)
 
 
 @torch.library.custom_op("nanovllm::silu_and_mul", mutates_args=())

@@ -3,9 +3,27 @@
 Written for few torch calls each: at one token a call costs more than its arithmetic.
 """
 
+from typing import NamedTuple, Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+class RotationRows(NamedTuple):
+    """Factors of a head's first rot dimensions, float32 [T, 1, rot]: x * cos + (x with its halves swapped) * sin."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class _QKNorm(Protocol):
+    @property
+    def q_weight(self) -> Tensor: ...
+    @property
+    def k_weight(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -14,61 +32,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     torch has no fused RMSNorm for the CPU, but a fused LayerNorm, and of x beside -x the mean is zero and the variance
     the mean square of x: half the time of `functional.rms_norm`. Statistics are float32 and the result rounded once.
     """
-    size = weight.shape[0]
-    both = torch.cat((x, -x), -1)
-    return functional.layer_norm(both, (2 * size,), torch.cat((weight, weight)), eps=eps)[..., :size]
+    size = x.shape[-1]
+    if weight.shape[0] == size:
+        weight = torch.cat((weight, weight))
+    return functional.layer_norm(torch.cat((x, -x), -1), (2 * size,), weight, eps=eps)[..., :size]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See the package's `add_rms_norm`."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationRows:
+    """What the package's `plan_rotation` gathers."""
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
+    return RotationRows(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
 def rope_and_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-) -> Tensor:
+    qkv: Tensor, rows: RotationRows, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: _QKNorm | None
+) -> None:
     """See the package's `rope_and_cache`."""
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
-    if _follows(q, k):
-        # Side by side in one projection, so they are one strided tensor: half the calls.
-        heads = q.as_strided((num_tokens, num_q_heads + num_kv_heads, head_dim), q.stride())
-        rotated_q, rotated_k = _rotate(heads, cos, sin).split((num_q_heads, num_kv_heads), 1)
-    else:
-        rotated_q, rotated_k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, rotated_k)
-    v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, v)
-    return rotated_q.contiguous()
-
-
-def _follows(q: Tensor, k: Tensor) -> bool:
-    """Whether each token's key heads lie right behind its query heads, in the same storage."""
-    return (
-        q.stride() == k.stride()
-        and q.stride(1) == q.shape[2]
-        and k.data_ptr() - q.data_ptr() == q.shape[1] * q.shape[2] * q.element_size()
-        and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
-    )
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dimensions of `x` [T, n, D] by `cos` and `sin`, each float32 [T, 1, rot / 2]. A new tensor."""
-    half = cos.shape[-1]
-    turned = x.to(torch.float32, copy=True)
-    first, second = turned[..., :half], turned[..., half : 2 * half]
-    first_by_sin = first * sin
-    first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).add_(first_by_sin)
-    return turned.to(x.dtype)
+    _, _, num_cached, head_dim = kv_cache.shape
+    num_q_heads, num_kv_heads = qkv.shape[1] - num_cached, num_cached // 2
+    if qk_norm is not None:
+        queries, keys = qkv[:, :num_q_heads], qkv[:, num_q_heads : num_q_heads + num_kv_heads]
+        queries.copy_(rms_norm(queries, qk_norm.q_weight, qk_norm.eps))
+        keys.copy_(rms_norm(keys, qk_norm.k_weight, qk_norm.eps))
+    rot = rows.cos.shape[-1]
+    turned = qkv[:, : num_q_heads + num_kv_heads, :rot]
+    swapped = turned.roll(rot // 2, -1)
+    turned.copy_((turned * rows.cos).addcmul_(swapped, rows.sin))
+    kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv[:, num_q_heads:])
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm on CUDA, alone and with the residual's addition: each row is read once and stays in registers."""
+"""RMSNorm on CUDA: each row is read once and stays in registers."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -36,28 +36,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See the package's `add_rms_norm`."""
-    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = torch.empty_like(normed)
-    num_rows, width = x.shape
-    block = triton.next_power_of_2(width)
-    _add_rms_norm[(num_rows,)](
-        x,
-        residual,
-        weight,
-        normed,
-        total,
-        x.stride(0),
-        residual.stride(0),
-        eps,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=_num_warps(block),
-    )
-    return normed, total
-
-
 def _num_warps(elements: int) -> int:
     """Eight elements a thread: one 16-byte access of a 16-bit type, twice over for the longest rows."""
     return max(1, min(16, triton.next_power_of_2(elements) // 256))
@@ -86,30 +64,3 @@ def _rms_norm(
     factor = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
     out = x * factor[:, None] * weight[None, :]
     tl.store(out_ptr + rows[:, None] * WIDTH + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _add_rms_norm(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    normed_ptr,
-    total_ptr,
-    x_stride,
-    residual_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < WIDTH
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    rounded = (x + residual).to(total_ptr.dtype.element_ty)
-    tl.store(total_ptr + row * WIDTH + columns, rounded, mask=mask)
-    total = rounded.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(total * total, 0) / WIDTH + eps)
-    normed = total * factor * weight
-    tl.store(normed_ptr + row * WIDTH + columns, normed.to(normed_ptr.dtype.element_ty), mask=mask)

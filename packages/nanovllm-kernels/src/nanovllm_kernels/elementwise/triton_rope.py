@@ -1,8 +1,7 @@
-"""Rotary embedding and the write into the paged cache on CUDA, in one kernel."""
+"""Query and key norm, rotary embedding and the write into the paged cache on CUDA, in one kernel."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,35 +11,32 @@ HEADS = 8
 
 
 def rope_and_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-) -> Tensor:
+    kv_cache: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> None:
     """See the package's `rope_and_cache`."""
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    num_tokens, num_heads, head_dim = qkv.shape
+    num_kv_heads = kv_cache.shape[2] // 2
+    num_q_heads = num_heads - 2 * num_kv_heads
     rot = cos_sin.shape[1]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     q_blocks = triton.cdiv(num_q_heads, HEADS)
     kv_blocks = triton.cdiv(num_kv_heads, HEADS)
     _rope_and_cache[(num_tokens, q_blocks + kv_blocks)](
-        q,
-        k,
-        v,
+        qkv,
         cos_sin,
         positions,
         slot_mapping,
-        out,
-        k_cache,
-        v_cache,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
+        kv_cache,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        eps,
+        qkv.stride(0),
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -49,25 +45,22 @@ def rope_and_cache(
         PADDED_HALF=triton.next_power_of_2(rot // 2),
         HEADS=HEADS,
         Q_BLOCKS=q_blocks,
+        NORM=q_weight is not None,
         num_warps=2,
     )
-    return out
 
 
 @triton.jit
 def _rope_and_cache(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    qkv_ptr,
     cos_sin_ptr,
     positions_ptr,
     slot_mapping_ptr,
-    out_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    q_stride,
-    k_stride,
-    v_stride,
+    kv_cache_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    stride_token,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -76,6 +69,7 @@ def _rope_and_cache(
     PADDED_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     Q_BLOCKS: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """One token: a block of query heads, or a block of key heads with the values beside them."""
     token = tl.program_id(0).to(tl.int64)
@@ -84,11 +78,14 @@ def _rope_and_cache(
     pairs = tl.arange(0, PADDED_HALF)
     cos = tl.load(cos_sin_ptr + position * (2 * HALF) + pairs, mask=pairs < HALF, other=0.0)
     sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + pairs, mask=pairs < HALF, other=0.0)
+    qkv_ptr += token * stride_token
     if block < Q_BLOCKS:
         heads = block * HEADS + tl.arange(0, HEADS)
-        _rotate_heads(
-            q_ptr + token * q_stride,
-            out_ptr + token * (NUM_Q_HEADS * HEAD_DIM),
+        _turn_heads(
+            qkv_ptr,
+            qkv_ptr,
+            q_weight_ptr,
+            eps,
             heads,
             cos,
             sin,
@@ -97,13 +94,16 @@ def _rope_and_cache(
             PADDED_DIM,
             HALF,
             PADDED_HALF,
+            NORM,
         )
     else:
         heads = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
-        cached = tl.load(slot_mapping_ptr + token) * (NUM_KV_HEADS * HEAD_DIM)
-        _rotate_heads(
-            k_ptr + token * k_stride,
-            k_cache_ptr + cached,
+        slot_ptr = kv_cache_ptr + tl.load(slot_mapping_ptr + token) * (2 * NUM_KV_HEADS * HEAD_DIM)
+        _turn_heads(
+            qkv_ptr + NUM_Q_HEADS * HEAD_DIM,
+            slot_ptr,
+            k_weight_ptr,
+            eps,
             heads,
             cos,
             sin,
@@ -112,18 +112,21 @@ def _rope_and_cache(
             PADDED_DIM,
             HALF,
             PADDED_HALF,
+            NORM,
         )
         dims = tl.arange(0, PADDED_DIM)
-        places = heads[:, None] * HEAD_DIM + dims[None, :]
+        places = (NUM_KV_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
         mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-        v = tl.load(v_ptr + token * v_stride + places, mask=mask)
-        tl.store(v_cache_ptr + cached + places, v, mask=mask)
+        v = tl.load(qkv_ptr + NUM_Q_HEADS * HEAD_DIM + places, mask=mask)
+        tl.store(slot_ptr + places, v, mask=mask)
 
 
 @triton.jit
-def _rotate_heads(
+def _turn_heads(
     source_ptr,
     target_ptr,
+    weight_ptr,
+    eps,
     heads,
     cos,
     sin,
@@ -132,18 +135,37 @@ def _rotate_heads(
     PADDED_DIM: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """Rotate `heads` of one token from `source_ptr` to `target_ptr`, both with their heads side by side."""
+    """Norm and rotate `heads` of one token from `source_ptr` to `target_ptr`, both with their heads side by side.
+
+    The two may be the same: every element is read before the program writes it.
+    """
     pairs = tl.arange(0, PADDED_HALF)
-    mask = (heads < NUM_HEADS)[:, None] & (pairs < HALF)[None, :]
+    dims = tl.arange(0, PADDED_DIM)
+    inside = heads < NUM_HEADS
+    mask = inside[:, None] & (pairs < HALF)[None, :]
     places = heads[:, None] * HEAD_DIM + pairs[None, :]
     first = tl.load(source_ptr + places, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source_ptr + places + HALF, mask=mask, other=0.0).to(tl.float32)
     dtype = target_ptr.dtype.element_ty
+    if 2 * HALF < HEAD_DIM:
+        kept = inside[:, None] & ((dims >= 2 * HALF) & (dims < HEAD_DIM))[None, :]
+        rest_places = heads[:, None] * HEAD_DIM + dims[None, :]
+        rest = tl.load(source_ptr + rest_places, mask=kept, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if 2 * HALF < HEAD_DIM:
+            squares += tl.sum(rest * rest, 1)
+            rest_weight = tl.load(weight_ptr + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        first_weight = tl.load(weight_ptr + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptr + HALF + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
+        first *= factor * first_weight[None, :]
+        second *= factor * second_weight[None, :]
+        if 2 * HALF < HEAD_DIM:
+            rest *= factor * rest_weight[None, :]
     tl.store(target_ptr + places, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask=mask)
     tl.store(target_ptr + places + HALF, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask=mask)
     if 2 * HALF < HEAD_DIM:
-        dims = tl.arange(0, PADDED_DIM)
-        kept = (heads < NUM_HEADS)[:, None] & ((dims >= 2 * HALF) & (dims < HEAD_DIM))[None, :]
-        places = heads[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(target_ptr + places, tl.load(source_ptr + places, mask=kept), mask=kept)
+        tl.store(target_ptr + rest_places, rest.to(dtype), mask=kept)

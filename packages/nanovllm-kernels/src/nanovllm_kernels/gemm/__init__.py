@@ -26,6 +26,8 @@ from nanovllm_kernels.platform import can_pack_bf16
 PLANNED_ROWS = 8
 # Of the logits of one row, how many a CPU computes again in float32.
 REFINED_LOGITS = 16
+# Logits searched as one for the largest.
+RUN = 64
 
 
 class PackedWeight(NamedTuple):
@@ -48,22 +50,39 @@ def pack_linear(weight: Tensor) -> PackedWeight:
     return PackedWeight(weight, blocked=False)
 
 
+class _Packed(NamedTuple):
+    """oneDNN's products, plain and with an addition. Looked up by name and overload, each call would take longer than
+    a small product does."""
+
+    product: torch._ops.OpOverload
+    product_and_sum: torch._ops.OpOverload
+
+
 @functools.cache
-def _packed_product() -> torch._ops.OpOverload:
-    """The operator itself: looked up by name and overload, it would take longer than a small product."""
-    return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
+def _packed() -> _Packed:
+    operator = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+    return _Packed(operator.default, operator.binary)
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N]: [.., N] in the dtype of `x`.
+def linear(
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """`x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N]: like `residual`.
 
-    All share one dtype; products are summed in float32 and rounded once.
+    All share one dtype; products are summed in float32. The result is rounded once, but for a residual of a weight that
+    isn't packed on a CPU, or beside a bias. `residual` may be overwritten, and may share memory with what is returned.
     """
     if isinstance(weight, PackedWeight):
         if weight.blocked:
-            return _packed_product()(x, weight.data, bias, "none", [], "")
+            if residual is None:
+                return _packed().product(x, weight.data, bias, "none", [], "")
+            return _packed().product_and_sum(x, residual, weight.data, bias, "add")
         weight = weight.data
-    return functional.linear(x, weight, bias)
+    if residual is None:
+        return functional.linear(x, weight, bias)
+    if bias is None and x.is_cuda:
+        return residual.addmm_(x, weight.t())
+    return functional.linear(x, weight, bias).add_(residual)
 
 
 def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
@@ -79,7 +98,28 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
         return linear(x, weight)
     if x.is_cuda:
         return torch.mm(x, table.t(), out_dtype=torch.float32)
-    rough = linear(x, weight).float()
-    leaders = rough.topk(min(REFINED_LOGITS, rough.shape[1]), -1, sorted=False).indices
+    rough = linear(x, weight)
+    leaders = _leaders(rough, REFINED_LOGITS)
+    rough = rough.float()
     rows = functional.embedding(leaders, table).float()
     return rough.scatter_(1, leaders, torch.bmm(rows, x.float().unsqueeze(-1)).squeeze(-1))
+
+
+def _leaders(values: Tensor, count: int) -> Tensor:
+    """Where the `count` largest of each row of `values` [n, N] are, or all of them if there are fewer: int64 [n, c].
+
+    Each of them lies in one of the `count` runs of RUN values with the largest maxima. A search of all of
+    49,152 logits takes ten times as long.
+    """
+    num_rows, size = values.shape
+    whole = size // RUN * RUN
+    if whole <= count * RUN:
+        return values.topk(min(count, size), -1, sorted=False).indices
+    maxima = values[:, :whole].view(num_rows, -1, RUN).amax(-1)
+    runs = maxima.topk(count, -1, sorted=False).indices
+    candidates = (runs.unsqueeze(-1) * RUN + torch.arange(RUN)).flatten(1)
+    if whole < size:
+        rest = torch.arange(whole, size).expand(num_rows, -1)
+        candidates = torch.cat((candidates, rest), -1)
+    best = values.gather(1, candidates).topk(count, -1, sorted=False).indices
+    return candidates.gather(1, best)
