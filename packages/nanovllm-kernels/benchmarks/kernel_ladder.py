@@ -102,7 +102,7 @@ def decode(batch: int, context: int, page_size: int) -> Work:
             num_decodes=batch,
             max_query_len=1,
             max_seq_len=context,
-            page_size=page_size,
+            kv_cache=kv_cache,
             backend="triton",
         )
         return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5)
@@ -129,7 +129,7 @@ def prefill(batch: int, length: int) -> Work:
             num_decodes=0,
             max_query_len=length,
             max_seq_len=length,
-            page_size=page_size,
+            kv_cache=kv_cache,
             backend="triton",
         )
         return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5)

@@ -18,7 +18,7 @@ def run(batch):
         num_decodes=batch.num_decodes,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
-        page_size=batch.kv_cache.shape[1],
+        kv_cache=batch.kv_cache,
         backend="torch",
     )
     return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale)

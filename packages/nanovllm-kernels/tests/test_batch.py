@@ -66,8 +66,8 @@ def test_commit_tokens(with_counts):
     commit_tokens(
         rows,
         starts_of([1, 1, 7]),
-        torch.tensor([11, 22], dtype=torch.int32),
-        torch.tensor([2, 1], dtype=torch.int32),
+        torch.tensor([33, 22, 11], dtype=torch.int32),
+        torch.tensor([0, 1, 1], dtype=torch.int32),
         tokens,
         num_computed,
         counts,

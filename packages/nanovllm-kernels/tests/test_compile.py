@@ -15,7 +15,7 @@ SHARED_MEMORY = 227 * 1024
 INT32, INT64, FLOAT, BFLOAT = "*i32", "*i64", "*fp32", "*bf16"
 STEP = dict.fromkeys(
     ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
-) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "sample_index_ptr", "counts_ptr"], INT32)
+) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "samples_ptr", "counts_ptr"], INT32)
 SAMPLING = (
     dict.fromkeys(["temperature_ptr", "thresholds_ptr", "top_p_ptr", "min_p_ptr", "best_ptr"], FLOAT)
     | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "out_ptr"], INT32)
@@ -114,41 +114,54 @@ def test_kernel(module, name, num_warps, types, constants):
     assert compiled.metadata.shared <= SHARED_MEMORY
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("one_query", [True, False])
-@pytest.mark.parametrize("dtype", [BFLOAT, FLOAT])
-def test_attention(head_dim, one_query, dtype):
-    from nanovllm_kernels.attention import tiles, triton_paged
-
-    group = 4
-    query_len = 1 if one_query else 100
-    config = tiles.tile_config(head_dim, 2 if dtype == BFLOAT else 4, group, query_len)
-    types = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
-    types |= dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], dtype) | dict.fromkeys(["out_ptr", "lse_ptr"], FLOAT)
-    constants = {
-        "NUM_HEADS": 8 * group,
+def attention_constants(config, head_dim, group):
+    return {
+        "NUM_KV_HEADS": 8,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": 1 << (head_dim - 1).bit_length(),
         "PAGE_SIZE": 16,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_Q": 1 if one_query else config.block_m // group,
-        "ONE_QUERY": one_query,
-        "SPLIT": True,
     }
-    compiled = compile_kernel(
-        triton_paged._attend, types | {"scale_log2": "fp32"}, constants, config.num_warps, config.num_stages
-    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("one_query", [True, False])
+@pytest.mark.parametrize("dtype", [BFLOAT, FLOAT])
+def test_attention(head_dim, one_query, dtype):
+    from nanovllm_kernels.attention import tiles, triton_decode, triton_prefill
+
+    group = 4
+    config = tiles.tile_config(head_dim, 2 if dtype == BFLOAT else 4, group, 1 if one_query else 100)
+    types = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr", "starts_ptr"], INT32)
+    types |= dict.fromkeys(["owners_ptr", "unit_len_ptr"], INT32) | {"scale_log2": "fp32"}
+    types |= dict.fromkeys(["q_ptr", "kv_ptr"], dtype)
+    types |= dict.fromkeys(["out_ptr", "partial_ptr", "lse_ptr"], FLOAT)
+    constants = attention_constants(config, head_dim, group)
+    kernel = triton_decode._attend_unit
+    if not one_query:
+        kernel = triton_prefill._attend
+        constants |= {"BLOCK_Q": config.block_m // group, "SPLIT": True}
+    compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
     if dtype == BFLOAT:
         assert ("mma.sync" if one_query else "wgmma.mma_async") in compiled.asm["ptx"]
 
 
-def test_merge_of_splits():
-    from nanovllm_kernels.attention import triton_paged
+def test_merging():
+    from nanovllm_kernels.attention import triton_decode, triton_prefill
 
-    types = {"partial_ptr": FLOAT, "lse_ptr": FLOAT}
-    compile_kernel(
-        triton_paged._merge_splits, types, {"HEAD_DIM": 80, "PADDED_DIM": 128, "PADDED_SPLITS": 16}, num_warps=4
-    )
+    types = {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "query_start_loc_ptr": INT32, "starts_ptr": INT32}
+    sizes = {"HEAD_DIM": 80, "PADDED_DIM": 128}
+    compile_kernel(triton_prefill._merge_splits, types, sizes | {"PADDED_SPLITS": 16}, num_warps=4)
+    compile_kernel(triton_decode._merge_units, types, sizes | {"BLOCK": 16}, num_warps=4)
+
+
+def test_plan_of_units():
+    from nanovllm_kernels.attention import triton_decode
+
+    kernel = triton_decode._plan_units
+    types = {name: INT32 for name in kernel.arg_names if name.endswith("_ptr")}
+    sizes = {"BLOCK_SIZE": 64, "MIN_UNIT": 128, "PADDED_REQS": 256, "PADDED_UNITS": 512}
+    compile_kernel(kernel, types, sizes, num_warps=4)

@@ -66,7 +66,7 @@ class Session:
             num_decodes=counts.count(1),
             max_query_len=max(counts),
             max_seq_len=max(self._lengths),
-            page_size=BLOCK_SIZE,
+            kv_cache=self._caches[0],
             backend="torch",
         )
         ctx = ForwardContext(attention, torch.tensor(slots), self._caches)

@@ -41,7 +41,7 @@ def test_a_request_in_two_steps_attends_as_if_whole():
             num_decodes=int(end - begin == 1),
             max_query_len=end - begin,
             max_seq_len=end,
-            page_size=BLOCK_SIZE,
+            kv_cache=mine,
             backend="torch",
         )
         slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE

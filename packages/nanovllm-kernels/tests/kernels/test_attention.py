@@ -1,5 +1,7 @@
 """The attention kernel against a loop in float64, over a cache in which every unowned slot is NaN."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,24 +11,26 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 MIXED = [(1, 1), (1, 37), (1, 64), (5, 5), (1, 20), (20, 70), (33, 33)]
 
 
-def run(batch):
+def run(batch, *, blindly=False):
     planned = plan_batch(
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
-        num_decodes=batch.num_decodes,
+        num_decodes=None if blindly else batch.num_decodes,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
-        page_size=batch.kv_cache.shape[1],
+        kv_cache=batch.kv_cache,
         backend="triton",
     )
     return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale)
 
 
 def check(batch, naive_attention):
-    out = run(batch)
-    assert out.dtype == batch.q.dtype
-    torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[out.dtype], rtol=0)
+    expected = naive_attention(batch)
+    for blindly in (False, True):
+        out = run(batch, blindly=blindly)
+        assert out.dtype == batch.q.dtype
+        torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
 
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 32), (96, 64), (128, 16), (256, 64)])
@@ -52,14 +56,45 @@ def test_groups(device, paged_batch, naive_attention, num_heads, num_kv_heads):
     check(batch, naive_attention)
 
 
-@pytest.mark.parametrize("requests", [[(1, 200), (1, 3), (1, 129)], [(7, 150), (2, 2)]])
 @pytest.mark.parametrize("num_splits", [2, 5, 8])
-def test_splits(device, paged_batch, naive_attention, monkeypatch, requests, num_splits):
+def test_splits_of_prefills(device, paged_batch, naive_attention, monkeypatch, num_splits):
     monkeypatch.setattr(tiles, "choose_splits", lambda *_: num_splits)
     batch = paged_batch(
-        requests, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
+        [(1, 9), (7, 150), (2, 2)],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        dtype=torch.float32,
+        device=device,
     )
     check(batch, naive_attention)
+
+
+@pytest.mark.parametrize("num_units", [1, 3, 40])
+def test_units_of_decodes(device, paged_batch, naive_attention, monkeypatch, num_units):
+    monkeypatch.setattr(tiles, "choose_units", lambda *_: num_units)
+    monkeypatch.setattr(tiles, "MIN_UNIT_TOKENS", 32)
+    batch = paged_batch(
+        [(1, 700), (1, 3), (1, 129)],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        dtype=torch.float32,
+        device=device,
+    )
+    check(batch, naive_attention)
+
+
+def test_units_share_the_tokens_of_all_decodes(device):
+    seq_lens = torch.tensor([1000, 0, 130, 5000, 1], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 1, 1, 2, 9, 10], dtype=torch.int32, device=device)
+    first, owners, unit_len = torch.ops.nanovllm.plan_units(seq_lens, starts, 4, 128)
+    # Of 1131 tokens; the request of 5000 has eight queries, and the second none.
+    assert unit_len.tolist() == [384]
+    assert first.tolist() == [0, 3, 3, 4, 4, 5]
+    assert owners.tolist() == [0, 0, 0, 2, 4, -1, -1, -1, -1]
 
 
 def test_queries_that_are_views(device, paged_batch, naive_attention):
@@ -68,18 +103,7 @@ def test_queries_that_are_views(device, paged_batch, naive_attention):
     )
     wide = torch.full((batch.q.shape[0], 7, 64), float("nan"), device=device)
     wide[:, 2:6] = batch.q
-    out = torch.ops.nanovllm.paged_attention(
-        wide[:, 2:6],
-        batch.kv_cache,
-        batch.block_tables,
-        batch.seq_lens,
-        batch.query_start_loc,
-        batch.scale,
-        batch.num_decodes,
-        batch.max_query_len,
-        batch.max_seq_len,
-    )
-    torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-5, rtol=0)
+    check(replace(batch, q=wide[:, 2:6]), naive_attention)
 
 
 def test_splits_follow_from_what_the_host_knows():

@@ -20,13 +20,15 @@ def arguments():
     logits, ones = torch.randn(2, 20), torch.ones(2)
     row_numbers = (ones, integers([0, 5]), ones * 0.9, ones * 0, integers([1, 2], torch.int64), integers([3, 4]))
     table = integers([[1, 2], [3, 0]])
+    units = [integers([0, 1, 1]), integers([0, -1, -1]), integers([128])]
     return {
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
         "silu_and_mul": (torch.randn(3, 16),),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, weight, weight, 1e-5),
-        "paged_attention": (qkv[:, :2], kv_cache, table, integers([7, 9]), starts, 0.25, 1, 2, 9),
+        "paged_attention": (qkv[:, :2], kv_cache, table, integers([7, 9]), starts, units, 0.25, 2, 9),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),
-        "commit_tokens": (rows, starts, integers([7]), integers([1]), tokens, computed, None),
+        "plan_units": (integers([7, 9]), starts, 4, 128),
+        "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),
         "apply_penalties": (logits, rows, torch.ones((3, 20), dtype=torch.int32), ones, ones, ones),
         "apply_bias": (logits, rows, integers([3, 4]), integers([[1], [2]]), torch.ones(2, 1), integers([[9], [9]])),
         "sample": (logits, *row_numbers, False, True),
@@ -34,9 +36,15 @@ def arguments():
     }
 
 
+def moved_to(device, value):
+    if isinstance(value, list):
+        return [moved_to(device, each) for each in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
 @pytest.mark.parametrize("name", list(arguments()))
 def test_operator(device, name):
-    moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in arguments()[name]]
+    moved = [moved_to(device, value) for value in arguments()[name]]
     (operator,) = (vars(room)[f"_{name}_op"] for room in ROOMS if f"_{name}_op" in vars(room))
     torch.library.opcheck(operator, moved, test_utils=("test_schema", "test_faketensor"))
 

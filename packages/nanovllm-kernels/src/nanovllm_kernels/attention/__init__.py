@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.attention import reference
+from nanovllm_kernels.attention import reference, tiles
+from nanovllm_kernels.platform import describe
 
 __all__ = ["AttentionBatch", "Backend", "paged_attention", "plan_batch"]
 
@@ -20,17 +21,19 @@ Backend = Literal["torch", "triton"]
 class AttentionBatch:
     """What attention must know of a step's batch, the same for every layer. Made by `plan_batch`.
 
-    gathers: what the "torch" backend works out once a step, else None. The rest: as given to `plan_batch`.
+    gathers, units: what the "torch" and the "triton" backend work out once a step, else None. The rest: as given to
+    `plan_batch`.
     """
 
     block_tables: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
-    num_decodes: int
+    num_decodes: int | None
     max_query_len: int
     max_seq_len: int
     backend: Backend
     gathers: reference.Gathers | None
+    units: tuple[Tensor, Tensor, Tensor] | None
 
 
 def plan_batch(
@@ -38,10 +41,10 @@ def plan_batch(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     *,
-    num_decodes: int,
+    num_decodes: int | None,
     max_query_len: int,
     max_seq_len: int,
-    page_size: int,
+    kv_cache: Tensor,
     backend: Backend,
 ) -> AttentionBatch:
     """Prepare a step's attention, once for all its layers.
@@ -50,16 +53,26 @@ def plan_batch(
         page number and are not read from. seq_lens: int32 [B], tokens of each request, this step's included.
     query_start_loc: int32 [B + 1], where each request's queries begin. Query i of n of request b sits at position
         seq_lens[b] - n + i and sees the tokens up to itself.
-    num_decodes: how many leading requests have exactly one query. max_query_len, max_seq_len: bounds over the batch,
-        known to the host; they shape the launch and need not be tight. page_size: tokens a page holds.
-    backend: "triton" needs a CUDA device (or triton's interpreter); "torch" runs everywhere, but waits for the device
-        on CUDA.
+    num_decodes: how many leading requests have exactly one query; None where the host doesn't know ("triton" only):
+        then the launches cover every case, so that a captured graph may be replayed for any lengths within the bounds.
+    max_query_len, max_seq_len: bounds over the batch, known to the host; they shape the launch and need not be tight.
+    kv_cache: any layer's, for its shape: they all have the same.
+    backend: "triton" needs a CUDA device (or triton's interpreter) and never waits for it; a request may have no query.
+        "torch" runs everywhere, but waits for the device on CUDA.
     """
-    gathers = None
+    gathers = units = None
     if backend == "torch":
-        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, page_size)
+        if num_decodes is None:
+            raise ValueError('the backend "torch" must know num_decodes')
+        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, kv_cache.shape[1])
+    elif num_decodes != 0:
+        _, _, num_cached, head_dim = kv_cache.shape
+        config = tiles.tile_config(head_dim, kv_cache.element_size(), 1, 1)
+        num_slots = (describe(kv_cache.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
+        num_units = tiles.choose_units(num_cached // 2, num_slots)
+        units = _plan_units_op(seq_lens, query_start_loc, num_units, config.block_n)
     return AttentionBatch(
-        block_tables, seq_lens, query_start_loc, num_decodes, max_query_len, max_seq_len, backend, gathers
+        block_tables, seq_lens, query_start_loc, num_decodes, max_query_len, max_seq_len, backend, gathers, units
     )
 
 
@@ -80,11 +93,26 @@ def paged_attention(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, *, scale
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
+        list(batch.units or ()),
         scale,
-        batch.num_decodes,
         batch.max_query_len,
         batch.max_seq_len,
     )
+
+
+@torch.library.custom_op("nanovllm::plan_units", mutates_args=())
+def _plan_units_op(
+    seq_lens: Tensor, query_start_loc: Tensor, num_units: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    from nanovllm_kernels.attention import triton_decode
+
+    return triton_decode.plan_units(seq_lens, query_start_loc, num_units, block_size)
+
+
+@_plan_units_op.register_fake
+def _(seq_lens: Tensor, _query_start_loc: Tensor, num_units: int, _block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_reqs = seq_lens.shape[0]
+    return seq_lens.new_empty((num_reqs + 1,)), seq_lens.new_empty((num_units + num_reqs,)), seq_lens.new_empty((1,))
 
 
 @torch.library.custom_op("nanovllm::paged_attention", mutates_args=())
@@ -94,16 +122,24 @@ def _paged_attention_op(
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
+    units: list[Tensor],
     scale: float,
-    num_decodes: int,
     max_query_len: int,
     max_seq_len: int,
 ) -> Tensor:
-    from nanovllm_kernels.attention import triton_paged
+    from nanovllm_kernels.attention import triton_decode, triton_prefill
 
-    return triton_paged.paged_attention(
-        q, kv_cache, block_tables, seq_lens, query_start_loc, scale, num_decodes, max_query_len, max_seq_len
-    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if max_query_len > 1:
+        triton_prefill.paged_prefill(
+            q, kv_cache, block_tables, seq_lens, query_start_loc, scale, max_query_len, max_seq_len, out
+        )
+    if units:
+        starts, owners, unit_len = units
+        triton_decode.paged_decode(
+            q, kv_cache, block_tables, seq_lens, query_start_loc, (starts, owners, unit_len), scale, out
+        )
+    return out
 
 
 _paged_attention_op.register_fake(lambda q, *_: q.new_empty(q.shape))

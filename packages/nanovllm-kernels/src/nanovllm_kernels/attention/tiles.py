@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 # Shorter splits than this many tokens cost more to merge than they gain.
 MIN_SPLIT_TOKENS = 256
+# The same of decodes, which have no other way to spread over the device.
+MIN_UNIT_TOKENS = 128
+# Of decodes, how many times over the device is filled: the last units to run are then a small part of all.
+UNIT_WAVES = 4
 MAX_SPLITS = 64
 # Without a device to ask (the interpreter) a launch is shaped as for a small one.
 INTERPRETER_SMS = 8
@@ -59,6 +63,14 @@ def choose_splits(num_tiles: int, max_seq_len: int, num_slots: int) -> int:
     """
     wanted = -(-2 * num_slots // num_tiles)
     return max(1, min(wanted, -(-max_seq_len // MIN_SPLIT_TOKENS), MAX_SPLITS))
+
+
+def choose_units(num_kv_heads: int, num_slots: int) -> int:
+    """Into how many units of equal length a step's decodes are cut, each for every key-value head.
+
+    num_slots: tiles that the device holds at once.
+    """
+    return max(1, UNIT_WAVES * num_slots // num_kv_heads)
 
 
 def tile_config(head_dim: int, element_size: int, group: int, max_query_len: int) -> TileConfig:

@@ -40,10 +40,11 @@ def build_inputs(
     """Gather the inputs of a step in which request b computes its next tokens. Reads nothing back to the host.
 
     rows: int32 [B], the row of each request in the tables. query_start_loc: int32 [B + 1], where each one's tokens
-        begin among the step's; every request has at least one.
+        begin among the step's. On CUDA a request may have none, and there may be more tokens than the requests have:
+        such padding is token 0 at position 0 in slot 0.
     tokens: int32 [R, max_len], every token known so far. num_computed: int32 [R], how many of them are in the cache.
     block_table: int32 [R, max_blocks], the pages of each row, in order. page_size: tokens a page holds.
-    num_tokens: query_start_loc[-1], known to the host.
+    num_tokens: T, known to the host: query_start_loc[-1] or, with padding, more.
     width: how many columns of the block table are needed; all by default. Must cover every token of the step.
     """
     width = block_table.shape[1] if width is None else width
@@ -62,7 +63,7 @@ def commit_tokens(
     rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
-    sample_index: Tensor,
+    samples: Tensor,
     tokens: Tensor,
     num_computed: Tensor,
     counts: Tensor | None,
@@ -72,14 +73,14 @@ def commit_tokens(
     Each request's `num_computed` grows by its query length; then each sampled token is written where the next one of
     its row goes. A token for which the row has no room left is dropped: that of a request that ended a step ago.
 
-    rows, query_start_loc, tokens, num_computed: as in `build_inputs`; no two requests share a row, but for padding.
-    sampled: int32 [S]. sample_index: int32 [S], which entry of `rows` each one belongs to.
+    rows, query_start_loc, tokens, num_computed: as in `build_inputs`; no two requests share a row, but for those
+    without a token. sampled: int32 [B]. samples: int32 [B], 0 where the sampled token doesn't count.
     counts: int32 [R, V] (see `sampling.apply_penalties`) or None: one is added for each sampled token.
     """
     if rows.is_cuda:
-        _commit_tokens_op(rows, query_start_loc, sampled, sample_index, tokens, num_computed, counts)
+        _commit_tokens_op(rows, query_start_loc, sampled, samples, tokens, num_computed, counts)
     else:
-        reference.commit_tokens(rows, query_start_loc, sampled, sample_index, tokens, num_computed, counts)
+        reference.commit_tokens(rows, query_start_loc, sampled, samples, tokens, num_computed, counts)
 
 
 @torch.library.custom_op("nanovllm::build_inputs", mutates_args=())
@@ -125,11 +126,11 @@ def _commit_tokens_op(
     rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
-    sample_index: Tensor,
+    samples: Tensor,
     tokens: Tensor,
     num_computed: Tensor,
     counts: Tensor | None,
 ) -> None:
     from nanovllm_kernels.batch import triton_batch
 
-    triton_batch.commit_tokens(rows, query_start_loc, sampled, sample_index, tokens, num_computed, counts)
+    triton_batch.commit_tokens(rows, query_start_loc, sampled, samples, tokens, num_computed, counts)

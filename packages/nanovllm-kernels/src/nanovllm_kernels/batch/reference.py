@@ -40,17 +40,17 @@ def commit_tokens(
     rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
-    sample_index: Tensor,
+    samples: Tensor,
     tokens: Tensor,
     num_computed: Tensor,
     counts: Tensor | None,
 ) -> None:
     """See the package's `commit_tokens`."""
     num_computed.index_add_(0, rows, query_start_loc.diff())
-    sample_rows = rows.index_select(0, sample_index)
-    places = num_computed.index_select(0, sample_rows)
-    fits = places < tokens.shape[1]
-    tokens[sample_rows[fits], places[fits]] = sampled[fits]
+    places = num_computed.index_select(0, rows)
+    wanted = samples.bool()
+    fits = wanted & (places < tokens.shape[1])
+    tokens[rows[fits], places[fits]] = sampled[fits]
     if counts is not None:
         one = torch.ones((), dtype=counts.dtype, device=counts.device)
-        counts.index_put_((sample_rows, sampled), one, accumulate=True)
+        counts.index_put_((rows[wanted], sampled[wanted]), one, accumulate=True)

@@ -27,7 +27,7 @@ def build_inputs(
     slot_mapping = torch.empty_like(positions)
     seq_lens = num_computed.new_empty((num_reqs,))
     block_tables = block_table.new_empty((num_reqs, width))
-    _build_inputs[(num_reqs,)](
+    _build_inputs[(num_reqs + 1,)](
         rows,
         query_start_loc,
         tokens,
@@ -41,6 +41,7 @@ def build_inputs(
         tokens.stride(0),
         block_table.stride(0),
         width,
+        num_tokens,
         PAGE_SIZE=page_size,
         BLOCK=BLOCK,
         num_warps=4,
@@ -52,7 +53,7 @@ def commit_tokens(
     rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
-    sample_index: Tensor,
+    samples: Tensor,
     tokens: Tensor,
     num_computed: Tensor,
     counts: Tensor | None,
@@ -62,12 +63,11 @@ def commit_tokens(
         rows,
         query_start_loc,
         sampled,
-        sample_index,
+        samples,
         tokens,
         num_computed,
         tokens if counts is None else counts,
         rows.shape[0],
-        sampled.shape[0],
         tokens.shape[1],
         tokens.stride(0),
         0 if counts is None else counts.stride(0),
@@ -77,7 +77,9 @@ def commit_tokens(
     )
 
 
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows_ptr", "query_start_loc_ptr"])
+@triton.jit(
+    do_not_specialize=["width", "num_tokens"], do_not_specialize_on_alignment=["rows_ptr", "query_start_loc_ptr"]
+)
 def _build_inputs(
     rows_ptr,
     query_start_loc_ptr,
@@ -92,17 +94,27 @@ def _build_inputs(
     tokens_stride,
     table_stride,
     width,
+    num_tokens,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One request: its tokens, then its row of the block table."""
+    """One request: its tokens, then its row of the block table. The last program: padding behind all tokens."""
     request = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    if request == tl.num_programs(0) - 1:
+        zeros = tl.zeros([BLOCK], dtype=tl.int64)
+        for first in tl.range(tl.load(query_start_loc_ptr + request), num_tokens, BLOCK):
+            offsets = first + lanes
+            mask = offsets < num_tokens
+            tl.store(input_ids_ptr + offsets, zeros.to(tl.int32), mask=mask)
+            tl.store(positions_ptr + offsets, zeros, mask=mask)
+            tl.store(slot_mapping_ptr + offsets, zeros, mask=mask)
+        return
     row = tl.load(rows_ptr + request).to(tl.int64)
     start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - start
     computed = tl.load(num_computed_ptr + row)
     tl.store(seq_lens_ptr + request, computed + query_len)
-    lanes = tl.arange(0, BLOCK)
     for first in tl.range(0, query_len, BLOCK):
         offsets = first + lanes
         mask = offsets < query_len
@@ -112,51 +124,46 @@ def _build_inputs(
         tl.store(input_ids_ptr + start + offsets, input_ids, mask=mask)
         tl.store(positions_ptr + start + offsets, positions.to(tl.int64), mask=mask)
         tl.store(slot_mapping_ptr + start + offsets, pages * PAGE_SIZE + positions % PAGE_SIZE, mask=mask)
-    for first in tl.range(0, width, BLOCK):
+    used = tl.minimum((computed + query_len + PAGE_SIZE - 1) // PAGE_SIZE, width)
+    for first in tl.range(0, used, BLOCK):
         columns = first + lanes
-        mask = columns < width
+        mask = columns < used
         pages = tl.load(block_table_ptr + row * table_stride + columns, mask=mask)
         tl.store(block_tables_ptr + request.to(tl.int64) * width + columns, pages, mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_sampled", "max_len"],
-    do_not_specialize_on_alignment=["rows_ptr", "query_start_loc_ptr", "sampled_ptr", "sample_index_ptr"],
+    do_not_specialize=["num_reqs", "max_len"],
+    do_not_specialize_on_alignment=["rows_ptr", "query_start_loc_ptr", "sampled_ptr", "samples_ptr"],
 )
 def _commit_tokens(
     rows_ptr,
     query_start_loc_ptr,
     sampled_ptr,
-    sample_index_ptr,
+    samples_ptr,
     tokens_ptr,
     num_computed_ptr,
     counts_ptr,
     num_reqs,
-    num_sampled,
     max_len,
     tokens_stride,
     counts_stride,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A single program, so that a barrier can stand between the new lengths and the tokens placed by them."""
+    """A single program. Requests without a token are left out: they may share a row with any other."""
     lanes = tl.arange(0, BLOCK)
     for first in tl.range(0, num_reqs, BLOCK):
         index = first + lanes
         mask = index < num_reqs
-        rows = tl.load(rows_ptr + index, mask=mask, other=0).to(tl.int64)
         start = tl.load(query_start_loc_ptr + index, mask=mask, other=0)
         end = tl.load(query_start_loc_ptr + index + 1, mask=mask, other=0)
-        computed = tl.load(num_computed_ptr + rows, mask=mask, other=0)
-        tl.store(num_computed_ptr + rows, computed + end - start, mask=mask)
-    tl.debug_barrier()
-    for first in tl.range(0, num_sampled, BLOCK):
-        index = first + lanes
-        mask = index < num_sampled
-        request = tl.load(sample_index_ptr + index, mask=mask, other=0)
-        rows = tl.load(rows_ptr + request, mask=mask, other=0).to(tl.int64)
+        mask &= end > start
+        rows = tl.load(rows_ptr + index, mask=mask, other=0).to(tl.int64)
+        computed = tl.load(num_computed_ptr + rows, mask=mask, other=0) + end - start
+        tl.store(num_computed_ptr + rows, computed, mask=mask)
+        mask &= tl.load(samples_ptr + index, mask=mask, other=0) != 0
         token = tl.load(sampled_ptr + index, mask=mask, other=0)
-        place = tl.load(num_computed_ptr + rows, mask=mask, other=0)
-        tl.store(tokens_ptr + rows * tokens_stride + place, token, mask=mask & (place < max_len))
+        tl.store(tokens_ptr + rows * tokens_stride + computed, token, mask=mask & (computed < max_len))
         if COUNT:
             tl.atomic_add(counts_ptr + rows * counts_stride + token, 1, mask=mask)
