@@ -52,6 +52,7 @@ def test_build_inputs(query_lens, width, seed):
     assert (out.positions.tolist(), out.positions.dtype) == (positions, torch.int64)
     assert (out.slot_mapping.tolist(), out.slot_mapping.dtype) == (slots, torch.int64)
     assert (out.seq_lens.tolist(), out.seq_lens.dtype) == (lengths, torch.int32)
+    assert out.last.tolist() == [end - 1 for end in starts_of(query_lens).tolist()[1:]]
     assert torch.equal(out.block_tables, block_table[rows.long(), :width])
 
 

@@ -60,7 +60,7 @@ KERNELS = [
         "batch.triton_batch",
         "_build_inputs",
         4,
-        STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64},
+        STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64, "last_ptr": INT64},
         {"PAGE_SIZE": 16, "BLOCK": 256},
     ),
     ("batch.triton_batch", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),

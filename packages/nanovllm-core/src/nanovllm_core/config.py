@@ -13,6 +13,8 @@ import torch
 Device = Literal["cpu", "cuda"]
 AttentionBackend = Literal["torch", "triton"]
 PrefixHash = Literal["fast", "sha256"]
+# What is replayed from CUDA graphs: nothing, steps in which every request decodes, or mixed ones of few tokens too.
+GraphMode = Literal["none", "full_decode_only", "full"]
 
 PAGE_SIZES = (16, 32, 64)
 GIB = 1 << 30
@@ -42,6 +44,8 @@ class EngineConfig:
     depth: steps in flight at once: 2 hides the host behind the device, 1 is for debugging.
     seed: the base of the seeds of requests that bring none.
     attention_backend: by default the fastest that the device has.
+    graph_mode: what is replayed from CUDA graphs; by default everything that can be.
+    forbid_sync: for debugging: fail when launching a step waits for the GPU.
     """
 
     device: Device | None = None
@@ -59,6 +63,8 @@ class EngineConfig:
     depth: Literal[1, 2] = 2
     seed: int = 0
     attention_backend: AttentionBackend | None = None
+    graph_mode: GraphMode | None = None
+    forbid_sync: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,8 @@ class ResolvedConfig:
     depth: Literal[1, 2]
     seed: int
     attention_backend: AttentionBackend
+    graph_mode: GraphMode
+    forbid_sync: bool
 
 
 def resolve(config: EngineConfig, *, max_position: int, model_dtype: torch.dtype, has_cuda: bool) -> ResolvedConfig:
@@ -130,7 +138,18 @@ def resolve(config: EngineConfig, *, max_position: int, model_dtype: torch.dtype
         depth=config.depth,
         seed=config.seed,
         attention_backend=backend,
+        graph_mode=_resolve_graphs(config.graph_mode, backend),
+        forbid_sync=config.forbid_sync,
     )
+
+
+def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphMode:
+    # Plain torch reads lengths back to the host, which no graph can.
+    if backend == "torch":
+        if mode not in (None, "none"):
+            raise ConfigError(f"graph_mode '{mode}' needs a GPU and the attention_backend 'triton': use 'none'")
+        return "none"
+    return mode or "full"
 
 
 def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:

@@ -23,7 +23,7 @@ def check(query_lens, num_rows, max_len, page_size, device):
         assert torch.equal(actual, expected)
     for request, length in enumerate(expected_inputs[2].tolist()):
         used = -(-length // page_size)
-        assert torch.equal(actual_tables[request, :used], expected_inputs[4][request, :used])
+        assert torch.equal(actual_tables[request, :used], expected_inputs[5][request, :used])
 
     samples = torch.randint(0, 2, (num_reqs,), dtype=torch.int32, device=device)
     sampled = torch.randint(0, 60, (num_reqs,), dtype=torch.int32, device=device)
@@ -49,11 +49,12 @@ def test_padding_is_token_0_in_slot_0_and_leaves_the_tables_alone(device):
     num_computed, block_table = ints(3, 20), torch.tensor([[5, 6], [7, 8]], dtype=torch.int32, device=device)
     rows, starts = ints(1, 0, 0, 0), ints(0, 2, 3, 3, 3)
     out = OPS.build_inputs(rows, starts, tokens, num_computed, block_table, 16, 6, 2)
-    ids, positions, seq_lens, slots, _ = (each.tolist() for each in out)
+    ids, positions, seq_lens, slots, last, _ = (each.tolist() for each in out)
     assert ids == [53, 54, 4, 0, 0, 0]
     assert positions == [20, 21, 3, 0, 0, 0]
     assert slots == [8 * 16 + 4, 8 * 16 + 5, 5 * 16 + 3, 0, 0, 0]
     assert seq_lens[:2] == [22, 4]
+    assert last == [1, 2, 2, 2]
     OPS.commit_tokens(rows, starts, ints(91, 92, 93, 94), ints(1, 1, 1, 1), tokens, num_computed, None)
     assert num_computed.tolist() == [4, 22]
     assert tokens[0, 4] == 92

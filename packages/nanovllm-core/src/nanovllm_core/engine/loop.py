@@ -119,6 +119,7 @@ class EngineLoop:
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
             iteration_tokens=counters.tokens,
+            graph_steps=tuple((*key, count) for key, count in list(self._runner.graphs.counts.items())),
         )
 
     async def run(self, emit: Emit) -> None:

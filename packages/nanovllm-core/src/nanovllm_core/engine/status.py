@@ -38,7 +38,8 @@ class EngineStats:
     """A snapshot: gauges first, then counters since the start.
 
     num_free_blocks: blocks that no request holds, whether empty or cached. prefix_cache_queries, prefix_cache_hits: in
-    tokens. iteration_tokens: tokens computed, prompts and decodes alike.
+    tokens. iteration_tokens: tokens computed, prompts and decodes alike. graph_steps: steps by what was replayed from
+    CUDA graphs (see `GraphMode`) and whether all requests decoded ("decode") or not ("mixed").
     """
 
     num_requests_running: int = 0
@@ -53,6 +54,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     iteration_tokens: int = 0
+    graph_steps: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def kv_cache_usage(self) -> float:

@@ -1,10 +1,11 @@
-"""How much memory the KV cache may have.
+"""What the device is asked of beside kernels: how much memory the KV cache may have, and not to be waited for.
 
 This room must not know what the cache is used for.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import torch
 
@@ -37,3 +38,13 @@ def free_for_cache(config: ResolvedConfig, device: torch.device, rehearse: Calla
             "it, free the GPU, or lower max_num_batched_tokens"
         )
     return budget
+
+
+@contextmanager
+def forbidden_waiting() -> Generator[None]:
+    """Make it an error that the host waits for the device, in this process, meanwhile. Raises RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm_core.execution.inputs import Int32Array, upload
+from nanovllm_core.execution.inputs import Int32Array, StepBuffer, upload
 from nanovllm_core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 from nanovllm_kernels.sampling import IN_PROMPT
@@ -36,21 +36,22 @@ class Needs(IntFlag):
 class StepInputs:
     """A plan as the device sees it.
 
-    rows: int32 [num_reqs]. query_start_loc: int32 [num_reqs + 1]. sample_index: int64 [num_samples], which of the
-    requests sample. sample_rows: int64 [num_samples], their rows. needs: of all that sample, together. num_logprobs: of
-    each that samples, -1 for none.
+    rows, query_start_loc, samples: see `StepBuffer`, whose whole is `buffer`; here without what comes behind the step's
+    requests. sampled: which of them sample. needs: of all that do, together. num_logprobs: of each that does, -1 for
+    none.
     """
 
+    buffer: StepBuffer
     rows: Tensor
     query_start_loc: Tensor
-    sample_index: Tensor
-    sample_rows: Tensor
+    samples: Tensor
+    sampled: list[int]
     needs: Needs
     num_logprobs: list[int]
 
 
 class RequestTable:
-    """Rows 0..num_rows-1.
+    """Rows 0..num_rows-1, and in `buffer` those that take part in a step.
 
     Tensors: tokens int32 [rows, max_model_len + 1]; num_computed int32 [rows]; block_table int32 [rows, max_blocks];
     temperature, top_p, min_p, presence, frequency, repetition float32 [rows]; top_k int32 [rows]; seeds int64 [rows];
@@ -80,39 +81,43 @@ class RequestTable:
         self.bias_ids = zeros(num_rows, num_biases)
         self.bias_values = zeros(num_rows, num_biases, dtype=torch.float32)
         self.bias_until = zeros(num_rows, num_biases)
+        self.buffer = StepBuffer(num_rows, device)
         self._needs = np.zeros(num_rows, np.uint8)
         self._num_logprobs = np.full(num_rows, -1, np.int64)
 
     def apply(self, plan: StepPlan) -> StepInputs:
-        """Bring the rows up to date with `plan`, in one upload, and return what its step works on."""
+        """Bring the rows up to date with `plan`, and return what its step works on."""
         scheduled = plan.scheduled
-        rows = np.fromiter((entry.row for entry in scheduled), np.int32, len(scheduled))
-        lengths = np.fromiter((entry.num_tokens for entry in scheduled), np.int32, len(scheduled))
-        query_start_loc = np.zeros(len(scheduled) + 1, np.int32)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        samples = np.fromiter((entry.samples for entry in scheduled), np.bool_, len(scheduled))
-        sample_index = np.flatnonzero(samples).astype(np.int32)
-        sample_rows = rows[sample_index]
-
-        arrays = [rows, query_start_loc, sample_index, sample_rows, *self._block_diffs(plan)]
-        if plan.new_rows:
-            self._remember(plan.new_rows)
-            arrays += self._row_diffs(plan.new_rows)
-        there = upload(arrays, self.device)
-        at, values = there[4:6]
-        if plan.new_blocks:
-            self.block_table.view(-1)[at.long()] = values
-        if plan.new_rows:
-            self._write_rows(there[6:])
-            self._write_special(plan.new_rows)
+        count = len(scheduled)
+        rows = np.fromiter((entry.row for entry in scheduled), np.int32, count)
+        lengths = np.fromiter((entry.num_tokens for entry in scheduled), np.int32, count)
+        samples = np.fromiter((entry.samples for entry in scheduled), np.int32, count)
+        if plan.new_rows or plan.new_blocks:
+            self._write_diffs(plan)
+        self.buffer.write(rows, lengths, samples)
+        sampled = np.flatnonzero(samples)
+        sample_rows = rows[sampled]
         return StepInputs(
-            rows=there[0],
-            query_start_loc=there[1],
-            sample_index=there[2].long(),
-            sample_rows=there[3].long(),
+            buffer=self.buffer,
+            rows=self.buffer.rows[:count],
+            query_start_loc=self.buffer.query_start_loc[: count + 1],
+            samples=self.buffer.samples[:count],
+            sampled=sampled.tolist(),
             needs=Needs(int(np.bitwise_or.reduce(self._needs[sample_rows], initial=0))),
             num_logprobs=self._num_logprobs[sample_rows].tolist(),
         )
+
+    def _write_diffs(self, plan: StepPlan) -> None:
+        arrays = self._block_diffs(plan)
+        if plan.new_rows:
+            self._remember(plan.new_rows)
+            arrays += self._row_diffs(plan.new_rows)
+        at, values, *rest = upload(arrays, self.device)
+        if plan.new_blocks:
+            self.block_table.view(-1).index_copy_(0, at.view(torch.int64), values)
+        if plan.new_rows:
+            self._write_rows(rest)
+            self._write_special(plan.new_rows)
 
     def _remember(self, new_rows: Sequence[NewRow]) -> None:
         for new in new_rows:
@@ -122,9 +127,9 @@ class RequestTable:
 
     def _block_diffs(self, plan: StepPlan) -> list[Int32Array]:
         width = self.block_table.shape[1]
-        at = [np.arange(len(new.block_ids), dtype=np.int32) + (new.row * width + new.start) for new in plan.new_blocks]
+        at = [np.arange(len(new.block_ids), dtype=np.int64) + (new.row * width + new.start) for new in plan.new_blocks]
         values = [np.asarray(new.block_ids, np.int32) for new in plan.new_blocks]
-        return [_joined(at), _joined(values)]
+        return [_joined([each.view(np.int32) for each in at]), _joined(values)]
 
     def _row_diffs(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
         width = self.tokens.shape[1]

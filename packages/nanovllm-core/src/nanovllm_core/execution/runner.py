@@ -4,15 +4,18 @@ Everything here happens on the one thread that launches steps. This room must no
 plan is as it is.
 """
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 from nanovllm_core.cache.planner import bytes_per_block, plan_cache
 from nanovllm_core.config import ResolvedConfig
-from nanovllm_core.execution.graphs import GraphDispatcher
-from nanovllm_core.execution.memory import free_for_cache
+from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
+from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
-from nanovllm_core.execution.sampler import Sampled, StepHandle, sample_tokens
+from nanovllm_core.execution.sampler import Sampled, StepHandle, draw, with_logprobs
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
@@ -20,6 +23,9 @@ from nanovllm_core.scheduling.plan import BatchShape, NewRow, ScheduledRow, Step
 from nanovllm_kernels.attention import plan_batch
 from nanovllm_kernels.batch import build_inputs, commit_tokens
 from nanovllm_kernels.platform import describe
+
+# What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
+CAPTURED_NEEDS = (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
 
 
 class Runner:
@@ -32,7 +38,6 @@ class Runner:
     def __init__(self, spec: ModelSpec, config: ResolvedConfig):
         self.device = torch.device(config.device)
         self.device_name = describe(self.device).name
-        self.graphs = GraphDispatcher()
         self._config = config
         self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext()))
         self._table = RequestTable(
@@ -43,61 +48,119 @@ class Runner:
             len(spec.eos_token_ids),
             self.device,
         )
-        self._nothing_sampled = torch.empty(0, dtype=torch.int32, device=self.device)
-        self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        specs = self._model.cache_specs()
-        block_bytes = bytes_per_block(specs, config.block_size, config.dtype)
         self._kv_caches = self._allocate(0)
+        self.graphs = StepGraphs(graph_shapes(config.graph_mode, config.max_num_seqs, config.max_num_batched_tokens))
         free_bytes = free_for_cache(config, self.device, self._rehearse)
+        free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
+        block_bytes = bytes_per_block(self._model.cache_specs(), config.block_size, config.dtype)
         self.num_blocks, self.max_model_len = plan_cache(config, free_bytes, block_bytes)
         self._kv_caches = self._allocate(self.num_blocks)
         self.kv_cache_bytes = block_bytes * (self.num_blocks + 1)
+        self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=sys.stderr.isatty())
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Start a step. On CUDA it returns as soon as everything is queued; nothing here waits for the device."""
-        self.graphs.dispatch(plan.shape)
-        table = self._table
-        step = table.apply(plan)
-        width = -(-plan.max_seq_len // self._config.block_size)
+        """Start a step. On CUDA it returns as soon as everything is queued; nothing here waits for the device.
+
+        Raises RuntimeError when something does wait and the config forbids it.
+        """
+        with self._no_waiting():
+            step = self._table.apply(plan)
+            captured = self.graphs.dispatch(plan.shape)
+            if captured is not None:
+                return self._replay(step, captured)
+            logits = self._forward(
+                step.rows,
+                step.query_start_loc,
+                num_tokens=plan.shape.num_tokens,
+                num_decodes=sum(1 for entry in plan.scheduled if entry.num_tokens == 1),
+                max_query_len=max(entry.num_tokens for entry in plan.scheduled),
+                max_seq_len=plan.max_seq_len,
+                with_logits=bool(step.sampled),
+            )
+            return self._choose(step, logits)
+
+    def _replay(self, step: StepInputs, captured: CapturedStep) -> StepHandle:
+        captured.forward.replay()
+        count = len(step.rows)
+        if step.needs in captured.draws and max(step.num_logprobs, default=-1) < 0:
+            graph, tokens = captured.draws[step.needs]
+            graph.replay()
+            return StepHandle(Sampled(tokens[:count], None, None, None), step.sampled, step.num_logprobs)
+        return self._choose(step, Logits(captured.logits.logits[:count], captured.logits.seq_lens[:count]))
+
+    def _choose(self, step: StepInputs, found: Logits) -> StepHandle:
+        if not step.sampled:
+            # What is passed for the tokens isn't read.
+            self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
+            return StepHandle(None, (), ())
+        tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs)
+        self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
+        sampled = with_logprobs(tokens, found.logits, step.num_logprobs)
+        return StepHandle(sampled, step.sampled, step.num_logprobs)
+
+    def _forward(
+        self,
+        rows: Tensor,
+        query_start_loc: Tensor,
+        *,
+        num_tokens: int,
+        num_decodes: int | None,
+        max_query_len: int,
+        max_seq_len: int,
+        with_logits: bool = True,
+    ) -> Logits:
+        table, block_size = self._table, self._config.block_size
         batch = build_inputs(
-            step.rows,
-            step.query_start_loc,
+            rows,
+            query_start_loc,
             table.tokens,
             table.num_computed,
             table.block_table,
-            self._config.block_size,
-            plan.shape.num_tokens,
-            width,
+            block_size,
+            num_tokens,
+            -(-max_seq_len // block_size),
         )
         attention = plan_batch(
             batch.block_tables,
             batch.seq_lens,
-            step.query_start_loc,
-            num_decodes=sum(1 for entry in plan.scheduled if entry.num_tokens == 1),
-            max_query_len=max(entry.num_tokens for entry in plan.scheduled),
-            max_seq_len=plan.max_seq_len,
-            page_size=self._config.block_size,
+            query_start_loc,
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
         )
         ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches)
         hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
-        sampled = self._sample(hidden, batch.seq_lens, step) if step.num_logprobs else None
-        commit_tokens(
-            step.rows,
-            step.query_start_loc,
-            self._nothing_sampled if sampled is None else sampled.tokens,
-            step.sample_index,
-            table.tokens,
-            table.num_computed,
-            table.counts if step.needs & Needs.PENALTY else None,
-        )
-        return StepHandle(sampled, step.num_logprobs, self._copy_stream)
+        last = hidden.index_select(0, batch.last) if with_logits else hidden[:0]
+        return Logits(self._model.compute_logits(last), batch.seq_lens)
 
-    def _sample(self, hidden: Tensor, seq_lens: Tensor, step: StepInputs) -> Sampled:
-        last = step.query_start_loc[1:][step.sample_index].long() - 1
-        logits = self._model.compute_logits(hidden[last])
-        return sample_tokens(logits, seq_lens[step.sample_index], self._table, step)
+    def _commit(self, rows: Tensor, query_start_loc: Tensor, samples: Tensor, tokens: Tensor, needs: Needs) -> None:
+        table = self._table
+        counts = table.counts if needs & Needs.PENALTY else None
+        commit_tokens(rows, query_start_loc, tokens, samples, table.tokens, table.num_computed, counts)
+
+    def _forward_padded(self, shape: GraphShape) -> Logits:
+        buffer = self._table.buffer
+        return self._forward(
+            buffer.rows[: shape.num_reqs],
+            buffer.query_start_loc[: shape.num_reqs + 1],
+            num_tokens=shape.num_tokens,
+            num_decodes=None,
+            max_query_len=shape.max_query_len,
+            max_seq_len=self._config.max_model_len,
+        )
+
+    def _draw_padded(self, needs: int, found: Logits) -> Tensor:
+        buffer, count = self._table.buffer, found.logits.shape[0]
+        rows = buffer.rows[:count]
+        tokens = draw(found.logits, rows, found.seq_lens, self._table, Needs(needs))
+        self._commit(rows, buffer.query_start_loc[: count + 1], buffer.samples[:count], tokens, Needs(needs))
+        return tokens
+
+    def _no_waiting(self) -> AbstractContextManager[None]:
+        return forbidden_waiting() if self._config.forbid_sync else nullcontext()
 
     def _rehearse(self) -> None:
         """The step that takes the most memory: a full budget of tokens, every row sampling with all that one can ask.

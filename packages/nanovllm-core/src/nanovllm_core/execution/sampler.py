@@ -4,18 +4,17 @@ This room must not know which request a row belongs to.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
+from nanovllm_core.execution.request_table import Needs, RequestTable
 from nanovllm_core.scheduling.plan import TokenChoice
 from nanovllm_kernels.sampling import apply_bias, apply_penalties, logprobs, sample
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """Tokens int32 [n] and, when anyone asked, log-probabilities: chosen float32 [n], top int32 and float32 [n, k]."""
 
     tokens: Tensor
@@ -24,43 +23,57 @@ class Sampled:
     top_logprobs: Tensor | None
 
 
-def sample_tokens(logits: Tensor, positions: Tensor, table: RequestTable, step: StepInputs) -> Sampled:
-    """Choose a token for each row of `logits` [n, vocab]; `positions` int32 [n] are those that the tokens will have."""
-    rows, needs = step.sample_rows, step.needs
-    # Asked for of the model's own distribution, so before anything below touches it.
-    raw = logits
+def draw(logits: Tensor, rows: Tensor, positions: Tensor, table: RequestTable, needs: Needs) -> Tensor:
+    """Choose a token for each row of `logits` [n, vocab], of the requests in `rows` int32 [n]: int32 [n].
+
+    positions: int32 [n], which the tokens will have. needs: of all rows together; may ask for more than any needs.
+    """
     if needs & Needs.PENALTY:
         logits = apply_penalties(
-            logits, rows, table.counts, table.repetition[rows], table.presence[rows], table.frequency[rows]
+            logits,
+            rows,
+            table.counts,
+            *(each.index_select(0, rows) for each in (table.repetition, table.presence, table.frequency)),
         )
     if needs & Needs.BIAS:
         logits = apply_bias(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
-    tokens = sample(
+    return sample(
         logits,
-        table.temperature[rows],
-        table.top_k[rows],
-        table.top_p[rows],
-        table.min_p[rows],
-        table.seeds[rows],
+        table.temperature.index_select(0, rows),
+        table.top_k.index_select(0, rows),
+        table.top_p.index_select(0, rows),
+        table.min_p.index_select(0, rows),
+        table.seeds.index_select(0, rows),
         positions,
         all_greedy=not needs & Needs.RANDOM,
         any_filter=bool(needs & Needs.FILTER),
     )
-    most = max(step.num_logprobs)
+
+
+def with_logprobs(tokens: Tensor, logits: Tensor, num_logprobs: Sequence[int]) -> Sampled:
+    """`tokens` [n] with log-probabilities, if anyone asked, of the model's own distribution [n, vocab]."""
+    most = max(num_logprobs, default=-1)
     if most < 0:
         return Sampled(tokens, None, None, None)
-    found = logprobs(raw, tokens, most)
+    found = logprobs(logits, tokens, most)
     return Sampled(tokens, found.chosen, found.top_ids, found.top_logprobs)
 
 
 class StepHandle:
-    """A step in flight: its tokens are on their way to the host."""
+    """A step in flight: its tokens are on their way to the host.
 
-    def __init__(self, sampled: Sampled | None, num_logprobs: Sequence[int], copy_stream: torch.cuda.Stream | None):
+    sampled: of every request of the step, None when none samples. which: the requests that do. num_logprobs: of each.
+    """
+
+    def __init__(self, sampled: Sampled | None, which: Sequence[int], num_logprobs: Sequence[int]):
+        self._which = which
         self._num_logprobs = num_logprobs
         self._event: torch.cuda.Event | None = None
-        if sampled is not None and copy_stream is not None:
-            sampled, self._event = _copy_to_host(sampled, copy_stream)
+        if sampled is not None and sampled.tokens.is_cuda:
+            tokens, *rest = sampled
+            sampled = Sampled(_to_host(tokens), *(None if tensor is None else _to_host(tensor) for tensor in rest))
+            self._event = torch.cuda.Event()
+            self._event.record()
         self._sampled = sampled
 
     @property
@@ -69,7 +82,7 @@ class StepHandle:
         return self._event is None or self._event.query()
 
     def choices(self) -> list[TokenChoice]:
-        """Wait for the device, and return one choice for each row that sampled."""
+        """Wait for the device, and return one choice for each request that sampled."""
         if self._event is not None:
             self._event.synchronize()
         sampled = self._sampled
@@ -77,31 +90,18 @@ class StepHandle:
             return []
         tokens = sampled.tokens.tolist()
         if sampled.chosen is None or sampled.top_ids is None or sampled.top_logprobs is None:
-            return [TokenChoice(token) for token in tokens]
+            return [TokenChoice(tokens[index]) for index in self._which]
         chosen, ids, values = sampled.chosen.tolist(), sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
-        return [
-            TokenChoice(token)
-            if count < 0
-            else TokenChoice(token, chosen[i], tuple(zip(ids[i][:count], values[i][:count], strict=True)))
-            for i, (token, count) in enumerate(zip(tokens, self._num_logprobs, strict=True))
-        ]
+        choices: list[TokenChoice] = []
+        for index, count in zip(self._which, self._num_logprobs, strict=True):
+            if count < 0:
+                choices.append(TokenChoice(tokens[index]))
+            else:
+                top = tuple(zip(ids[index][:count], values[index][:count], strict=True))
+                choices.append(TokenChoice(tokens[index], chosen[index], top))
+        return choices
 
 
-def _copy_to_host(sampled: Sampled, stream: torch.cuda.Stream) -> tuple[Sampled, torch.cuda.Event]:
-    """Copy on a stream of its own, so that the next step's kernels need not queue behind the transfer."""
-    stream.wait_stream(torch.cuda.current_stream())
-
-    def copy(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        tensor.record_stream(stream)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    with torch.cuda.stream(stream):
-        tokens = copy(sampled.tokens)
-        assert tokens is not None  # noqa: S101 (for the type checker: a step that sampled has tokens)
-        host = Sampled(tokens, copy(sampled.chosen), copy(sampled.top_ids), copy(sampled.top_logprobs))
-        event = torch.cuda.Event()
-        event.record(stream)
-    return host, event
+def _to_host(tensor: Tensor) -> Tensor:
+    # On the stream of the step: a few microseconds, and the next step, queued behind, may overwrite the source.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

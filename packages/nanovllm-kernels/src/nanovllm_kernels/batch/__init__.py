@@ -17,13 +17,15 @@ class BatchInputs(NamedTuple):
     """One step's inputs: T tokens of B requests, one request after another.
 
     input_ids: int32 [T]. positions: int64 [T]. seq_lens: int32 [B], each request's context with this step's tokens.
-    slot_mapping: int64 [T], the cache slot of each token, page * page_size + offset. block_tables: int32 [B, width].
+    slot_mapping: int64 [T], the cache slot of each token, page * page_size + offset. last: int64 [B], which of the
+    tokens is each request's last, 0 for one without. block_tables: int32 [B, width].
     """
 
     input_ids: Tensor
     positions: Tensor
     seq_lens: Tensor
     slot_mapping: Tensor
+    last: Tensor
     block_tables: Tensor
 
 
@@ -93,7 +95,7 @@ def _build_inputs_op(
     page_size: int,
     num_tokens: int,
     width: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from nanovllm_kernels.batch import triton_batch
 
     return triton_batch.build_inputs(
@@ -111,12 +113,13 @@ def _(
     _page_size: int,
     num_tokens: int,
     width: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         tokens.new_empty((num_tokens,)),
         tokens.new_empty((num_tokens,), dtype=torch.int64),
         num_computed.new_empty(rows.shape),
         tokens.new_empty((num_tokens,), dtype=torch.int64),
+        tokens.new_empty(rows.shape, dtype=torch.int64),
         block_table.new_empty((rows.shape[0], width)),
     )
 

@@ -13,7 +13,7 @@ def build_inputs(
     page_size: int,
     num_tokens: int,
     width: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's `build_inputs`."""
     computed = num_computed.index_select(0, rows)
     block_tables = block_table[:, :width].index_select(0, rows)
@@ -33,7 +33,7 @@ def build_inputs(
         pages = block_tables[owner, positions // page_size]
     input_ids = tokens[token_rows, positions]
     slot_mapping = pages.long().mul_(page_size).add_(positions % page_size)
-    return input_ids, positions, seq_lens, slot_mapping, block_tables
+    return input_ids, positions, seq_lens, slot_mapping, query_start_loc[1:].long() - 1, block_tables
 
 
 def commit_tokens(

@@ -19,13 +19,14 @@ def build_inputs(
     page_size: int,
     num_tokens: int,
     width: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's `build_inputs`."""
     num_reqs = rows.shape[0]
     input_ids = tokens.new_empty((num_tokens,))
     positions = tokens.new_empty((num_tokens,), dtype=torch.int64)
     slot_mapping = torch.empty_like(positions)
     seq_lens = num_computed.new_empty((num_reqs,))
+    last = positions.new_empty((num_reqs,))
     block_tables = block_table.new_empty((num_reqs, width))
     _build_inputs[(num_reqs + 1,)](
         rows,
@@ -37,6 +38,7 @@ def build_inputs(
         positions,
         seq_lens,
         slot_mapping,
+        last,
         block_tables,
         tokens.stride(0),
         block_table.stride(0),
@@ -46,7 +48,7 @@ def build_inputs(
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return input_ids, positions, seq_lens, slot_mapping, block_tables
+    return input_ids, positions, seq_lens, slot_mapping, last, block_tables
 
 
 def commit_tokens(
@@ -90,6 +92,7 @@ def _build_inputs(
     positions_ptr,
     seq_lens_ptr,
     slot_mapping_ptr,
+    last_ptr,
     block_tables_ptr,
     tokens_stride,
     table_stride,
@@ -115,6 +118,7 @@ def _build_inputs(
     query_len = tl.load(query_start_loc_ptr + request + 1) - start
     computed = tl.load(num_computed_ptr + row)
     tl.store(seq_lens_ptr + request, computed + query_len)
+    tl.store(last_ptr + request, tl.maximum(start + query_len - 1, 0).to(tl.int64))
     for first in tl.range(0, query_len, BLOCK):
         offsets = first + lanes
         mask = offsets < query_len

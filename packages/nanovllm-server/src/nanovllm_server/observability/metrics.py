@@ -123,3 +123,11 @@ class Metrics(Collector):
             counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        graphs = CounterMetricFamily(
+            PREFIX + "graph_mode",
+            "Steps by what was replayed from CUDA graphs, and whether all requests decoded.",
+            labels=["model_name", "mode", "batch"],
+        )
+        for mode, batch, count in stats.graph_steps:
+            graphs.add_metric([self._model, mode, batch], count)
+        yield graphs
