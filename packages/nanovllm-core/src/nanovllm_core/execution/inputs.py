@@ -67,3 +67,8 @@ class StepBuffer:
         if not np.array_equal(step, self._last):
             self._there.copy_(to_device(step, self._device), non_blocking=True)
             self._last = step
+
+    def clear(self) -> None:
+        """Tell the device of a step without requests, as graphs are captured with."""
+        nothing = np.zeros(0, np.int32)
+        self.write(nothing, nothing, nothing)

@@ -51,6 +51,7 @@ class Runner:
         self._kv_caches = self._allocate(0)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, config.max_num_seqs, config.max_num_batched_tokens))
         free_bytes = free_for_cache(config, self.device, self._rehearse)
+        self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
         block_bytes = bytes_per_block(self._model.cache_specs(), config.block_size, config.dtype)
         self.num_blocks, self.max_model_len = plan_cache(config, free_bytes, block_bytes)
