@@ -19,14 +19,14 @@ from nanovllm_kernels.sampling.triton_noise import LOG2_E, load_logits, scores
 
 # Tokens that one program scans, and those among them that share an entry in the table of maxima: 64 bytes of float32,
 # so that to gather one wastes no bandwidth.
-CHUNK = 8192
+CHUNK = 4096
 SEGMENT = 16
-SCAN_WARPS = 8
+SCAN_WARPS = 4
 CHOOSE_WARPS = 16
 # Segments that a filtered row gathers at most: 8192 candidates, which the registers of one program hold.
 HITS = 512
 # Tokens of a row that are looked at together when its candidates were not enough.
-ROW_BLOCK = 4096
+ROW_BLOCK = 8192
 
 # Noise lies between -2.9 and 22.2, so that no logit this far below the largest is ever drawn.
 NEVER_DRAWN = 30.0
