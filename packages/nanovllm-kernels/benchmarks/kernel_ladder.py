@@ -169,26 +169,27 @@ def elementwise(num_tokens: int) -> Iterator[Work]:
 
 
 def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
-    """Greedy, plain and filtered draws from float32-wide normal logits in bf16."""
+    """Greedy, plain and filtered draws from float32 logits: steep ones, and ones of which top-p keeps most."""
     ones = torch.ones(batch, device="cuda")
     zeros = torch.zeros(batch, device="cuda")
     seeds = torch.arange(batch, device="cuda")
-    cost = batch * vocab_size * 2
+    cost = batch * vocab_size * 4
 
-    def maker(temperature: float, top_k: int, top_p: float) -> Callable[[int], Callable[[], object]]:
+    def maker(temperature: float, top_k: int, top_p: float, spread: float) -> Callable[[int], Callable[[], object]]:
         def make(_: int) -> Callable[[], object]:
-            logits = random(batch, vocab_size) * 3
+            logits = torch.randn((batch, vocab_size), device="cuda") * spread
             settings = (ones * temperature, (zeros + top_k).int(), ones * top_p, zeros, seeds, seeds)
             return lambda: sample(logits, *settings, all_greedy=temperature == 0, any_filter=top_k > 0 or top_p < 1)
 
         return make
 
     for name, settings in {
-        "greedy": (0.0, 0, 1.0),
-        "gumbel": (0.6, 0, 1.0),
-        "top-k": (0.6, 50, 1.0),
-        "top-p": (0.6, 0, 0.9),
-        "top-k + top-p": (0.6, 50, 0.9),
+        "greedy": (0.0, 0, 1.0, 3.0),
+        "gumbel": (0.6, 0, 1.0, 3.0),
+        "top-k": (0.6, 50, 1.0, 3.0),
+        "top-p": (0.6, 0, 0.9, 3.0),
+        "top-p, flat": (0.6, 0, 0.9, 0.5),
+        "top-k + top-p": (0.6, 50, 0.9, 3.0),
     }.items():
         yield Work(f"sample {batch} x {vocab_size} {name}", maker(*settings), cost, "GB/s", cost)
 
@@ -216,7 +217,8 @@ def ladder() -> Iterator[Work]:
     yield prefill(1, 8192)
     for num_tokens in (256, 8192):
         yield from elementwise(num_tokens)
-    yield from sampling(256, 151_936)
+    for batch, vocab_size in ((1, 151_936), (128, 131_072), (256, 151_936)):
+        yield from sampling(batch, vocab_size)
 
 
 def main() -> None:

@@ -17,8 +17,9 @@ STEP = dict.fromkeys(
     ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
 ) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "samples_ptr", "counts_ptr"], INT32)
 SAMPLING = (
-    dict.fromkeys(["temperature_ptr", "thresholds_ptr", "top_p_ptr", "min_p_ptr", "best_ptr"], FLOAT)
-    | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "out_ptr"], INT32)
+    dict.fromkeys(["logits_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "best_ptr", "masses_ptr"], FLOAT)
+    | {"peaks_ptr": FLOAT}
+    | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "hits_ptr", "out_ptr"], INT32)
     | dict.fromkeys(["seeds_ptr", "positions_ptr"], INT64)
 )
 PENALTIES = dict.fromkeys(["repetition_ptr", "presence_ptr", "frequency_ptr", "out_ptr"], FLOAT) | dict.fromkeys(
@@ -29,7 +30,8 @@ BIAS = dict.fromkeys(["rows_ptr", "ids_ptr", "until_ptr"], INT32) | {
     "values_ptr": FLOAT,
     "positions_ptr": INT64,
 }
-DRAW = {"MIN_TEMPERATURE": 1e-5, "CHUNK": 8192, "BLOCK": 2048}
+SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
+CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
 
 # Module, kernel, warps, types where they are not bf16 pointers and int32 numbers, constants.
 KERNELS = [
@@ -74,16 +76,11 @@ KERNELS = [
         {"tokens_ptr": INT32, "chosen_ptr": FLOAT, "normalizer_ptr": FLOAT},
         {"BLOCK": 4096},
     ),
-    (
-        "sampling.triton_sample",
-        "_find_thresholds",
-        16,
-        SAMPLING,
-        {"MIN_TEMPERATURE": 1e-5, "NEVER_DRAWN": 30.0, "BLOCK": 4096},
-    ),
-    ("sampling.triton_sample", "_draw_chunk", 8, SAMPLING, DRAW | {"ALL_GREEDY": True, "FILTER": False}),
-    ("sampling.triton_sample", "_draw_chunk", 8, SAMPLING, DRAW | {"ALL_GREEDY": False, "FILTER": True}),
-    ("sampling.triton_sample", "_pick_chunk", 1, SAMPLING, {"PADDED_CHUNKS": 32}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": True, "FILTER": False}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "FILTER": False}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "FILTER": True}),
+    ("sampling.triton_sample", "_choose", 1, SAMPLING, CHOOSE | {"FILTER": False}),
+    ("sampling.triton_sample", "_choose", 16, SAMPLING, CHOOSE | {"FILTER": True}),
 ]
 
 

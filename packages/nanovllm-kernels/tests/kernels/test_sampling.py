@@ -1,5 +1,6 @@
 """The sampling kernels against the plain torch reference on the CPU: the same draws, token for token."""
 
+import itertools
 import math
 
 import pytest
@@ -48,6 +49,46 @@ def test_ties_at_thresholds_stay(device, monkeypatch):
         expected = reference.sample(logits.cpu(), *(tensor.cpu() for tensor in settings), False, True)
         assert torch.equal(actual.cpu(), expected)
         logits[:, 3:] = -math.inf
+
+
+LOGITS = {
+    "flat": lambda *shape: torch.zeros(shape),
+    "nearly flat": lambda *shape: torch.randn(shape) * 0.01,
+    "ties": lambda *shape: torch.randint(0, 3, shape).float(),
+    "normal": lambda *shape: torch.randn(shape),
+    "steep": lambda *shape: torch.randn(shape) * 30,
+    "one allowed": lambda *shape: torch.full(shape, -math.inf).index_fill_(1, torch.tensor(shape[1] - 2), -3.0),
+    "clustered": lambda *shape: torch.cat((torch.randn(shape[0], 40) + 9, torch.randn(shape[0], shape[1] - 40)), 1),
+}
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("most_segments", [4, 32])
+def test_any_filters_on_any_logits(device, monkeypatch, kind, most_segments):
+    """Candidates that suffice, too many of them, not enough, and none at all; rows of every kind beside each other."""
+    for name, size in {"CHUNK": 256, "SEGMENT": 16, "HITS": most_segments, "ROW_BLOCK": 256}.items():
+        monkeypatch.setattr(triton_sample, name, size)
+    torch.manual_seed(len(kind))
+    vocab_size = 1003
+    filters = list(itertools.product((0, 1, 300, 1003), (1.0, 0.6, 0.0), (0.0, 0.03)))
+    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*filters, strict=True))
+    num_rows = len(filters)
+    temperature = torch.tensor([1.0, 0.6, 0.0, 1.3, 0.8])[torch.arange(num_rows) % 5]
+    seeds, positions = torch.arange(num_rows), torch.arange(num_rows) % 7
+    settings = [tensor.to(device) for tensor in (temperature, top_k.int(), top_p, min_p, seeds, positions)]
+    # Rows that no alignment helps, and what lies between them must not be drawn.
+    padded = torch.full((num_rows, vocab_size + 2), 1e4)
+    padded[:, :vocab_size] = LOGITS[kind](num_rows, vocab_size)
+    logits = padded.to(device)[:, :vocab_size]
+
+    actual = OPS.sample(logits, *settings, False, True)
+
+    expected = reference.sample(logits.cpu(), *(tensor.cpu() for tensor in settings), False, True)
+    assert torch.equal(actual.cpu(), expected)
+    # What the host knows makes it faster, never different.
+    plain = torch.tensor([not (0 < k < vocab_size or p < 1 or m > 0) for k, p, m in filters]) | (temperature == 0)
+    unfiltered = OPS.sample(logits, *settings, False, False)
+    assert torch.equal(unfiltered.cpu()[plain], expected[plain])
 
 
 def test_rows_that_no_softmax_could_handle(device):
