@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+import msgspec
+
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 64
@@ -158,17 +160,15 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position: of the chosen token, and of the likeliest ones, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What one step made for one request.
+class RequestOutput(msgspec.Struct, frozen=True):
+    """What one step made for one request. A struct rather than a dataclass: there is one for every token.
 
     new_token_ids: one, or several when its reader was slow. logprobs: one entry a new token, when asked for.
     finish_reason: set on the last output. stop_token: the id that ended it, when one did.

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
+import msgspec
+
 from nanovllm_core.engine.status import EngineDeadError, EngineInfo, EngineStats
 from nanovllm_core.engine.streams import RequestStreams
 from nanovllm_core.request import Request, RequestError, RequestOutput
@@ -74,7 +76,7 @@ class Engine(ABC):
             while not finished:
                 output = await stream.get()
                 finished = output.finish_reason is not None
-                yield replace(output, id=request.id)
+                yield msgspec.structs.replace(output, id=request.id)
         finally:
             self._live.discard(request.id)
             self._streams.close(key)

@@ -5,7 +5,8 @@ Outputs that came while a reader was busy are joined into one. This room must no
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from nanovllm_core.engine.status import EngineDeadError
 from nanovllm_core.request import RequestOutput

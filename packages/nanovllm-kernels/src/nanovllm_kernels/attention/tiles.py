@@ -30,7 +30,7 @@ class TileConfig(NamedTuple):
 # are on their way at once, in 72 KiB of shared memory.
 DECODE_16_BIT = {
     64: TileConfig(16, 128, 4, 5, 3),
-    128: TileConfig(16, 64, 4, 5, 3),
+    128: TileConfig(16, 128, 4, 3, 2),
     256: TileConfig(16, 32, 4, 5, 3),
 }
 PREFILL_16_BIT = {
