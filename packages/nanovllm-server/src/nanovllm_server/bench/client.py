@@ -171,7 +171,7 @@ async def _request(
         "\r\n",
     ]
     writer.write("\r\n".join(lines).encode() + body)
-    status = (await reader.readline()).split(maxsplit=2)
+    status = (await reader.readuntil(b"\n")).strip().split(maxsplit=2)
     headers: dict[bytes, bytes] = {}
     while line := (await reader.readline()).strip():
         name, _, value = line.partition(b":")
@@ -189,9 +189,9 @@ async def _body(reader: StreamReader, headers: dict[bytes, bytes]) -> AsyncGener
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]
         return
-    left = int(headers.get(b"content-length", b"-1"))
-    while left and (piece := await reader.read(READ_BYTES)):
-        left = max(left - len(piece), 0) if left > 0 else left
+    left = float(headers.get(b"content-length", b"inf"))
+    while left > 0 and (piece := await reader.read(int(min(left, READ_BYTES)))):
+        left -= len(piece)
         yield piece
 
 

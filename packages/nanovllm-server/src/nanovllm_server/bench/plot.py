@@ -24,17 +24,18 @@ def check(path: Path | None) -> None:
 
 def bars(path: Path, title: str, unit: str, cases: Sequence[str], series: dict[str, list[float]]) -> None:
     """For each case a group of bars, one a series."""
-    figure = _figure(1.5 + 1.5 * len(cases) * len(series), 4)
+    figure = _figure(max(5, 1.5 + 1.5 * len(cases) * len(series)), 4)
     axes = figure.subplots()
     width = 0.8 / len(series)
     for index, (name, values) in enumerate(series.items()):
         offset = (index - (len(series) - 1) / 2) * width
         drawn = axes.bar([position + offset for position in range(len(cases))], values, width, label=name)
-        axes.bar_label(drawn, fmt="{:.4g}")
+        axes.bar_label(drawn, fmt=_shown)
     axes.set_xticks(range(len(cases)), cases)
     axes.set_ylabel(unit)
+    axes.margins(y=0.1)
     axes.set_title(title, fontsize="medium")
-    axes.legend()
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=DPI)
 
 
@@ -45,7 +46,7 @@ def ladder(path: Path, title: str, panels: dict[str, dict[str, float]]) -> None:
     rows = figure.subplots(len(panels), squeeze=False, height_ratios=[len(rates) for rates in panels.values()])
     for axes, (unit, rates) in zip(rows[:, 0], panels.items(), strict=True):
         drawn = axes.barh(list(rates), list(rates.values()))
-        axes.bar_label(drawn, fmt="{:.4g}", padding=2)
+        axes.bar_label(drawn, fmt=_shown, padding=2)
         axes.invert_yaxis()
         axes.set_xlabel(unit)
     figure.suptitle(title, fontsize="medium")
@@ -69,6 +70,10 @@ def curves(
         axes.legend()
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=DPI)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _figure(width: float, height: float) -> "Figure":

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -91,12 +92,18 @@ def ask(peer: Peer, job: PeerJob) -> PeerAnswer:
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
+        # Beside the reading, which lasts as long as anything that the peer started holds the other end.
+        end = threading.Thread(target=_end, args=(process,))
         with process:
+            end.start()
             try:
                 lines = _read(peer, job, process.stdout or ())
-                status = process.wait()
+            except BaseException:
+                process.kill()
+                raise
             finally:
-                _end(process.pid)
+                end.join()
+        status = process.returncode
         if status != 0 or len(lines) != 1 + len(job.cases) * job.repeat:
             raise BenchError(f"{peer.name} failed (status {status}); the end of its stderr:\n{_tail(stderr)}")
     runs = [Timing(line["num_tokens"], line["first"], line["last"]) for line in lines[1:]]
@@ -119,12 +126,13 @@ def _hide_gpus(job: PeerJob) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ""} if job.device == "cpu" else {}
 
 
-def _end(group: int) -> None:
-    """End whatever is left of a peer, and wait until it has: its memory on the GPU is needed next."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a peer, and end what is left of its group: its memory on the GPU is needed next."""
+    process.wait()
     deadline = time.monotonic() + END_S
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
-            os.killpg(group, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
             time.sleep(0.05)
 
 
