@@ -47,6 +47,7 @@ def ladder(path: Path, title: str, panels: dict[str, dict[str, float]]) -> None:
     for axes, (unit, rates) in zip(rows[:, 0], panels.items(), strict=True):
         drawn = axes.barh(list(rates), list(rates.values()))
         axes.bar_label(drawn, fmt=_shown, padding=2)
+        axes.margins(x=0.1)
         axes.invert_yaxis()
         axes.set_xlabel(unit)
     figure.suptitle(title, fontsize="medium")
@@ -66,6 +67,7 @@ def curves(
             axes.annotate(label, (horizontal, vertical), textcoords="offset points", xytext=(4, 4), fontsize="x-small")
         axes.set_xlabel(x[0])
         axes.set_ylabel(name)
+        axes.margins(x=0.15, y=0.1)
         axes.set_ylim(bottom=0)
         axes.legend()
     figure.suptitle(title, fontsize="medium")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 
 import uvloop
@@ -297,11 +298,14 @@ def _plot(path: Path, title: str, points: Sequence[Point]) -> None:
     def panel(spreads: Sequence[Spread]) -> dict[str, list[float]]:
         return {"p50": [of.p50 for of in spreads], "p99": [of.p99 for of in spreads]}
 
+    # Of rate and concurrency, what differs.
+    differs = [len(set(column)) > 1 for column in zip(*(point.load for point in points), strict=True)]
+    labels = [", ".join(compress(point.load, differs)) for point in points]
     plot.curves(
         path,
         title,
         ("output tok/s", [point.output_tokens_per_second for point in points]),
-        [" / ".join(point.load) for point in points],
+        labels,
         {
             "TTFT, ms": panel([point.ttft for point in points]),
             "ITL, ms": panel([point.itl for point in points]),
