@@ -1,94 +1,160 @@
-"""The command line of `nanovllm-bench`."""
+"""The command line of `nanovllm-bench`: flags in, one of the programs run.
+
+Imports little, so that --help and a wrong flag are answered at once.
+"""
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanovllm_server.bench.workload import Lengths, Shape
+
 if TYPE_CHECKING:
     from nanovllm_core import EngineConfig
+    from nanovllm_server.bench.cases import Program
+    from nanovllm_server.bench.peers import Peer
+    from nanovllm_server.bench.report import Results
+
+KEY_VARIABLE = "NANOVLLM_API_KEY"
+NANO_BENCH = Lengths(100, 1024)
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, [None], [], "") else super()._get_help_string(action)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The subcommands and their flags."""
-    flags = argparse.ArgumentParser(prog="nanovllm-bench", description="Measure the engine.")
-    programs = flags.add_subparsers(dest="program", required=True)
-    plain = argparse.ArgumentDefaultsHelpFormatter
+    """The programs and their flags."""
+    flags = argparse.ArgumentParser(prog="nanovllm-bench", description="Measure the engine, a server or the kernels.")
+    programs = flags.add_subparsers(dest="program", required=True, metavar="PROGRAM")
 
-    latency = programs.add_parser("latency", formatter_class=plain, help="decode rate of small batches, beside a peer")
-    latency.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="requests at once")
-    latency.add_argument("--input-len", type=int, default=64, help="tokens of a prompt")
-    latency.add_argument("--output-len", type=int, default=128, help="tokens to make")
-    latency.add_argument("--repeat", type=int, default=3, help="runs; the median counts")
-    latency.add_argument("--peer", choices=("transformers", "none"), default="transformers", help="whom to compare to")
+    def program(name: str, text: str) -> argparse.ArgumentParser:
+        return programs.add_parser(name, formatter_class=_Formatter, help=text, description=text)
 
-    throughput = programs.add_parser("throughput", formatter_class=plain, help="nano-bench: many requests at once")
-    throughput.add_argument("--num-requests", type=int, default=256, help="requests at once")
-    throughput.add_argument("--min-len", type=int, default=100, help="fewest tokens in, and out")
-    throughput.add_argument("--max-len", type=int, default=1024, help="most tokens in, and out")
-    throughput.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    throughput = program("throughput", "tokens a second of many requests at once; by default nano-bench")
+    _add_shape(throughput, NANO_BENCH, NANO_BENCH, "; with any, prefix caching is on")
+    _add_engine(throughput, temperature=0.6)
 
-    for program in (latency, throughput):
-        program.add_argument("model", nargs="?", type=Path, help="checkpoint directory; without it, the default model")
-        program.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs")
-        program.add_argument(
-            "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="dtype"
-        )
-        program.add_argument("--threads", type=int, help="threads of torch, here and in the peer")
-        program.add_argument("--max-num-seqs", type=int, help="most requests running at once")
-        program.add_argument("--max-num-batched-tokens", type=int, help="most tokens computed in a step")
-        program.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
-        program.add_argument("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
-        program.add_argument("--depth", type=int, choices=(1, 2), default=2, help="steps in flight")
-        program.add_argument("--json", type=Path, help="file for all figures")
+    latency = program("latency", "tokens a second of a few requests, between the first token and the last")
+    latency.add_argument("--batch", type=_positive, nargs="+", default=[1, 8], help="requests at once, each a case")
+    latency.add_argument("--input-len", type=_positive, default=64, help="tokens of a prompt")
+    latency.add_argument("--output-len", type=_at_least_two, default=128, help="tokens to make, at least 2")
+    _add_engine(latency, temperature=0.0)
+
+    prefill = program("prefill", "tokens a second of prompts after each of which one token is made")
+    prefill.add_argument("--num-requests", type=_positive, default=64, help="prompts at once")
+    prefill.add_argument("--input-len", type=_positive, default=2048, help="tokens of a prompt")
+    _add_engine(prefill, temperature=0.0)
+
+    serve = program(
+        "serve", "latencies and tokens a second of a server, ours or another, over streamed chat completions"
+    )
+    url = "http://127.0.0.1:8000/v1"
+    serve.add_argument("url", nargs="?", default=url, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}")
+    serve.add_argument("--model", dest="served_model", help="name to ask for; without it, the first that is listed")
+    _add_shape(serve, Lengths(512, 512), Lengths(512, 512), "")
+    serve.add_argument(
+        "--rate",
+        type=_rate,
+        nargs="+",
+        default=[None],
+        help="requests a second, arriving as a Poisson process; inf: all at once; several: each in turn",
+    )
+    serve.add_argument(
+        "--concurrency", type=_positive, nargs="+", default=[None], help="most requests at once; several: each in turn"
+    )
+    serve.add_argument(
+        "--seed", type=int, default=0, help="another one makes other prompts, which no prefix cache has seen"
+    )
+    _add_common(serve, temperature=0.6, repeat=1)
+
+    kernels = program("kernels", "bytes and operations a second of the kernels; needs a GPU")
+    kernels.add_argument("--only", default="", metavar="WORD", help="only kernels with this in their name")
+    _add_results(kernels, repeat=1)
     return flags
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark; returns the exit status."""
+    """Run a benchmark; returns the exit status: 1 failed, 2 told something that can't be."""
     options = parser().parse_args(arguments)
+    from nanovllm_server.bench.report import BenchError
+
+    try:
+        if options.program == "serve":
+            _serve(options)
+        elif options.program == "kernels":
+            from nanovllm_server.bench import kernels
+
+            kernels.run(options.only, options.repeat, _results(options))
+        else:
+            return _compare(options)
+    except BenchError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
     if options.threads is not None:
         # Before torch is imported: a later call reaches only the thread that makes it.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
 
     import nanovllm_models
-    from nanovllm_core import ConfigError
-    from nanovllm_server.bench import latency, throughput
+    from nanovllm_core import ConfigError, RequestError
+    from nanovllm_server.bench import compare
 
     try:
         model = options.model or nanovllm_models.default_model_path()
-        config = _engine_config(options)
-        if options.program == "latency":
-            latency.run(
-                latency.LatencyJob(
-                    model=model,
-                    batches=tuple(options.batch),
-                    input_len=options.input_len,
-                    output_len=options.output_len,
-                    repeat=options.repeat,
-                    with_peer=options.peer != "none",
-                    engine=config,
-                    json=options.json,
-                )
-            )
-        else:
-            throughput.run(
-                throughput.ThroughputJob(
-                    model=model,
-                    num_requests=options.num_requests,
-                    min_len=options.min_len,
-                    max_len=options.max_len,
-                    load_format=options.load_format,
-                    engine=config,
-                    json=options.json,
-                )
-            )
-    except (ConfigError, nanovllm_models.ModelError) as error:
-        sys.stderr.write(f"nanovllm-bench: {error}\n")
-        return 2
+        spec = nanovllm_models.load(model, load_format=options.load_format)
+        setting = compare.Setting(
+            model=model,
+            load_format=options.load_format,
+            config=_engine_config(options),
+            temperature=options.temperature,
+            repeat=options.repeat,
+            peer=_peer(options),
+            results=_results(options),
+        )
+        compare.run(setting, spec, _program(options, spec.vocab_size))
+    except (ConfigError, RequestError, nanovllm_models.ModelError) as error:
+        return _fail(error, 2)
     return 0
+
+
+def _program(options: argparse.Namespace, vocab_size: int) -> "Program":
+    from nanovllm_server.bench import cases
+
+    if options.program == "throughput":
+        return cases.throughput(_shape(options), vocab_size)
+    if options.program == "latency":
+        return cases.latency(options.batch, options.input_len, options.output_len, vocab_size)
+    return cases.prefill(options.num_requests, options.input_len, vocab_size)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from nanovllm_server.bench import serve
+    from nanovllm_server.bench.client import parse_base_url
+
+    serve.run(
+        serve.ServeJob(
+            endpoint=parse_base_url(options.url, os.environ.get(KEY_VARIABLE)),
+            model=options.served_model,
+            shape=_shape(options),
+            rates=options.rate,
+            concurrencies=options.concurrency,
+            temperature=options.temperature,
+            seed=options.seed,
+            repeat=options.repeat,
+            results=_results(options),
+        )
+    )
 
 
 def _engine_config(options: argparse.Namespace) -> "EngineConfig":
@@ -99,14 +165,126 @@ def _engine_config(options: argparse.Namespace) -> "EngineConfig":
     return EngineConfig(
         device=None if options.device == "auto" else options.device,
         dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+        max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.gpu_memory_utilization,
         cpu_cache_gib=options.cpu_cache_gib,
-        # Repetitions would find their prompts there.
-        prefix_caching=False,
+        # Random prompts share nothing else, and looking for it costs time.
+        prefix_caching=options.program == "throughput" and options.prefix_len > 0,
         depth=options.depth,
     )
+
+
+def _peer(options: argparse.Namespace) -> "Peer | None":
+    from nanovllm_server.bench.peers import Peer
+
+    if options.peer == "none":
+        return None
+    return Peer(options.peer, options.peer_python, dict(options.peer_env))
+
+
+def _results(options: argparse.Namespace) -> "Results":
+    from nanovllm_server.bench.report import Results
+
+    return Results(options.json, options.plot)
+
+
+def _shape(options: argparse.Namespace) -> Shape:
+    return Shape(options.num_requests, options.input_len, options.output_len, options.prefix_len)
+
+
+def _add_shape(program: argparse.ArgumentParser, inputs: Lengths, outputs: Lengths, about_prefix: str) -> None:
+    add = program.add_argument_group("work").add_argument
+    add("--num-requests", type=_positive, default=256, help="requests in all")
+    add("--input-len", type=_lengths, default=inputs, metavar="N[..M]", help="tokens of a prompt, or from..to")
+    add("--output-len", type=_lengths, default=outputs, metavar="N[..M]", help="tokens to make, or from..to")
+    add("--prefix-len", type=_whole, default=0, help=f"further tokens that all prompts begin with{about_prefix}")
+
+
+def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None:
+    """What all programs take that run an engine, ours or a peer."""
+    _add_common(program, temperature=temperature, repeat=3)
+    add = program.add_argument_group("engine, and peer").add_argument
+    add("model", nargs="?", type=Path, help="checkpoint directory; without it, the default model")
+    add(
+        "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, needs only config.json"
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="dtype")
+    add("--threads", type=_positive, help="threads of torch")
+    add("--max-model-len", type=_positive, help="most tokens of a request; without it, each engine's choice")
+    add("--max-num-seqs", type=_positive, help="most requests running at once; without it, each engine's choice")
+    add("--max-num-batched-tokens", type=_positive, help="most tokens computed in a step; likewise")
+    add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
+    ours = program.add_argument_group("engine").add_argument
+    ours("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
+    ours("--depth", type=int, choices=(1, 2), default=2, help="steps in flight")
+    peer = program.add_argument_group("peer").add_argument
+    peer(
+        "--peer", choices=("vllm", "transformers", "none"), default="none", help="whom to compare to, in the same call"
+    )
+    peer("--peer-python", type=Path, default=Path(sys.executable), metavar="PATH", help="interpreter that has the peer")
+    peer(
+        "--peer-env",
+        type=_assignment,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="variable of the peer's environment; may be repeated",
+    )
+
+
+def _add_common(program: argparse.ArgumentParser, *, temperature: float, repeat: int) -> None:
+    program.add_argument("--temperature", type=float, default=temperature, help="0 takes the likeliest token")
+    _add_results(program, repeat=repeat)
+
+
+def _add_results(program: argparse.ArgumentParser, *, repeat: int) -> None:
+    add = program.add_argument_group("results").add_argument
+    add("--repeat", type=_positive, default=repeat, help="runs; the medians count")
+    add("--json", type=Path, metavar="FILE", help="write all figures here")
+    add("--plot", type=Path, metavar="FILE", help="draw them here, as a PNG; needs nanovllm-server[bench]")
+
+
+def _integer(low: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}")
+        return value
+
+    return integer
+
+
+_whole, _positive, _at_least_two = _integer(0), _integer(1), _integer(2)
+
+
+def _lengths(text: str) -> Lengths:
+    low, dots, high = text.partition("..")
+    lengths = Lengths(_positive(low), _positive(high if dots else low))
+    if lengths.low > lengths.high:
+        raise argparse.ArgumentTypeError("must go from a smaller number to a larger one")
+    return lengths
+
+
+def _rate(text: str) -> float | None:
+    rate = float(text)
+    if not rate > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return None if rate == float("inf") else rate
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError("must be KEY=VALUE")
+    return key, value
+
+
+def _fail(error: Exception, status: int) -> int:
+    sys.stderr.write(f"nanovllm-bench: {error}\n")
+    return status
 
 
 if __name__ == "__main__":

@@ -1,29 +1,55 @@
-"""What every benchmark shares: prompts, a way to run them and count, and how results are shown and kept.
+"""What is asked of an engine: prompts of random tokens, the same ones every time.
 
-This room must not know what is compared.
+This room must not know engines or what is measured, and imports nothing slow.
 """
 
-import asyncio
-import os
-import platform
-import statistics
-import sys
-import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from random import Random
 
-import orjson
-import torch
-from tqdm import tqdm
+# nano-vllm's benchmark, whose shape `throughput` has by default, draws its tokens from here.
+TOP_TOKEN = 10_000
 
-from nanovllm_core import AsyncEngine, Request, SamplingParams
-from nanovllm_server.protocol.json import JSON
+# Each is one token, after a space, in the vocabularies of GPT-2, Llama, Qwen and their descendants, so that a prompt's
+# length in tokens is known without the tokenizer of the model behind the URL.
+_TEXT = (
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city community name president team minute idea body information "
+    "back parent face others level office door health person art war history party result change morning reason "
+    "research girl guy moment air teacher force education"
+)
+WORDS = _TEXT.split()
 
-PACKAGES = ("nanovllm-core", "nanovllm-models", "torch", "transformers")
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Numbers of tokens from `low` to `high`, all equally likely."""
+
+    low: int
+    high: int
+
+    def draw(self, random: Random) -> int:
+        """One of them."""
+        return random.randint(self.low, self.high)
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}..{self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many requests, and how long: all prompts begin with the same `prefix` tokens, which `input` doesn't count."""
+
+    num_requests: int
+    input: Lengths
+    output: Lengths
+    prefix: int = 0
+
+    def __str__(self) -> str:
+        prefix = f"{self.prefix} shared + " if self.prefix else ""
+        return f"{self.num_requests} requests, {prefix}{self.input} tokens in, {self.output} out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,87 +61,51 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """When tokens came, in seconds since the requests were handed over. `num_tokens` counts all requests' output."""
+class ChatWork:
+    """A user's message and how many tokens to make after it."""
 
-    num_tokens: int
-    first: float
-    last: float
+    text: str
+    max_tokens: int
 
 
-def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """`count` prompts of `length` random tokens, the same ones every time."""
+def random_prompts(count: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
+    """`count` prompts of `length` random tokens."""
     random = Random(0)
-    return [[random.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+    return [tuple(random.randrange(vocab_size) for _ in range(length)) for _ in range(count)]
 
 
-def nano_bench(count: int, shortest: int, longest: int, vocab_size: int) -> list[Work]:
-    """Prompts and outputs of `shortest` to `longest` random tokens; 256 of 100 to 1024 make 133,966 tokens."""
+def random_works(shape: Shape, vocab_size: int) -> list[Work]:
+    """Work of that shape. 256 requests of 100..1024 tokens in and out, the shape of nano-bench, make 133,966 tokens."""
     random = Random(0)
-    top = min(10_000, vocab_size - 1)
-    prompts = [tuple(random.randint(0, top) for _ in range(random.randint(shortest, longest))) for _ in range(count)]
-    return [Work(prompt, random.randint(shortest, longest)) for prompt in prompts]
+    top = min(TOP_TOKEN, vocab_size - 1)
+    prefix = tuple(random.randint(0, top) for _ in range(shape.prefix))
+    prompts = [
+        prefix + tuple(random.randint(0, top) for _ in range(shape.input.draw(random)))
+        for _ in range(shape.num_requests)
+    ]
+    return [Work(prompt, shape.output.draw(random)) for prompt in prompts]
 
 
-async def run_all(engine: AsyncEngine, works: Sequence[Work], temperature: float, label: str) -> Timing:
-    """Hand all requests over at once and wait for the last token, with a progress bar of tokens."""
+def random_chats(shape: Shape, seed: int | str) -> list[ChatWork]:
+    """Messages of that shape in words of one token. The lengths are always the same; `seed` decides the words."""
+    lengths, words = Random(0), Random(seed)
+
+    def text(count: int) -> Sequence[str]:
+        return words.choices(WORDS, k=count)
+
+    prefix = text(shape.prefix)
+    return [
+        ChatWork(" ".join([*prefix, *text(shape.input.draw(lengths))]), shape.output.draw(lengths))
+        for _ in range(shape.num_requests)
+    ]
+
+
+def arrivals(count: int, rate: float | None) -> list[float]:
+    """When each request comes, in seconds from the start: a Poisson process of `rate` a second, or all at once."""
+    random = Random(0)
+    now = 0.0
     times: list[float] = []
-    total = sum(work.max_tokens for work in works)
-    with tqdm(total=total, desc=label, unit="tok", disable=not sys.stderr.isatty()) as bar:
-        start = time.perf_counter()
-
-        async def one(index: int, work: Work) -> int:
-            made = 0
-            sampling = SamplingParams(max_tokens=work.max_tokens, temperature=temperature, ignore_eos=True)
-            request = Request(id=f"{label}-{index}", token_ids=list(work.prompt), sampling=sampling)
-            async with aclosing(engine.generate(request)) as outputs:
-                async for output in outputs:
-                    if not made or output.finish_reason is not None:
-                        times.append(time.perf_counter() - start)
-                    made += len(output.new_token_ids)
-                    bar.update(len(output.new_token_ids))
-            return made
-
-        counts = await asyncio.gather(*(one(index, work) for index, work in enumerate(works)))
-    return Timing(sum(counts), min(times), max(times))
-
-
-def machine() -> dict[str, JSON]:
-    """Where and with what this was measured."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "machine": f"{processor()}, {os.cpu_count()} cores" + (f", {gpu}" if gpu else ""),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
-    }
-
-
-def processor() -> str:
-    """The name of the processor, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a table, and above it where it was measured."""
-    facts = ", ".join(f"{name} {value}" for name, value in machine().items())
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
-    sys.stdout.write("\n".join([title, facts, "", *lines, ""]))
-    sys.stdout.flush()
-
-
-def keep(path: Path | None, result: dict[str, JSON]) -> None:
-    """Write the result as JSON, if a file was named."""
-    if path is not None:
-        path.write_bytes(orjson.dumps({"environment": machine(), **result}, option=orjson.OPT_INDENT_2) + b"\n")
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle of the values."""
-    return statistics.median(values)
+    for _ in range(count):
+        times.append(now)
+        now += random.expovariate(rate) if rate is not None else 0.0
+    return times

@@ -1,6 +1,6 @@
 """How fast the kernels run on this GPU, against what its memory and its tensor cores could do.
 
-    python benchmarks/kernel_ladder.py [--json FILE] [--only WORD]
+    python -m nanovllm_kernels.ladder [--json FILE] [--only WORD]
 
 Each figure is the median of CUDA-graph replays over several copies of the inputs that together exceed the L2 cache, so
 that every replay finds it cold. Bytes and operations are those the work must cost: what a kernel reads twice
@@ -52,6 +52,8 @@ class Work:
 
 def measure(work: Work) -> Figure:
     """Replay one graph that calls each copy once, and take the median time of a call."""
+    # What was measured before had inputs of other shapes.
+    torch.cuda.empty_cache()
     copies = max(1, min(MOST_COPIES, int(COLD_BYTES // work.input_bytes) + 1))
     calls = [work.make(copy) for copy in range(copies)]
     # The calls run on another stream than the one that fills their inputs.
@@ -221,6 +223,12 @@ def ladder() -> Iterator[Work]:
         yield from sampling(batch, vocab_size)
 
 
+def selected(only: str) -> list[Work]:
+    """The work whose name has `only` in it and whose inputs fit this GPU."""
+    room = 0.4 * describe(torch.device("cuda", 0)).total_memory
+    return [work for work in ladder() if only in work.name and work.input_bytes <= room]
+
+
 def main() -> None:
     """Measure the ladder, print it, and write it as JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -232,13 +240,8 @@ def main() -> None:
     device = describe(torch.device("cuda", 0))
     print(f"{device.name}, {device.num_sms} SMs, torch {torch.__version__}")  # noqa: T201 - the program's output
     figures = []
-    for work in ladder():
-        if arguments.only not in work.name:
-            continue
-        if work.input_bytes > 0.4 * device.total_memory:
-            continue
+    for work in selected(arguments.only):
         figure = measure(work)
-        torch.cuda.empty_cache()
         figures.append(figure)
         print(f"{figure.name:44} {figure.microseconds:10.1f} us {figure.rate:9.2f} {figure.unit}", flush=True)  # noqa: T201
     document = json.dumps({"device": asdict(device), "figures": [asdict(figure) for figure in figures]})

@@ -1,0 +1,83 @@
+"""Our engine, in this process: work in, times out. This room must not know whom it is compared to."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from nanovllm_core import AsyncEngine, EngineConfig, ModelSpec, Request, SamplingParams
+from nanovllm_server.bench.workload import Work
+
+# Enough to have every kernel compiled, and the shapes of both prefill and decode seen.
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When tokens came, in seconds since the requests were handed over. `num_tokens` counts all requests' output.
+
+    first: the first token of any request; None where it wasn't looked at.
+    """
+
+    num_tokens: int
+    first: float | None
+    last: float
+
+
+async def measure(
+    spec: ModelSpec, config: EngineConfig, cases: Sequence[Sequence[Work]], temperature: float, repeat: int
+) -> list[list[Timing]]:
+    """Start an engine, and run each case `repeat` times after a warm-up; the timings by case.
+
+    Raises ConfigError, ModelError, RequestError for work that the engine has no room for, and EngineDeadError.
+    """
+    engine = await AsyncEngine.start(spec, config)
+    try:
+        timings: list[list[Timing]] = []
+        for case, works in enumerate(cases):
+            short = [Work(work.prompt, min(work.max_tokens, WARM_UP_TOKENS)) for work in works]
+            await _run(engine, short, temperature, f"nanovllm, case {case + 1}/{len(cases)}, warm-up")
+            timings.append([])
+            for repetition in range(repeat):
+                label = f"nanovllm, case {case + 1}/{len(cases)}, run {repetition + 1}/{repeat}"
+                timings[-1].append(await _run(engine, works, temperature, label))
+        return timings
+    finally:
+        await engine.stop()
+
+
+async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, label: str) -> Timing:
+    """Hand all requests over at once and wait for the last token, with a progress bar of tokens."""
+    requests = [
+        Request(
+            id=str(index),
+            token_ids=list(work.prompt),
+            sampling=SamplingParams(max_tokens=work.max_tokens, temperature=temperature, ignore_eos=True),
+            # A run finds what its own prompts share in the prefix cache, and nothing of the run before it.
+            cache_salt=label,
+        )
+        for index, work in enumerate(works)
+    ]
+    for request in requests:
+        engine.check(request)
+    times: list[float] = []
+    total = sum(work.max_tokens for work in works)
+    with tqdm(total=total, desc=label, unit="tok", disable=not sys.stderr.isatty()) as bar:
+        start = time.perf_counter()
+
+        async def one(request: Request) -> int:
+            made = 0
+            async with aclosing(engine.generate(request)) as outputs:
+                async for output in outputs:
+                    if not made or output.finish_reason is not None:
+                        times.append(time.perf_counter() - start)
+                    made += len(output.new_token_ids)
+                    bar.update(len(output.new_token_ids))
+            return made
+
+        counts = await asyncio.gather(*(one(request) for request in requests))
+    return Timing(sum(counts), min(times), max(times))

@@ -1,0 +1,314 @@
+"""How a server answers many clients: latencies and rates under a load that arrives as it would, or all at once.
+
+Several rates or limits of concurrency, each a point, give the curve of latency over throughput. This room must not know
+whose server it is: it has a base URL and what OpenAI says of it, and asks beyond that only for `ignore_eos`.
+"""
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import compress
+from pathlib import Path
+
+import uvloop
+from tqdm import tqdm
+
+from nanovllm_server.bench import plot
+from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, list_models, stream_chat
+from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, show
+from nanovllm_server.bench.workload import ChatWork, Shape, arrivals, random_chats
+from nanovllm_server.protocol.json import JSON
+
+PERCENTILES = (50, 90, 99)
+# Above this share of its one core the client is what is measured.
+BUSY = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeJob:
+    """What to ask of a server. rates: requests a second, None for all at once. concurrencies: most at once, or None.
+
+    model: None for the first that the server lists. seed: decides the words; a server that has seen them has them in
+    its prefix cache.
+    """
+
+    endpoint: Endpoint
+    model: str | None
+    shape: Shape
+    rates: Sequence[float | None]
+    concurrencies: Sequence[int | None]
+    temperature: float
+    seed: int
+    repeat: int
+    results: Results
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of a latency, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One load, and what came of it.
+
+    ttft: from sending a request to the first piece of its answer. itl: between pieces; tpot: the same a token, which
+    differs where a piece has several; e2e: from sending to the end. busy: the client's share of one core. failed:
+    requests that got no whole answer, and are in none of the other figures.
+    """
+
+    rate: float | None
+    concurrency: int | None
+    failed: int
+    seconds: float
+    requests_per_second: float
+    output_tokens_per_second: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    busy: float
+    ttft: Spread
+    itl: Spread
+    tpot: Spread
+    e2e: Spread
+
+    @property
+    def load(self) -> list[str]:
+        """The rate and the limit, for people."""
+        return [
+            "at once" if self.rate is None else f"{self.rate:g}",
+            "-" if self.concurrency is None else str(self.concurrency),
+        ]
+
+
+def run(job: ServeJob) -> None:
+    """Measure, show tables, keep the figures. Raises BenchError, at the end, when requests have failed."""
+    plot.check(job.results.plot)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        model, points = runner.run(measure(job))
+    facts = machine()
+    title = f"serve: {model}; {job.shape}, median of {job.repeat}"
+    show(title, one_line(facts), *_tables(points))
+    for point in points:
+        if point.busy > BUSY:
+            sys.stderr.write(
+                f"nanovllm-bench: at {point.output_tokens_per_second:.0f} tok/s this client used {point.busy:.0%} of "
+                "a core: the server may be faster than that\n"
+            )
+    keep(
+        job.results.json,
+        {
+            "benchmark": "serve",
+            "environment": facts,
+            "model": model,
+            "num_requests": job.shape.num_requests,
+            "input_len": str(job.shape.input),
+            "output_len": str(job.shape.output),
+            "prefix_len": job.shape.prefix,
+            "temperature": job.temperature,
+            "seed": job.seed,
+            "repeat": job.repeat,
+            "points": [asdict(point) for point in points],
+        },
+    )
+    if job.results.plot is not None:
+        _plot(job.results.plot, title, points)
+    if failed := sum(point.failed for point in points):
+        raise BenchError(f"{failed} requests failed: they are in no figure")
+
+
+async def measure(job: ServeJob) -> tuple[str, list[Point]]:
+    """The model's name, and a point for each pair of rate and concurrency. Raises BenchError."""
+    try:
+        model = job.model or (await list_models(job.endpoint))[0]
+        warm_up = ChatWork("Hello", 4)
+        await stream_chat(job.endpoint, _body(job, model, warm_up))
+    except ExchangeError as error:
+        raise BenchError(f"the server doesn't answer: {error}") from error
+    points: list[Point] = []
+    for rate in job.rates:
+        for concurrency in job.concurrencies:
+            runs: list[Point] = []
+            for _ in range(job.repeat):
+                # Other words each time, so that none are in the prefix cache but the shared ones.
+                works = random_chats(job.shape, f"{job.seed}-{len(points)}-{len(runs)}")
+                runs.append(await _measure_point(job, model, works, rate, concurrency))
+            points.append(_middle(runs))
+    return model, points
+
+
+async def _measure_point(
+    job: ServeJob, model: str, works: Sequence[ChatWork], rate: float | None, concurrency: int | None
+) -> Point:
+    room = asyncio.Semaphore(concurrency or len(works))
+    label = f"rate {rate or 'inf'}, concurrency {concurrency or 'any'}"
+    with tqdm(total=len(works), desc=label, unit="req", disable=not sys.stderr.isatty()) as bar:
+        cpu, start = time.process_time(), time.perf_counter()
+
+        async def one(work: ChatWork, at: float) -> Answer | ExchangeError:
+            await asyncio.sleep(start + at - time.perf_counter())
+            async with room:
+                try:
+                    return await stream_chat(job.endpoint, _body(job, model, work))
+                except ExchangeError as error:
+                    return error
+                finally:
+                    bar.update()
+
+        outcomes = await asyncio.gather(*map(one, works, arrivals(len(works), rate)))
+        busy = (time.process_time() - cpu) / (time.perf_counter() - start)
+    answers = [outcome for outcome in outcomes if isinstance(outcome, Answer)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, ExchangeError)]
+    if not answers:
+        raise BenchError(f"all requests failed ({label}), the first: {failures[0]}")
+    if failures:
+        sys.stderr.write(f"{len(failures)} of {len(works)} requests failed ({label}), the first: {failures[0]}\n")
+    return _point(answers, len(failures), rate, concurrency, busy)
+
+
+def _body(job: ServeJob, model: str, work: ChatWork) -> JSON:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": work.text}],
+        "max_tokens": work.max_tokens,
+        "temperature": job.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        # No part of OpenAI's API, but of every engine's: without it lengths are the model's choice.
+        "ignore_eos": True,
+    }
+
+
+def _point(answers: Sequence[Answer], failed: int, rate: float | None, concurrency: int | None, busy: float) -> Point:
+    seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
+    output_tokens = sum(answer.output_tokens for answer in answers)
+    return Point(
+        rate=rate,
+        concurrency=concurrency,
+        failed=failed,
+        seconds=seconds,
+        requests_per_second=len(answers) / seconds,
+        output_tokens_per_second=output_tokens / seconds,
+        prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+        cached_tokens=sum(answer.cached_tokens for answer in answers),
+        output_tokens=output_tokens,
+        busy=busy,
+        ttft=spread(answer.pieces[0] - answer.sent for answer in answers),
+        itl=spread(
+            after - before
+            for answer in answers
+            for before, after in zip(answer.pieces, answer.pieces[1:], strict=False)
+        ),
+        tpot=spread(
+            (answer.pieces[-1] - answer.pieces[0]) / (answer.output_tokens - 1)
+            for answer in answers
+            if answer.output_tokens > 1
+        ),
+        e2e=spread(answer.ended - answer.sent for answer in answers),
+    )
+
+
+def spread(seconds: Iterable[float]) -> Spread:
+    """Mean and percentiles, the latter between the two nearest values in proportion; NaN of nothing."""
+    values = sorted(1000 * value for value in seconds) or [math.nan]
+
+    def percentile(percent: float) -> float:
+        at = percent / 100 * (len(values) - 1)
+        below = values[math.floor(at)]
+        return below + (values[math.ceil(at)] - below) * (at % 1)
+
+    return Spread(sum(values) / len(values), *map(percentile, PERCENTILES))
+
+
+def _middle(runs: Sequence[Point]) -> Point:
+    """The median of each figure."""
+
+    def spreads(values: Sequence[Spread]) -> Spread:
+        return Spread(
+            median(value.mean for value in values),
+            median(value.p50 for value in values),
+            median(value.p90 for value in values),
+            median(value.p99 for value in values),
+        )
+
+    return Point(
+        rate=runs[0].rate,
+        concurrency=runs[0].concurrency,
+        failed=sum(run.failed for run in runs),
+        seconds=median(run.seconds for run in runs),
+        requests_per_second=median(run.requests_per_second for run in runs),
+        output_tokens_per_second=median(run.output_tokens_per_second for run in runs),
+        prompt_tokens=runs[0].prompt_tokens,
+        cached_tokens=runs[0].cached_tokens,
+        output_tokens=runs[0].output_tokens,
+        busy=median(run.busy for run in runs),
+        ttft=spreads([run.ttft for run in runs]),
+        itl=spreads([run.itl for run in runs]),
+        tpot=spreads([run.tpot for run in runs]),
+        e2e=spreads([run.e2e for run in runs]),
+    )
+
+
+def _tables(points: Sequence[Point]) -> tuple[list[list[str]], list[list[str]]]:
+    rates = [
+        [
+            "rate",
+            "concurrency",
+            "failed",
+            "tokens in",
+            "cached",
+            "tokens out",
+            "seconds",
+            "req/s",
+            "output tok/s",
+            "client busy",
+        ],
+        *(
+            [
+                *point.load,
+                str(point.failed),
+                str(point.prompt_tokens),
+                str(point.cached_tokens),
+                str(point.output_tokens),
+                f"{point.seconds:.2f}",
+                f"{point.requests_per_second:.2f}",
+                f"{point.output_tokens_per_second:.1f}",
+                f"{point.busy:.0%}",
+            ]
+            for point in points
+        ),
+    ]
+    latencies = [["rate", "concurrency", "ms", "mean", "p50", "p90", "p99"]]
+    for point in points:
+        for name, of in (("TTFT", point.ttft), ("ITL", point.itl), ("TPOT", point.tpot), ("E2E", point.e2e)):
+            figures = (of.mean, of.p50, of.p90, of.p99)
+            latencies.append([*point.load, name, *(f"{figure:.2f}" for figure in figures)])
+    return rates, latencies
+
+
+def _plot(path: Path, title: str, points: Sequence[Point]) -> None:
+    def panel(spreads: Sequence[Spread]) -> dict[str, list[float]]:
+        return {"p50": [of.p50 for of in spreads], "p99": [of.p99 for of in spreads]}
+
+    # Of rate and concurrency, what differs.
+    differs = [len(set(column)) > 1 for column in zip(*(point.load for point in points), strict=True)]
+    labels = [", ".join(compress(point.load, differs)) for point in points]
+    plot.curves(
+        path,
+        title,
+        ("output tok/s", [point.output_tokens_per_second for point in points]),
+        labels,
+        {
+            "TTFT, ms": panel([point.ttft for point in points]),
+            "ITL, ms": panel([point.itl for point in points]),
+            "E2E, ms": panel([point.e2e for point in points]),
+        },
+    )

@@ -1,0 +1,228 @@
+"""`throughput`, `latency` and `prefill`, on a model that is only a config.json, and peers in processes of their own."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm_server.bench import cli
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+
+# The part of vLLM's `LLM` that the peer uses, with its names and its habit of logging to stdout. Keeps what it is told.
+VLLM = """
+import json, os, sys, time
+from types import SimpleNamespace
+
+__version__ = "0.26.0"
+
+def keep(**record):
+    with open(os.environ["RECORD"], "a") as file:
+        file.write(json.dumps(record) + "\\n")
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
+        assert ignore_eos and not detokenize
+        self.temperature, self.max_tokens = temperature, max_tokens
+
+class LLM:
+    def __init__(self, model, *, skip_tokenizer_init, load_format, dtype, enable_prefix_caching, seed, **options):
+        assert skip_tokenizer_init and os.environ["HF_HUB_OFFLINE"] == "1" and "nanovllm_server" not in sys.modules
+        print("INFO: loading", model)
+        keep(load_format=load_format, dtype=dtype, enable_prefix_caching=enable_prefix_caching, **options)
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        assert not use_tqdm
+        keep(prompts=prompts, limits=[one.max_tokens for one in sampling_params],
+             temperature=sampling_params[0].temperature)
+        time.sleep(0.001 * max(one.max_tokens for one in sampling_params))
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * one.max_tokens)]) for one in sampling_params]
+"""
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has asked about still has its entry."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Run a program on the tiny model; its status, and what it wrote as JSON."""
+
+    def run(program: str, *arguments: str):
+        model = tmp_path / "tiny"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(TINY))
+        result = tmp_path / "result.json"
+        fixed = ["--load-format", "dummy", "--device", "cpu", "--cpu-cache-gib", "0.05", "--json", str(result)]
+        status = cli.main([program, str(model), *fixed, *arguments])
+        return status, json.loads(result.read_bytes()) if result.exists() else None
+
+    return run
+
+
+@pytest.fixture
+def vllm(tmp_path):
+    """Flags for a peer that has `VLLM`, and a way to read what it was told."""
+    (tmp_path / "vllm.py").write_text(VLLM)
+    record = tmp_path / "record"
+    flags = ["--peer", "vllm", "--peer-env", f"PYTHONPATH={tmp_path}", "--peer-env", f"RECORD={record}"]
+    return flags, lambda: [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def test_throughput_makes_every_token(bench, tmp_path, capsys):
+    plot = tmp_path / "plot.png"
+    work = ("--num-requests", "6", "--input-len", "5..20", "--output-len", "3..9", "--repeat", "2")
+    status, result = bench("throughput", *work, "--plot", str(plot))
+    assert status == 0
+    (case,) = result["cases"]
+    ours = case["nanovllm"]
+    assert [run["num_tokens"] for run in ours["runs"]] == [case["output_tokens"]] * 2
+    assert ours["rates"] == [run["num_tokens"] / run["last"] for run in ours["runs"]]
+    assert ours["rate"] == pytest.approx(sum(ours["rates"]) / 2)
+    assert result["peer"] is case["peer"] is case["ratio"] is None
+    assert (result["model"], result["dtype"], result["device"]) == ("tiny", "float32", "cpu")
+    assert result["environment"]["torch"]
+    assert "6 requests, 5..20 tokens in, 3..9 out" in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_latency_is_a_case_a_batch(bench):
+    status, result = bench("latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "6", "--repeat", "1")
+    assert status == 0
+    assert [case["output_tokens"] for case in result["cases"]] == [6, 18]
+    for case, made in zip(result["cases"], (5, 15), strict=True):
+        (run,) = case["nanovllm"]["runs"]
+        assert 0 < run["first"] < run["last"]
+        assert case["nanovllm"]["rate"] == pytest.approx(made / (run["last"] - run["first"]))
+
+
+def test_prefill_counts_prompts(bench):
+    status, result = bench("prefill", "--num-requests", "3", "--input-len", "100", "--repeat", "1")
+    assert status == 0
+    (case,) = result["cases"]
+    assert (case["prompt_tokens"], case["output_tokens"]) == (300, 3)
+    assert case["nanovllm"]["rate"] == pytest.approx(300 / case["nanovllm"]["runs"][0]["last"])
+
+
+def test_transformers_does_the_same_work(bench, capsys):
+    work = ("--num-requests", "4", "--input-len", "5..20", "--output-len", "3..9", "--max-num-seqs", "3")
+    status, result = bench("throughput", *work, "--repeat", "1", "--peer", "transformers")
+    assert status == 0
+    (case,) = result["cases"]
+    (run,) = case["peer"]["runs"]
+    assert run["num_tokens"] == case["output_tokens"]
+    assert 0 < run["first"] < run["last"]
+    assert case["ratio"] == pytest.approx(case["nanovllm"]["rate"] / case["peer"]["rate"])
+    assert result["peer"]["name"] == "transformers"
+    assert f"transformers {result['peer']['version']} output tok/s  ratio" in capsys.readouterr().out
+
+
+def test_vllm_is_left_its_own_limits(bench, vllm):
+    flags, told = vllm
+    work = ("--num-requests", "3", "--input-len", "5", "--output-len", "7..9", "--repeat", "2")
+    status, result = bench("throughput", *work, *flags)
+    assert status == 0
+    assert result["peer"] == {"name": "vllm", "version": "0.26.0"}
+    engine, *runs = told()
+    assert engine == {"load_format": "dummy", "dtype": "float32", "enable_prefix_caching": False}
+    (case,) = result["cases"]
+    warm_up, first, second = runs
+    assert warm_up["limits"] == [4, 4, 4]
+    assert first == second
+    assert sum(first["limits"]) == case["output_tokens"] == case["peer"]["runs"][0]["num_tokens"]
+    assert [len(prompt["prompt_token_ids"]) for prompt in first["prompts"]] == [5, 5, 5]
+    assert first["temperature"] == 0.6
+
+
+def test_vllm_is_told_the_limits_that_were_given(bench, vllm):
+    flags, told = vllm
+    limits = ("--max-model-len", "200", "--max-num-seqs", "5", "--max-num-batched-tokens", "64")
+    work = ("--num-requests", "2", "--input-len", "5", "--output-len", "2", "--prefix-len", "32", "--repeat", "2")
+    assert bench("throughput", *work, *limits, *flags)[0] == 0
+    engine, *runs = told()
+    assert (engine["max_model_len"], engine["max_num_seqs"], engine["max_num_batched_tokens"]) == (200, 5, 64)
+    assert engine["enable_prefix_caching"] is True
+    # One salt a run: shared by its prompts, and with no other run.
+    assert all(len({prompt["cache_salt"] for prompt in run["prompts"]}) == 1 for run in runs)
+    assert len({run["prompts"][0]["cache_salt"] for run in runs}) == 3
+
+
+def test_first_token_of_vllm_takes_a_run_of_its_own(bench, vllm):
+    flags, told = vllm
+    status, result = bench("latency", "--batch", "2", "--output-len", "60", "--repeat", "1", *flags)
+    assert status == 0
+    assert [record["limits"] for record in told()[1:]] == [[4, 4], [1, 1], [60, 60]]
+    (run,) = result["cases"][0]["peer"]["runs"]
+    assert run["first"] < run["last"]
+    assert result["cases"][0]["peer"]["rate"] == pytest.approx(118 / (run["last"] - run["first"]))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+def test_a_peer_that_fails_is_quoted(bench, capsys):
+    status, result = bench("prefill", "--input-len", "8", "--peer", "vllm")
+    assert (status, result) == (1, None)
+    error = capsys.readouterr().err
+    assert error.startswith("nanovllm-bench: vllm failed (status 1); the end of its stderr:\n")
+    assert error.endswith("ModuleNotFoundError: No module named 'vllm'\n")
+
+
+def test_a_peer_that_ends_early_is_a_failure(bench, vllm, tmp_path, capsys):
+    (tmp_path / "vllm.py").write_text(
+        VLLM.replace(
+            "        return [",
+            "        if max(one.max_tokens for one in "
+            "sampling_params) > 4: sys.stderr.write('gone\\n'); os._exit(0)\n        return [",
+        )
+    )
+    status, _ = bench("throughput", "--num-requests", "2", "--input-len", "5", "--output-len", "9", *vllm[0])
+    assert status == 1
+    assert capsys.readouterr().err.endswith(
+        f"vllm failed (status 0); the end of its stderr:\nINFO: loading {tmp_path / 'tiny'}\ngone\n"
+    )
+
+
+def test_what_a_peer_leaves_behind_is_ended(bench, vllm, tmp_path, capsys):
+    # A process that was forked holds the pipe that we read.
+    left = "import time\npid = os.fork()\nif not pid: time.sleep(600)\nkeep(pid=pid)\nraise RuntimeError('no GPU')\n"
+    (tmp_path / "vllm.py").write_text(VLLM + left)
+    status, _ = bench("throughput", "--num-requests", "2", "--input-len", "5", "--output-len", "9", *vllm[0])
+    assert status == 1
+    assert capsys.readouterr().err.endswith("RuntimeError: no GPU\n")
+    (record,) = vllm[1]()
+    assert is_gone(record["pid"])
+
+
+def test_a_peer_needs_an_interpreter(bench, tmp_path, capsys):
+    status, _ = bench("prefill", "--input-len", "8", "--peer", "vllm", "--peer-python", str(tmp_path / "none"))
+    assert status == 1
+    assert f"{tmp_path / 'none'}: No such file" in capsys.readouterr().err
+
+
+def test_work_that_does_not_fit_is_refused_before_anyone_starts(bench, capsys):
+    status, _ = bench("prefill", "--input-len", "256", "--peer", "vllm", "--peer-python", sys.executable)
+    assert status == 1
+    assert "257 tokens don't fit into a context of 256" in capsys.readouterr().err
+
+
+def test_a_model_that_is_none_is_one_line(tmp_path, capsys):
+    assert cli.main(["throughput", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
