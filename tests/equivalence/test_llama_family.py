@@ -53,6 +53,12 @@ SETTINGS = {
     "preempted, no prefix cache": {"prefix_caching": False, **SCARCE},
 }
 
+GPU_SETTINGS = {
+    "launched kernel by kernel": {"graph_mode": "none", **PLENTY},
+    "only decodes from graphs": {"graph_mode": "full_decode_only", "max_num_batched_tokens": 40, **PLENTY},
+    "graphs, depth 1": {"depth": 1, **PLENTY},
+}
+
 
 def prompts() -> list[list[int]]:
     rng = random.Random(3)
@@ -101,8 +107,18 @@ def checkpoint(request, tmp_path_factory, reference_generate) -> tuple[Path, lis
 
 @pytest.mark.parametrize("settings", SETTINGS)
 async def test_tokens_equal_transformers(checkpoint, settings, device):
+    await check(checkpoint, device, SETTINGS[settings], preempted=settings.startswith("preempted"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", GPU_SETTINGS)
+async def test_graphs_change_nothing(checkpoint, settings):
+    await check(checkpoint, "cuda", GPU_SETTINGS[settings], preempted=False)
+
+
+async def check(checkpoint: tuple[Path, list[list[int]]], device: str, settings: dict, *, preempted: bool) -> None:
     path, expected = checkpoint
-    config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
+    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **settings)
     engine = await AsyncEngine.start(load(path), config)
     rng = random.Random(5)
 
@@ -114,7 +130,7 @@ async def test_tokens_equal_transformers(checkpoint, settings, device):
 
     try:
         found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(prompts())))
-        assert (engine.stats.num_preemptions > 0) == settings.startswith("preempted")
+        assert (engine.stats.num_preemptions > 0) == preempted
         assert engine.stats.num_free_blocks == engine.stats.num_blocks
     finally:
         await engine.stop()

@@ -6,12 +6,13 @@ tensors on a device or requests: it sees only numbers that its caller looked up.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 Device = Literal["cpu", "cuda"]
-AttentionBackend = Literal["torch", "triton"]
+AttentionBackend = Literal["torch", "triton", "flash"]
 PrefixHash = Literal["fast", "sha256"]
 # What is replayed from CUDA graphs: nothing, steps in which every request decodes, or mixed ones of few tokens too.
 GraphMode = Literal["none", "full_decode_only", "full"]
@@ -46,6 +47,7 @@ class EngineConfig:
     attention_backend: by default the fastest that the device has.
     graph_mode: what is replayed from CUDA graphs; by default everything that can be.
     forbid_sync: for debugging: fail when launching a step waits for the GPU.
+    trace: write what each step spends its time on to this file, for Perfetto or chrome://tracing.
     """
 
     device: Device | None = None
@@ -65,6 +67,7 @@ class EngineConfig:
     attention_backend: AttentionBackend | None = None
     graph_mode: GraphMode | None = None
     forbid_sync: bool = False
+    trace: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +95,28 @@ class ResolvedConfig:
     attention_backend: AttentionBackend
     graph_mode: GraphMode
     forbid_sync: bool
+    trace: Path | None
 
 
-def resolve(config: EngineConfig, *, max_position: int, model_dtype: torch.dtype, has_cuda: bool) -> ResolvedConfig:
+def resolve(
+    config: EngineConfig,
+    *,
+    max_position: int,
+    model_dtype: torch.dtype,
+    has_cuda: bool,
+    has_flash_attention: bool = False,
+) -> ResolvedConfig:
     """Make every choice that `config` leaves open, and refuse what can't be honoured.
 
     max_position: the longest sequence that the model knows positions for, in tokens.
     model_dtype: the dtype of the model's checkpoint.
-    has_cuda: whether this machine has a usable GPU.
+    has_cuda: whether this machine has a usable GPU. has_flash_attention: and FlashAttention for it.
     Raises ConfigError.
     """
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
         raise ConfigError("device 'cuda' was asked for, but no usable NVIDIA GPU was found: use device 'cpu'")
-    backend: AttentionBackend = config.attention_backend or ("triton" if device == "cuda" else "torch")
-    if backend == "triton" and device == "cpu":
-        raise ConfigError("attention_backend 'triton' needs a GPU: use 'torch' with device 'cpu'")
-
+    backend = _resolve_attention(config.attention_backend, device, has_flash_attention)
     max_model_len = max_position if config.max_model_len is None else config.max_model_len
     _require(1 <= max_model_len <= max_position, "max_model_len", max_model_len, f"1..{max_position}, as the model has")
     max_num_seqs, budget = _resolve_batch(config, device)
@@ -140,7 +148,21 @@ def resolve(config: EngineConfig, *, max_position: int, model_dtype: torch.dtype
         attention_backend=backend,
         graph_mode=_resolve_graphs(config.graph_mode, backend),
         forbid_sync=config.forbid_sync,
+        trace=config.trace,
     )
+
+
+def _resolve_attention(backend: AttentionBackend | None, device: Device, has_flash_attention: bool) -> AttentionBackend:
+    if backend is None:
+        return "torch" if device == "cpu" else "flash" if has_flash_attention else "triton"
+    if backend != "torch" and device == "cpu":
+        raise ConfigError(f"attention_backend '{backend}' needs a GPU: use 'torch' with device 'cpu'")
+    if backend == "flash" and not has_flash_attention:
+        raise ConfigError(
+            "attention_backend 'flash' needs a Hopper GPU and FlashAttention: install nanovllm-kernels[flash-attn], or "
+            "use 'triton'"
+        )
+    return backend
 
 
 def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphMode:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+# The architecture that FlashAttention was seen to work on here: Hopper.
+FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)
 
 
@@ -42,6 +44,17 @@ def _capability() -> tuple[int, int]:
 def has_triton() -> bool:
     """Whether triton is installed. Doesn't import it."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def has_flash_attention() -> bool:
+    """Whether FlashAttention's CuTe build is installed and made for this machine's GPU. Doesn't import it."""
+    return (
+        has_cuda()
+        and _capability()[0] == FLASH_ATTENTION_MAJOR
+        and importlib.util.find_spec("flash_attn") is not None
+        and importlib.util.find_spec("flash_attn.cute") is not None
+    )
 
 
 @functools.cache

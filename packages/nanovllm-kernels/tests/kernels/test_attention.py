@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_kernels.attention import paged_attention, plan_batch, tiles
+from nanovllm_kernels.attention import flash_prefill, paged_attention, plan_batch, tiles
+from nanovllm_kernels.platform import has_flash_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 MIXED = [(1, 1), (1, 37), (1, 64), (5, 5), (1, 20), (20, 70), (33, 33)]
 
 
-def run(batch, *, blindly=False):
+def run(batch, *, blindly=False, backend="triton"):
     planned = plan_batch(
         batch.block_tables,
         batch.seq_lens,
@@ -20,7 +21,7 @@ def run(batch, *, blindly=False):
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         kv_cache=batch.kv_cache,
-        backend="triton",
+        backend=backend,
     )
     return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale)
 
@@ -157,3 +158,25 @@ def test_many_decodes(device, paged_batch, naive_attention):
         requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
     )
     check(batch, naive_attention)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", flash_prefill.HEAD_DIMS)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_flash_attention(device, paged_batch, naive_attention, dtype, head_dim, page_size):
+    for requests in ([(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)], [(70, 70), (2, 300)], [(1, 50)]):
+        batch = paged_batch(
+            requests,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+        )
+        # Unlike our kernels it reads what lies behind a request's last token, and weighs it with 0.
+        batch.kv_cache.nan_to_num_()
+        out = run(batch, backend="flash")
+        torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)

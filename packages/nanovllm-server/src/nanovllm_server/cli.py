@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from nanovllm_server.settings import Settings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+BACKENDS = ("torch", "triton", "flash")
+GRAPH_MODES = ("none", "full_decode_only", "full")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 
@@ -41,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
     model.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     model.add_argument("--seed", type=int, default=0, help="base of the seeds of requests that bring none")
-    model.add_argument("--attention-backend", choices=("auto", "torch", "triton"), default="auto", help="kernels")
+    model.add_argument(
+        "--attention-backend", choices=("auto", "torch", "triton", "flash"), default="auto", help="kernels"
+    )
     engine = flags.add_argument_group("engine")
     engine.add_argument("--max-model-len", type=_integer(1), help="most tokens of a request, prompt and output")
     engine.add_argument("--max-num-seqs", type=_integer(1), help="most requests running at once")
@@ -51,8 +55,15 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--block-size", type=int, choices=(16, 32, 64), default=16, help="tokens in a KV block")
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, that nobody can forge")
+    engine.add_argument(
+        "--graph-mode",
+        choices=("auto", "none", "full_decode_only", "full"),
+        default="auto",
+        help="steps replayed from CUDA graphs",
+    )
     engine.add_argument("--depth", type=int, choices=(1, 2), default=2, help="steps in flight; 1 is for debugging")
     logs = flags.add_argument_group("logs")
+    logs.add_argument("--trace", type=Path, metavar="FILE", help="write the engine's steps there, for Perfetto")
     logs.add_argument("--log-format", choices=("text", "json"), default="text", help="for people or for machines")
     logs.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least shown")
     return flags
@@ -118,6 +129,8 @@ def _settings(options: argparse.Namespace) -> "Settings":
             depth=options.depth,
             seed=options.seed,
             attention_backend=_choice(options.attention_backend),
+            graph_mode=_choice(options.graph_mode),
+            trace=options.trace,
         ),
     )
 

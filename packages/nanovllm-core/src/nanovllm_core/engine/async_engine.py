@@ -12,6 +12,7 @@ from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.request import Request, RequestOutput
+from nanovllm_kernels.platform import has_flash_attention
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +20,11 @@ _log = logging.getLogger(__name__)
 async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     """Resolve `config` against the model and this machine, and build what serves it."""
     resolved = resolve(
-        config, max_position=spec.max_position, model_dtype=spec.dtype, has_cuda=torch.cuda.is_available()
+        config,
+        max_position=spec.max_position,
+        model_dtype=spec.dtype,
+        has_cuda=torch.cuda.is_available(),
+        has_flash_attention=has_flash_attention(),
     )
     return await EngineLoop.build(spec, resolved)
 

@@ -9,15 +9,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.status import EngineInfo, EngineStats
+from nanovllm_core.engine.trace import Tracer
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.sampler import StepHandle
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.request import Request, RequestOutput
+from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_core.scheduling.scheduler import ScheduledStep, Scheduler
 
 Emit = Callable[[Sequence[RequestOutput], EngineStats], None]
@@ -35,13 +38,20 @@ class EngineLoop:
     """Scheduler and runner, and the task that drives them."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, info: EngineInfo, depth: int, launcher: ThreadPoolExecutor
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        depth: int,
+        launcher: ThreadPoolExecutor,
+        tracer: Tracer | None,
     ):
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
         self._launcher = launcher
+        self._tracer = tracer
         self._waiter = ThreadPoolExecutor(1, "nanovllm-wait")
         self._in_flight: deque[StepInFlight] = deque()
         self._wake = asyncio.Event()
@@ -85,7 +95,8 @@ class EngineLoop:
             prefix_caching=config.prefix_caching,
             attention_backend=config.attention_backend,
         )
-        return cls(scheduler, runner, info, config.depth, launcher)
+        tracer = None if config.trace is None else Tracer(config.trace, runner.device)
+        return cls(scheduler, runner, info, config.depth, launcher, tracer)
 
     def submit(self, request: Request) -> None:
         """Queue a checked request. Raises ValueError when its id is in use."""
@@ -141,11 +152,13 @@ class EngineLoop:
         finally:
             self._launcher.shutdown(wait=False, cancel_futures=True)
             self._waiter.shutdown(wait=False, cancel_futures=True)
+            if self._tracer is not None:
+                self._tracer.trace.close()
 
     def _fill(self) -> None:
         loop = asyncio.get_running_loop()
-        while len(self._in_flight) < self._depth and (step := self._scheduler.schedule()) is not None:
-            handle = loop.run_in_executor(self._launcher, self._runner.launch, step.plan)
+        while len(self._in_flight) < self._depth and (step := self._schedule()) is not None:
+            handle = loop.run_in_executor(self._launcher, self._launch, step.plan)
             self._in_flight.append(StepInFlight(step, handle))
 
     async def _complete(self) -> Sequence[RequestOutput]:
@@ -155,4 +168,18 @@ class EngineLoop:
             choices = handle.choices()
         else:
             choices = await asyncio.get_running_loop().run_in_executor(self._waiter, handle.choices)
-        return self._scheduler.complete(oldest.step, choices)
+        if self._tracer is not None:
+            self._tracer.device(oldest.step.plan.step, handle)
+        with self._span("output", oldest.step.plan.step):
+            return self._scheduler.complete(oldest.step, choices)
+
+    def _schedule(self) -> ScheduledStep | None:
+        with self._span("plan", self._scheduler.counters.steps):
+            return self._scheduler.schedule()
+
+    def _launch(self, plan: StepPlan) -> StepHandle:
+        with self._span("launch", plan.step):
+            return self._runner.launch(plan)
+
+    def _span(self, track: str, step: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._tracer is None else self._tracer.trace.span(track, f"step {step}")

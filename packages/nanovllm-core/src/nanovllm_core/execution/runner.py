@@ -66,10 +66,11 @@ class Runner:
         Raises RuntimeError when something does wait and the config forbids it.
         """
         with self._no_waiting():
+            begin = self._now() if self._config.trace is not None else None
             step = self._table.apply(plan)
             captured = self.graphs.dispatch(plan.shape)
             if captured is not None:
-                return self._replay(step, captured)
+                return self._replay(step, captured, begin)
             logits = self._forward(
                 step.rows,
                 step.query_start_loc,
@@ -79,26 +80,27 @@ class Runner:
                 max_seq_len=plan.max_seq_len,
                 with_logits=bool(step.sampled),
             )
-            return self._choose(step, logits)
+            return self._choose(step, logits, begin)
 
-    def _replay(self, step: StepInputs, captured: CapturedStep) -> StepHandle:
+    def _replay(self, step: StepInputs, captured: CapturedStep, begin: torch.cuda.Event | None) -> StepHandle:
         captured.forward.replay()
         count = len(step.rows)
         if step.needs in captured.draws and max(step.num_logprobs, default=-1) < 0:
             graph, tokens = captured.draws[step.needs]
             graph.replay()
-            return StepHandle(Sampled(tokens[:count], None, None, None), step.sampled, step.num_logprobs)
-        return self._choose(step, Logits(captured.logits.logits[:count], captured.logits.seq_lens[:count]))
+            return StepHandle(Sampled(tokens[:count], None, None, None), step.sampled, step.num_logprobs, begin)
+        found = Logits(captured.logits.logits[:count], captured.logits.seq_lens[:count])
+        return self._choose(step, found, begin)
 
-    def _choose(self, step: StepInputs, found: Logits) -> StepHandle:
+    def _choose(self, step: StepInputs, found: Logits, begin: torch.cuda.Event | None) -> StepHandle:
         if not step.sampled:
             # What is passed for the tokens isn't read.
             self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
-            return StepHandle(None, (), ())
+            return StepHandle(None, (), (), begin)
         tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
         sampled = with_logprobs(tokens, found.logits, step.num_logprobs)
-        return StepHandle(sampled, step.sampled, step.num_logprobs)
+        return StepHandle(sampled, step.sampled, step.num_logprobs, begin)
 
     def _forward(
         self,
@@ -159,6 +161,13 @@ class Runner:
         tokens = draw(found.logits, rows, found.seq_lens, self._table, Needs(needs))
         self._commit(rows, buffer.query_start_loc[: count + 1], buffer.samples[:count], tokens, Needs(needs))
         return tokens
+
+    def _now(self) -> torch.cuda.Event | None:
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _no_waiting(self) -> AbstractContextManager[None]:
         return forbidden_waiting() if self._config.forbid_sync else nullcontext()

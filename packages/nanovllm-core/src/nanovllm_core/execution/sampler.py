@@ -63,28 +63,32 @@ class StepHandle:
     """A step in flight: its tokens are on their way to the host.
 
     sampled: of every request of the step, None when none samples. which: the requests that do. num_logprobs: of each.
+    begin, end: on CUDA, when the device began the step, if anyone wants to know, and when it ended.
     """
 
-    def __init__(self, sampled: Sampled | None, which: Sequence[int], num_logprobs: Sequence[int]):
+    def __init__(
+        self, sampled: Sampled | None, which: Sequence[int], num_logprobs: Sequence[int], begin: torch.cuda.Event | None
+    ):
         self._which = which
         self._num_logprobs = num_logprobs
-        self._event: torch.cuda.Event | None = None
+        self.begin = begin
+        self.end: torch.cuda.Event | None = None
         if sampled is not None and sampled.tokens.is_cuda:
             tokens, *rest = sampled
             sampled = Sampled(_to_host(tokens), *(None if tensor is None else _to_host(tensor) for tensor in rest))
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self.end = torch.cuda.Event(enable_timing=begin is not None)
+            self.end.record()
         self._sampled = sampled
 
     @property
     def ready(self) -> bool:
         """Whether `choices` would return without waiting for the device."""
-        return self._event is None or self._event.query()
+        return self.end is None or self.end.query()
 
     def choices(self) -> list[TokenChoice]:
         """Wait for the device, and return one choice for each request that sampled."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.end is not None:
+            self.end.synchronize()
         sampled = self._sampled
         if sampled is None:
             return []

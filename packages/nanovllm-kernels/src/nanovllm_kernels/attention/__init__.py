@@ -9,20 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.attention import reference, tiles
+from nanovllm_kernels.attention import flash_prefill, reference, tiles
 from nanovllm_kernels.platform import describe
 
 __all__ = ["AttentionBatch", "Backend", "paged_attention", "plan_batch"]
 
-Backend = Literal["torch", "triton"]
+Backend = Literal["torch", "triton", "flash"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """What attention must know of a step's batch, the same for every layer. Made by `plan_batch`.
 
-    gathers, units: what the "torch" and the "triton" backend work out once a step, else None. The rest: as given to
-    `plan_batch`.
+    gathers: what the "torch" backend works out once a step. units: what the others do for requests with one query.
+    prefill_starts: what "flash" does for those with several: where their queries begin behind the others'. Each is None
+    where it isn't needed. The rest: as given to `plan_batch`.
     """
 
     block_tables: Tensor
@@ -34,6 +35,7 @@ class AttentionBatch:
     backend: Backend
     gathers: reference.Gathers | None
     units: tuple[Tensor, Tensor, Tensor] | None
+    prefill_starts: Tensor | None
 
 
 def plan_batch(
@@ -53,14 +55,15 @@ def plan_batch(
         page number and are not read from. seq_lens: int32 [B], tokens of each request, this step's included.
     query_start_loc: int32 [B + 1], where each request's queries begin. Query i of n of request b sits at position
         seq_lens[b] - n + i and sees the tokens up to itself.
-    num_decodes: how many leading requests have exactly one query; None where the host doesn't know ("triton" only):
+    num_decodes: how many leading requests have exactly one query; None where the host doesn't know (not for "torch"):
         then the launches cover every case, so that a captured graph may be replayed for any lengths within the bounds.
     max_query_len, max_seq_len: bounds over the batch, known to the host; they shape the launch and need not be tight.
     kv_cache: any layer's, for its shape: they all have the same.
     backend: "triton" needs a CUDA device (or triton's interpreter) and never waits for it; a request may have no query.
+        "flash" is the same, with FlashAttention (the extra flash-attn) for prompts where the host knows num_decodes.
         "torch" runs everywhere, but waits for the device on CUDA.
     """
-    gathers = units = None
+    gathers = units = prefill_starts = None
     if backend == "torch":
         if num_decodes is None:
             raise ValueError('the backend "torch" must know num_decodes')
@@ -71,8 +74,20 @@ def plan_batch(
         num_slots = (describe(kv_cache.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
         num_units = tiles.choose_units(num_cached // 2, num_slots)
         units = _plan_units_op(seq_lens, query_start_loc, num_units, config.block_n)
+    with_prefills = num_decodes is not None and num_decodes < len(seq_lens)
+    if backend == "flash" and with_prefills and flash_prefill.supports(kv_cache.shape[3], kv_cache.dtype):
+        prefill_starts = query_start_loc[num_decodes:] - num_decodes
     return AttentionBatch(
-        block_tables, seq_lens, query_start_loc, num_decodes, max_query_len, max_seq_len, backend, gathers, units
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        num_decodes,
+        max_query_len,
+        max_seq_len,
+        backend,
+        gathers,
+        units,
+        prefill_starts,
     )
 
 
@@ -93,6 +108,7 @@ def paged_attention(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, *, scale
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
+        batch.prefill_starts,
         list(batch.units or ()),
         scale,
         batch.max_query_len,
@@ -122,6 +138,7 @@ def _paged_attention_op(
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
+    prefill_starts: Tensor | None,
     units: list[Tensor],
     scale: float,
     max_query_len: int,
@@ -129,8 +146,17 @@ def _paged_attention_op(
 ) -> Tensor:
     from nanovllm_kernels.attention import triton_decode, triton_prefill
 
+    if prefill_starts is not None:
+        first = len(query_start_loc) - len(prefill_starts)
+        found = flash_prefill.paged_prefill(
+            q[first:], kv_cache, block_tables[first:], seq_lens[first:], prefill_starts, scale, max_query_len
+        )
+        if not units:
+            return found
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if max_query_len > 1:
+    if prefill_starts is not None:
+        out[first:] = found
+    elif max_query_len > 1:
         triton_prefill.paged_prefill(
             q, kv_cache, block_tables, seq_lens, query_start_loc, scale, max_query_len, max_seq_len, out
         )

@@ -1,0 +1,71 @@
+"""What each step spent its time on, as a file that Perfetto and chrome://tracing open.
+
+One JSON object a line in Chrome's array format, which needs no end, so that the trace of a process that was killed can
+be read too. This room must not know what the spans mean.
+"""
+
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+
+from nanovllm_core.execution.sampler import StepHandle
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Trace:
+    """A trace file. Tracks show up as threads, in the order of their first span."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("wb")
+        self._file.write(b"[\n")
+        self._tracks: dict[str, int] = {}
+
+    @contextmanager
+    def span(self, track: str, name: str) -> Generator[None]:
+        """Record what runs meanwhile."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(track, name, begin, time.perf_counter())
+
+    def add(self, track: str, name: str, begin: float, end: float) -> None:
+        """Record a span from `begin` to `end`, in seconds of `time.perf_counter`."""
+        if track not in self._tracks:
+            number = self._tracks[track] = len(self._tracks)
+            self._write({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": track}})
+        duration = round((end - begin) * 1e6, 1)
+        self._write({"ph": "X", "name": name, "tid": self._tracks[track], "ts": round(begin * 1e6, 1), "dur": duration})
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._file.close()
+
+    def _write(self, event: dict[str, object]) -> None:
+        self._file.write(_encode({"pid": os.getpid(), **event}) + b",\n")
+
+
+class Tracer:
+    """The trace of an engine's steps: spans of the host, and on a GPU of the device."""
+
+    def __init__(self, path: Path, device: torch.device):
+        self.trace = Trace(path)
+        self._origin: torch.cuda.Event | None = None
+        self._at = 0.0
+        if device.type == "cuda":
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record()
+            self._origin.synchronize()
+            self._at = time.perf_counter()
+
+    def device(self, step: int, handle: StepHandle) -> None:
+        """Record when the device ran a step that has ended."""
+        if self._origin is not None and handle.begin is not None and handle.end is not None:
+            begin, end = (self._at + self._origin.elapsed_time(each) / 1e3 for each in (handle.begin, handle.end))
+            self.trace.add("device", f"step {step}", begin, end)

@@ -1,0 +1,27 @@
+"""The trace of a running engine."""
+
+import json
+
+import pytest
+from toy_model import toy_spec
+
+from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+async def test_every_step_has_its_spans(tmp_path, device):
+    file = tmp_path / "trace.json"
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(device=device, num_blocks=32, trace=file))
+    request = Request("r", [1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    async for _ in engine.generate(request):
+        pass
+    await engine.stop()
+    # Chrome's array format may end without its bracket.
+    events = json.loads(file.read_text().rstrip().rstrip(",") + "]")
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [(tracks[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
+    for step in range(5):
+        for track in ["launch", "output", *(["device"] if device == "cuda" else [])]:
+            assert spans.count((track, f"step {step}")) == 1
+        assert (("plan", f"step {step}")) in spans
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
