@@ -5,10 +5,13 @@
 tensors on a device or requests: it sees only numbers that its caller looked up.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 Device = Literal["cpu", "cuda"]
 AttentionBackend = Literal["torch", "triton"]
@@ -102,6 +105,9 @@ def resolve(config: EngineConfig, *, max_position: int, model_dtype: torch.dtype
     has_cuda: whether this machine has a usable GPU.
     Raises ConfigError.
     """
+    # Here, as processes that only hand a configuration on need not spend seconds and memory on torch.
+    import torch
+
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
         raise ConfigError("device 'cuda' was asked for, but no usable NVIDIA GPU was found: use device 'cpu'")
