@@ -26,6 +26,7 @@ from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.render import Renderer
 from nanovllm_server.service import Service
+from nanovllm_server.shared import Sheet, allocate
 
 EOS = 259
 VOCAB_SIZE = 320
@@ -175,13 +176,14 @@ def tokenizer(backend: Tokenizer) -> ScriptedTokenizer:
 
 @pytest.fixture
 def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Vocabulary) -> Iterator[Service]:
+    sheet = Sheet(allocate(1))
     service = Service(
         engine=engine,
         renderer=Renderer(tokenizer),
         vocabulary=vocabulary,
         names=("scripted", "alias"),
-        gate=Gate(8),
-        metrics=Metrics("scripted", lambda: engine.stats),
+        gate=Gate(8, sheet),
+        metrics=Metrics("scripted", lambda: engine.stats, sheet),
         logger=get_logger("nanovllm"),
     )
     yield service

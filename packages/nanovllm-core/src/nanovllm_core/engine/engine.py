@@ -59,8 +59,8 @@ class Engine(ABC):
     def open(self, request: Request, sink: Sink) -> Callable[[], None]:
         """Serve one request: `sink` gets what each step makes, under a key of this engine's own.
 
-        Returns what must be called at the end, early or not, and ends the request if it still runs. Raises
-        RequestError, and EngineDeadError when the engine has died.
+        Returns what must be called at the end, early or not, and ends the request if it still runs; calling it again
+        does nothing. Raises RequestError, and EngineDeadError when the engine has died.
         """
         self.check(request)
         if self.dead is not None:
