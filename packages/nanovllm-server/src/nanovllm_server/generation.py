@@ -109,7 +109,8 @@ class Generation:
         try:
             for index, request in enumerate(self._requests):
                 closers.append(self._engine.open(request, Slot(self._mailbox, index)))
-            while any(choice.finish_reason is None for choice in self._choices):
+            unfinished = len(self._choices)
+            while unfinished:
                 outputs = await self._mailbox.take()
                 if outputs is None:
                     yield []
@@ -122,6 +123,7 @@ class Generation:
                     if delta is not None:
                         deltas.append(delta)
                     if self._choices[index].finish_reason is not None:
+                        unfinished -= 1
                         # It may have been a stop string; the engine need not go on until the other choices end.
                         closers[index]()
                 if deltas:
