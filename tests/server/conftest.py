@@ -26,11 +26,20 @@ class ServerProcess:
     url: str
     errors: list[str]
 
-    def engine_pid(self) -> int:
-        """The process that the engine runs in: the child with the most memory (multiprocessing has one of its own)."""
+    def _children(self) -> list[int]:
+        """Its processes, smallest first; without the one that multiprocessing has of its own."""
         pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return max(map(int, children), key=lambda child: int(Path(f"/proc/{child}/statm").read_text().split()[1]))
+        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        ours = [child for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
+        return sorted(ours, key=lambda child: int(Path(f"/proc/{child}/statm").read_text().split()[1]))
+
+    def engine_pid(self) -> int:
+        """The process that the engine runs in: the one with the most memory."""
+        return self._children()[-1]
+
+    def worker_pids(self) -> list[int]:
+        """The processes that serve HTTP."""
+        return self._children()[:-1]
 
     def stop(self) -> int:
         """SIGTERM; returns the exit status."""

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 import nanovllm_models
-from nanovllm_models import ModelError, default_model_path
+from nanovllm_models import ModelError, default_model_path, gguf_conversion
 from nanovllm_models import default_model as default_model_module
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -42,7 +42,7 @@ class FakeConversion:
 def conversion(tmp_path, monkeypatch) -> FakeConversion:
     fake = FakeConversion()
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(default_model_module, "convert", fake)
+    monkeypatch.setattr(gguf_conversion, "convert", fake)
     return fake
 
 

@@ -3,15 +3,12 @@
 import asyncio
 import contextlib
 import itertools
-import logging
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypercorn.asyncio import serve
-from hypercorn.config import Config
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -25,7 +22,10 @@ from nanovllm_server.detokenize import BYTES_OF_CHARACTERS, Vocabulary
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.render import Renderer
+from nanovllm_server.serve import bind
 from nanovllm_server.service import Service
+from nanovllm_server.shared import Sheet, allocate
+from nanovllm_server.worker import http_config
 
 EOS = 259
 VOCAB_SIZE = 320
@@ -175,13 +175,14 @@ def tokenizer(backend: Tokenizer) -> ScriptedTokenizer:
 
 @pytest.fixture
 def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Vocabulary) -> Iterator[Service]:
+    sheet = Sheet(allocate(1))
     service = Service(
         engine=engine,
         renderer=Renderer(tokenizer),
         vocabulary=vocabulary,
         names=("scripted", "alias"),
-        gate=Gate(8),
-        metrics=Metrics("scripted", lambda: engine.stats),
+        gate=Gate(8, sheet),
+        metrics=Metrics("scripted", lambda: engine.stats, sheet),
         logger=get_logger("nanovllm"),
     )
     yield service
@@ -212,12 +213,10 @@ def post(client) -> Callable[..., Any]:
 @pytest.fixture
 async def url(app: Quart) -> AsyncIterator[str]:
     """The same server behind a real socket."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
-    config = Config()
-    config.bind = [f"fd://{listener.detach()}"]
-    config.errorlog = logging.getLogger("hypercorn.error")
-    config.errorlog.setLevel(logging.WARNING)
+    listener.listen()
+    config = http_config(listener.detach())
     config.graceful_timeout = 1
     closing = asyncio.Event()
     task = asyncio.create_task(serve(app, config, shutdown_trigger=closing.wait))

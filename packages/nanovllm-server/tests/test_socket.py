@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import socket
 from contextlib import aclosing
 from urllib.parse import urlsplit
 
@@ -151,6 +152,39 @@ async def test_slow_reader_gets_more_at_a_time(engine, service):
             await asyncio.sleep(0.03)
     assert "".join(texts) == "x" * 100
     assert len(texts) < 30
+
+
+async def test_what_a_slow_reader_missed_comes_in_one_event(url, engine, service):
+    engine.reply = [*"Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. ".encode() * 7]
+    fields = {"logprobs": True, "top_logprobs": 5}
+    chat = parse_chat_request(request_bytes(**fields).split(b"\r\n\r\n")[1], service.limits, service.defaults)
+    generation = await service.begin(chat, Exchange(None, "/"))
+    async with aclosing(generation.deltas()) as batches:
+        whole = [delta async for (delta,) in batches]
+    num_tokens = generation.usage.completion_tokens
+    assert num_tokens == len(engine.reply) + 1
+
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    parts = urlsplit(url)
+    await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+    writer.write(request_bytes(stream=True, stream_options={"include_usage": True}, **fields))
+    # The engine is done long before anything is read.
+    await until(lambda: len(engine.requests) == 2 and engine.num_active == 0)
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        data += await reader.read(512)
+    writer.close()
+    lines = data.replace(b"\r\n", b"\n").split(b"\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert len(choices) < num_tokens / 2
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "".join(delta.text for delta in whole)
+    entries = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
+    assert entries == [entry for delta in whole for entry in delta.logprobs]
+    assert chunks[-1]["usage"]["completion_tokens"] == num_tokens
 
 
 async def test_idle_stream_is_kept_alive(url, engine, monkeypatch):

@@ -4,11 +4,19 @@ Bring a model that answers to `nanovllm_core.model.CausalLM`, describe it with a
 and iterate over `generate`. Knows no text, no HTTP and no file formats.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from nanovllm_core.config import ConfigError, EngineConfig
-from nanovllm_core.engine import AsyncEngine, Engine, EngineClient, EngineDeadError, EngineInfo, EngineStats
-from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec, PagedSpec
-from nanovllm_core.parallel import ParallelContext
+from nanovllm_core.engine.client import EngineAddress, EngineClient, EngineProcess
+from nanovllm_core.engine.engine import Engine
+from nanovllm_core.engine.status import EngineDeadError, EngineInfo, EngineStats
 from nanovllm_core.request import Request, RequestError, RequestOutput, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from nanovllm_core.engine.async_engine import AsyncEngine
+    from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec, PagedSpec
+    from nanovllm_core.parallel import ParallelContext
 
 __all__ = [
     "AsyncEngine",
@@ -16,10 +24,12 @@ __all__ = [
     "CausalLM",
     "ConfigError",
     "Engine",
+    "EngineAddress",
     "EngineClient",
     "EngineConfig",
     "EngineDeadError",
     "EngineInfo",
+    "EngineProcess",
     "EngineStats",
     "ForwardContext",
     "ModelSpec",
@@ -31,3 +41,20 @@ __all__ = [
     "SamplingParams",
     "TokenLogprobs",
 ]
+
+# What imports torch, which takes seconds and half a gigabyte: a process that only talks to an engine needs neither.
+_ON_FIRST_USE = {
+    "AsyncEngine": "nanovllm_core.engine.async_engine",
+    "BuildContext": "nanovllm_core.model",
+    "CausalLM": "nanovllm_core.model",
+    "ForwardContext": "nanovllm_core.model",
+    "ModelSpec": "nanovllm_core.model",
+    "PagedSpec": "nanovllm_core.model",
+    "ParallelContext": "nanovllm_core.parallel",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ON_FIRST_USE[name]), name)

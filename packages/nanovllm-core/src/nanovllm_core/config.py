@@ -5,11 +5,15 @@
 tensors on a device or requests: it sees only numbers that its caller looked up.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
 
 Device = Literal["cpu", "cuda"]
 AttentionBackend = Literal["torch", "triton", "flash"]
@@ -113,6 +117,9 @@ def resolve(
     has_cuda: whether this machine has a usable GPU. has_flash_attention: and FlashAttention for it.
     Raises ConfigError.
     """
+    # Here, as processes that only hand a configuration on need not spend seconds and memory on torch.
+    import torch
+
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
         raise ConfigError("device 'cuda' was asked for, but no usable NVIDIA GPU was found: use device 'cpu'")

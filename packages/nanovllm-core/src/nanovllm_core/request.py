@@ -160,15 +160,16 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+# Structs, not dataclasses: a step makes one for every request, and they cross the wire (as arrays, without names).
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position: of the chosen token, and of the likeliest ones, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
-class RequestOutput(msgspec.Struct, frozen=True):
-    """What one step made for one request. A struct rather than a dataclass: there is one for every token.
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one step made for one request.
 
     new_token_ids: one, or several when its reader was slow. logprobs: one entry a new token, when asked for.
     finish_reason: set on the last output. stop_token: the id that ended it, when one did.

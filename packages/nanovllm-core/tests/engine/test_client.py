@@ -20,7 +20,7 @@ async def collect(engine: EngineClient, request: Request) -> list[int]:
 
 
 def pid_of(engine: EngineClient) -> int:
-    return engine._connection._process.pid
+    return engine._owned.pid
 
 
 async def test_the_same_answers_through_the_wire(toy_spec, oracle):

@@ -1,8 +1,21 @@
 """Model families for nanovllm: a checkpoint directory in, a ModelSpec out."""
 
+from typing import TYPE_CHECKING
+
 from nanovllm_models.default_model import default_model_path
 from nanovllm_models.errors import ModelError, TemplateError
-from nanovllm_models.registry import load
 from nanovllm_models.tokenizer import Tokenizer, load_tokenizer
 
+if TYPE_CHECKING:
+    from nanovllm_models.registry import load
+
 __all__ = ["ModelError", "TemplateError", "Tokenizer", "default_model_path", "load", "load_tokenizer"]
+
+
+def __getattr__(name: str) -> object:
+    # Imports torch, which takes seconds and half a gigabyte: a process that wants only the tokenizer needs neither.
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nanovllm_models.registry import load
+
+    return load

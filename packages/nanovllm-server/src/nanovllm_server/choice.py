@@ -3,8 +3,6 @@
 This room must not know the engine, HTTP or the other choices.
 """
 
-from collections.abc import Sequence
-
 from nanovllm_core.request import RequestOutput, SamplingParams, TokenLogprobs
 from nanovllm_server.detokenize import Detokenizer, Vocabulary
 from nanovllm_server.protocol.json import JSON
@@ -25,21 +23,22 @@ class Choice:
         # Of tokens whose text has not come out yet.
         self._entries: list[JSON] = []
 
-    def take(self, outputs: Sequence[RequestOutput]) -> Delta | None:
-        """What `outputs` decide; None when that is nothing. Not to be called after the end."""
+    def take(self, output: RequestOutput) -> Delta | None:
+        """What `output` decides; None when that is nothing. Not to be called after the end."""
         text = ""
-        for output in outputs:
-            for position, token in enumerate(output.new_token_ids):
-                self.num_tokens += 1
-                if self._top is not None and output.logprobs is not None:
-                    self._entries.append(logprob_entry(self._vocabulary, token, output.logprobs[position], self._top))
-                # A token that stops the model is no part of what it says.
-                if output.stop_token is None or position < len(output.new_token_ids) - 1:
-                    text += self._detokenizer.push(token)
-                if self._detokenizer.stopped is not None:
-                    return self._end(text, "stop", self._detokenizer.stopped)
-            if output.finish_reason in ("stop", "length"):
-                return self._finish(text, output, output.finish_reason)
+        tokens = output.new_token_ids
+        # A token that stops the model is no part of what it says.
+        spoken = len(tokens) if output.stop_token is None else len(tokens) - 1
+        for position, token in enumerate(tokens):
+            self.num_tokens += 1
+            if self._top is not None and output.logprobs is not None:
+                self._entries.append(logprob_entry(self._vocabulary, token, output.logprobs[position], self._top))
+            if position < spoken:
+                text += self._detokenizer.push(token)
+            if self._detokenizer.stopped is not None:
+                return self._end(text, "stop", self._detokenizer.stopped)
+        if output.finish_reason in ("stop", "length"):
+            return self._finish(text, output, output.finish_reason)
         return self._delta(text) if text else None
 
     def _finish(self, text: str, output: RequestOutput, reason: Finish) -> Delta:

@@ -20,6 +20,11 @@ BACKENDS = ("torch", "triton", "flash")
 GRAPH_MODES = ("none", "full_decode_only", "full")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
+# There when a container or machine has a GPU; asking torch would take seconds.
+NVIDIA = Path("/dev/nvidiactl")
+MOST_WORKERS = 4
+CORES_PER_WORKER = 4
+
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
@@ -36,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     http.add_argument("--port", type=_integer(0, 65535), default=8000, help="port to listen on; 0 for any free one")
     http.add_argument("--served-model-name", nargs="+", help="names that requests may call the model by")
     http.add_argument("--api-key", help=f"key that requests must bring; better given as {KEY_VARIABLE}")
+    http.add_argument("--http-workers", type=_integer(1), help="processes that serve HTTP; by device and cores")
     http.add_argument("--max-queue", type=_integer(0), default=1024, help="sequences that may wait; more get a 429")
     http.add_argument("--chat-template", type=Path, help="file with a Jinja template to use instead of the model's")
     model = flags.add_argument_group("model")
@@ -73,21 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns the exit status: 0 stopped, 1 failed, 2 told something that can't be."""
     options = parser().parse_args(arguments)
 
-    # From here on it takes seconds: torch.
-    import uvloop
-
+    # From here on it takes a while.
     from nanovllm_core import ConfigError, EngineDeadError
     from nanovllm_models.errors import ModelError
-    from nanovllm_server.detokenize import VocabularyError
     from nanovllm_server.observability.logs import configure_logs
     from nanovllm_server.serve import run
     from nanovllm_server.settings import SettingsError
 
     configure_logs(options.log_format, options.log_level)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(_settings(options)))
-    except (SettingsError, ConfigError, ModelError, VocabularyError) as error:
+        return asyncio.run(run(_settings(options)))
+    except (SettingsError, ConfigError, ModelError) as error:
         return _fail(str(error), 2)
     except (EngineDeadError, OSError, RuntimeError) as error:
         return _fail(str(error), 1)
@@ -96,8 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _settings(options: argparse.Namespace) -> "Settings":
-    import torch
-
     from nanovllm_core import EngineConfig
     from nanovllm_server.settings import Settings, SettingsError
 
@@ -110,14 +110,15 @@ def _settings(options: argparse.Namespace) -> "Settings":
         port=options.port,
         names=tuple(options.served_model_name) if options.served_model_name else None,
         api_key=api_key,
+        http_workers=options.http_workers or _http_workers(options.device),
         load_format=options.load_format,
+        dtype=_choice(options.dtype),
         chat_template=options.chat_template,
         max_queue=options.max_queue,
         log_format=options.log_format,
         log_level=options.log_level,
         engine=EngineConfig(
             device=_choice(options.device),
-            dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -133,6 +134,13 @@ def _settings(options: argparse.Namespace) -> "Settings":
             trace=options.trace,
         ),
     )
+
+
+def _http_workers(device: str) -> int:
+    # On a CPU every core is worth more to the model. A GPU makes tokens faster than one process can send them.
+    if device == "cpu" or not NVIDIA.exists():
+        return 1
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // CORES_PER_WORKER))
 
 
 def _choice(value: Any) -> Any:

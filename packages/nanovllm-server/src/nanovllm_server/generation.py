@@ -6,10 +6,10 @@ whatever reason, aborts every sequence. This room must not know HTTP or JSON.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from nanovllm_core import Engine, EngineDeadError, Request, RequestOutput
+from nanovllm_core.engine.streams import Backlog
 from nanovllm_server.choice import Choice
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.response import Delta, Usage
@@ -21,14 +21,14 @@ class Mailbox:
     """Outputs that nobody has read yet, by choice. One reader, who sleeps while there are none."""
 
     def __init__(self, num_choices: int):
-        self._outputs: list[list[RequestOutput]] = [[] for _ in range(num_choices)]
+        self._backlogs = [Backlog() for _ in range(num_choices)]
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._filled = False
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Leave an output of choice `index`."""
-        self._outputs[index].append(output)
+        self._backlogs[index].add(output)
         self._filled = True
         self.wake()
 
@@ -42,8 +42,8 @@ class Mailbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[list[RequestOutput]] | None:
-        """Everything there is, by choice; None when woken for nothing."""
+    async def take(self) -> list[RequestOutput | None] | None:
+        """Everything there is, joined by choice; None when woken for nothing."""
         if not self._filled and self._failure is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -51,9 +51,24 @@ class Mailbox:
             raise self._failure
         if not self._filled:
             return None
-        outputs, self._outputs = self._outputs, [[] for _ in self._outputs]
         self._filled = False
-        return outputs
+        return [backlog.take() for backlog in self._backlogs]
+
+
+class Slot:
+    """Where the engine leaves the outputs of one choice."""
+
+    def __init__(self, mailbox: Mailbox, index: int):
+        self._mailbox = mailbox
+        self._index = index
+
+    def put(self, output: RequestOutput) -> None:
+        """Take an output."""
+        self._mailbox.put(self._index, output)
+
+    def fail(self, reason: str) -> None:
+        """Learn that the engine died."""
+        self._mailbox.fail(EngineDeadError(reason))
 
 
 class Generation:
@@ -89,42 +104,41 @@ class Generation:
         Ends when every choice has. Raises EngineDeadError, and whatever `fail` was given.
         """
         loop = asyncio.get_running_loop()
-        pumps = [
-            loop.create_task(self._pump(index, request), name=f"pump-{request.id}")
-            for index, request in enumerate(self._requests)
-        ]
+        closers: list[Callable[[], None]] = []
         ticker = loop.create_task(self._tick(idle_s))
         try:
-            while any(choice.finish_reason is None for choice in self._choices):
+            for index, request in enumerate(self._requests):
+                closers.append(self._engine.open(request, Slot(self._mailbox, index)))
+            unfinished = len(self._choices)
+            while unfinished:
                 outputs = await self._mailbox.take()
                 if outputs is None:
                     yield []
                     continue
-                deltas = [
-                    delta
-                    for index, new in enumerate(outputs)
-                    if new and (delta := self._take(index, new, pumps[index]))
-                ]
+                deltas: list[Delta] = []
+                for index, output in enumerate(outputs):
+                    if output is None or self._choices[index].finish_reason is not None:
+                        continue
+                    delta = self._take(index, output)
+                    if delta is not None:
+                        deltas.append(delta)
+                    if self._choices[index].finish_reason is not None:
+                        unfinished -= 1
+                        # It may have been a stop string; the engine need not go on until the other choices end.
+                        closers[index]()
                 if deltas:
                     yield deltas
         finally:
-            for task in (ticker, *pumps):
-                task.cancel()
-            # The engine hears of the abort before anyone hears of the end.
-            await asyncio.wait((ticker, *pumps))
+            ticker.cancel()
+            for close in closers:
+                close()
             self._count()
 
-    def _take(self, index: int, outputs: list[RequestOutput], pump: asyncio.Task[None]) -> Delta | None:
-        choice = self._choices[index]
-        if choice.finish_reason is not None:
-            return None
+    def _take(self, index: int, output: RequestOutput) -> Delta | None:
         if index == 0:
-            self._cached_tokens = outputs[-1].num_cached_tokens
-        self._observe(index, sum(len(output.new_token_ids) for output in outputs))
-        delta = choice.take(outputs)
-        if choice.finish_reason is not None:
-            pump.cancel()
-        return delta
+            self._cached_tokens = output.num_cached_tokens
+        self._observe(index, len(output.new_token_ids))
+        return self._choices[index].take(output)
 
     def _observe(self, index: int, num_tokens: int) -> None:
         if not num_tokens:
@@ -139,22 +153,10 @@ class Generation:
 
     def _count(self) -> None:
         for request, choice, reason in zip(self._requests, self._choices, self.finish_reasons, strict=True):
-            self._metrics.finished[reason] += 1
+            self._metrics.finished.count(reason)
             self._metrics.e2e_latency.observe_since(request.arrival_time)
             self._metrics.prompt_tokens.observe(request.num_prompt_tokens)
             self._metrics.generation_tokens.observe(choice.num_tokens)
-
-    async def _pump(self, index: int, request: Request) -> None:
-        try:
-            async with aclosing(self._engine.generate(request)) as outputs:
-                async for output in outputs:
-                    self._mailbox.put(index, output)
-                    if output.finish_reason is not None:
-                        return
-            raise EngineDeadError(self._engine.dead or "the engine ended a request without a reason")
-        except Exception as error:  # noqa: BLE001
-            # Not lost: the reader raises it.
-            self._mailbox.fail(error)
 
     async def _tick(self, idle_s: float) -> None:
         while True:

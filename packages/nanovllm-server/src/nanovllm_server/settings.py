@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import orjson
 
@@ -11,8 +11,7 @@ from nanovllm_core.request import RequestError, SamplingParams
 from nanovllm_server.observability.logs import LogFormat
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import SamplingDefaults
-
-LoadFormat = Literal["auto", "dummy"]
+from nanovllm_server.recipe import DType, LoadFormat
 
 
 class SettingsError(ValueError):
@@ -24,7 +23,8 @@ class Settings:
     """Everything that the command line says.
 
     model: a checkpoint directory or file; None for the model that comes with the project. names: under which requests
-    may ask for it; None for its own. max_queue: sequences that may wait beyond those that the engine runs at once.
+    may ask for it; None for its own. http_workers: processes that serve HTTP. max_queue: sequences that may wait beyond
+    those that the engine runs at once. dtype: of the model; None for the checkpoint's own, `engine` leaves it open.
     """
 
     model: Path | None
@@ -32,7 +32,9 @@ class Settings:
     port: int
     names: tuple[str, ...] | None
     api_key: str | None
+    http_workers: int
     load_format: LoadFormat
+    dtype: DType | None
     chat_template: Path | None
     max_queue: int
     log_format: LogFormat
@@ -48,7 +50,7 @@ def read_template(path: Path) -> str:
         raise SettingsError(f"can't read the chat template {path}: {error}") from error
 
 
-def sampling_defaults(model: Path, vocab_size: int) -> SamplingDefaults:
+def sampling_defaults(model: Path) -> SamplingDefaults:
     """The defaults that `generation_config.json` in the model's directory advises. Raises SettingsError."""
     path = model / "generation_config.json"
     if not path.is_file():
@@ -83,7 +85,7 @@ def sampling_defaults(model: Path, vocab_size: int) -> SamplingDefaults:
             top_k=defaults.top_k,
             min_p=defaults.min_p,
             repetition_penalty=defaults.repetition_penalty,
-        ).validate(vocab_size)
+        ).validate(vocab_size=0)  # it names no tokens
     except RequestError as error:
         raise SettingsError(f"{path}: {error}") from error
     return defaults

@@ -1,6 +1,6 @@
 """An answer as server-sent events. This room must not know the engine or the web framework."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import orjson
@@ -15,6 +15,8 @@ from nanovllm_server.protocol.response import Delta, Envelope, finish_choice, ro
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+# Stands for the choice in a chunk that is cut in two. No text can look like it: its quotes would be escaped.
+MARK: JSON = ["nanovllm"]
 
 
 def event(body: JSON) -> bytes:
@@ -35,13 +37,18 @@ class ChatStream:
         self._generation = generation
         self._include_usage = include_usage
         self._started: set[int] = set()
+        # All chunks but the last are the same around their one choice, and there is one for about every token.
+        whole = event(envelope.chunk([MARK], None, with_usage=include_usage))
+        self._head, self._tail = whole.split(orjson.dumps(MARK))
 
     async def events(self, exchange: Exchange, logger: Logger) -> AsyncIterator[bytes]:
         """Everything up to [DONE], in as few pieces as there were waits. A failure becomes an event, never silence."""
         try:
-            async with aclosing(self._chunks()) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            async with aclosing(self._generation.deltas()) as batches:
+                async for deltas in batches:
+                    yield b"".join([self._events(delta) for delta in deltas]) if deltas else KEEP_ALIVE
+            if self._include_usage:
+                yield event(self._envelope.chunk([], self._generation.usage.body(), with_usage=True))
         except ApiError as error:
             logger.warning("stream failed", request_id=exchange.request_id, reason=error.message)
             yield error_event(error)
@@ -53,14 +60,9 @@ class ChatStream:
             yield error_event(internal_error(exchange.request_id))
         yield DONE
 
-    async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._generation.deltas()) as batches:
-            async for deltas in batches:
-                yield b"".join(self._events(delta) for delta in deltas) if deltas else KEEP_ALIVE
-        if self._include_usage:
-            yield event(self._envelope.chunk([], self._generation.usage.body(), with_usage=True))
-
     def _events(self, delta: Delta) -> bytes:
+        if delta.text and delta.finish_reason is None and delta.index in self._started:
+            return self._event(text_choice(delta))
         choices: list[JSON] = []
         if delta.index not in self._started:
             self._started.add(delta.index)
@@ -69,6 +71,7 @@ class ChatStream:
             choices.append(text_choice(delta))
         if delta.finish_reason is not None:
             choices.append(finish_choice(delta))
-        return b"".join(
-            event(self._envelope.chunk([choice], None, with_usage=self._include_usage)) for choice in choices
-        )
+        return b"".join(map(self._event, choices))
+
+    def _event(self, choice: JSON) -> bytes:
+        return self._head + orjson.dumps(choice) + self._tail

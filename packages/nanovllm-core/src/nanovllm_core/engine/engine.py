@@ -6,13 +6,13 @@ This room must not know how a request travels; the subclasses do.
 import itertools
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 import msgspec
 
 from nanovllm_core.engine.status import EngineDeadError, EngineInfo, EngineStats
-from nanovllm_core.engine.streams import RequestStreams
+from nanovllm_core.engine.streams import OutputStream, RequestStreams, Sink
 from nanovllm_core.request import Request, RequestError, RequestOutput
 
 
@@ -56,32 +56,45 @@ class Engine(ABC):
         """Refuse a request that this engine could never serve. Raises RequestError, which names the field."""
         check_request(request, self.info)
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Serve one request and yield what each step makes; the last output has a finish_reason.
+    def open(self, request: Request, sink: Sink) -> Callable[[], None]:
+        """Serve one request: `sink` gets what each step makes, under a key of this engine's own.
 
-        Closing the generator early aborts the request. Raises RequestError, and EngineDeadError when the engine has
-        died or dies meanwhile.
+        Returns what must be called at the end, early or not, and ends the request if it still runs; calling it again
+        does nothing. Raises RequestError, and EngineDeadError when the engine has died.
         """
         self.check(request)
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         if request.id in self._live:
             raise RequestError("request_id", f"request id {request.id!r} is in use: choose another")
-        self._live.add(request.id)
         key = next(self._keys)
-        stream = self._streams.open(key)
+
+        def close() -> None:
+            self._live.discard(request.id)
+            if self._streams.close(key) and self.dead is None:
+                self._abort(key)
+
+        self._submit(replace(request, id=key, token_ids=list(request.token_ids)))
+        self._live.add(request.id)
+        self._streams.open(key, sink)
+        return close
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Serve one request and yield what each step makes; the last output has a finish_reason.
+
+        Closing the generator early aborts the request. Raises RequestError, and EngineDeadError when the engine has
+        died or dies meanwhile.
+        """
+        stream = OutputStream()
+        close = self.open(request, stream)
         finished = False
         try:
-            self._submit(replace(request, id=key, token_ids=list(request.token_ids)))
             while not finished:
                 output = await stream.get()
                 finished = output.finish_reason is not None
                 yield msgspec.structs.replace(output, id=request.id)
         finally:
-            self._live.discard(request.id)
-            self._streams.close(key)
-            if not finished and self.dead is None:
-                self._abort(key)
+            close()
 
     @abstractmethod
     async def stop(self) -> None:

@@ -1,7 +1,8 @@
 """The engine in a process of its own: a loop, and a socket that brings its requests and takes its outputs away.
 
-It ends when told to, when its loop fails, or when the process that started it is gone. This room must not know what a
-client does with the outputs.
+Any number of clients may join it. It ends when told to, when its loop fails, or when the process that started it is
+gone. This room must not know what a client does with the outputs. Imports no torch before the process is there, as
+those that start it need none.
 """
 
 import asyncio
@@ -10,47 +11,62 @@ import gc
 import logging
 import multiprocessing
 import signal
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import zmq
 import zmq.asyncio
 
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
-from nanovllm_core.engine.async_engine import build_loop
-from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.status import EngineStats
-from nanovllm_core.model import ModelSpec
 from nanovllm_core.request import RequestOutput
+
+if TYPE_CHECKING:
+    from nanovllm_core.engine.loop import EngineLoop
+    from nanovllm_core.model import ModelSpec
+
+# How old a client's idea of the engine may get while others are served.
+STATS_SECONDS = 0.1
+
+Recipe = Callable[[], tuple["ModelSpec", EngineConfig]]
 
 _log = logging.getLogger(__name__)
 
 
-def main(spec: ModelSpec, config: EngineConfig, address: str) -> None:
-    """Run an engine behind the ZeroMQ `address`, which this process binds, until it is over."""
-    # Ctrl-C reaches the whole foreground group; the parent decides when this process ends.
+def main(recipe: Recipe, endpoint: str, lifeline: Connection) -> None:
+    """Run what `recipe` makes behind the ZeroMQ `endpoint`, which this process binds, until it is over.
+
+    lifeline: held open as long as this process lives; at its other end one sees it end.
+    """
+    # They reach the whole foreground group or service; the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(spec, config, address))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with lifeline, contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(_serve(recipe, endpoint))
 
 
-async def _serve(spec: ModelSpec, config: EngineConfig, address: str) -> None:
+async def _serve(recipe: Recipe, endpoint: str) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
-        # A message is dropped, never blocked on, when its client has gone; while it is there nothing may be.
+        # Nothing may be dropped or blocked on while a client is there; when it has gone, sending to it is an error.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.bind(address)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(endpoint)
         _stop_with_parent(asyncio.current_task())
         try:
-            engine = await build_loop(spec, config)
-        except Exception as error:  # noqa: BLE001 (told to the client, who raises it)
+            from nanovllm_core.engine.async_engine import build_loop
+
+            engine = await build_loop(*recipe())
+        except Exception as error:  # noqa: BLE001 (told to the clients, who raise it)
             expected = isinstance(error, ValueError)
             if not expected:
                 _log.exception("the engine could not start")
-            client, _ = await socket.recv_multipart()
-            await socket.send_multipart([client, wire.encode(wire.Failed(_one_line(error), expected))])
+            await _tell_all(socket, wire.Failed(_one_line(error), expected))
             return
         # What start-up made stays; a collection need not look at it again.
         gc.collect()
@@ -71,6 +87,17 @@ def _stop_with_parent(task: "asyncio.Task[None] | None") -> None:
     loop.add_reader(sentinel, stop)
 
 
+async def _tell_all(socket: zmq.asyncio.Socket, message: wire.ToClient) -> None:
+    """Send `message` to the first client, waiting for it, and to all others that are there by then."""
+    payload = wire.encode(message)
+    while True:
+        client, _ = await socket.recv_multipart()
+        with contextlib.suppress(zmq.ZMQError):
+            await socket.send_multipart([client, payload])
+        if not await socket.poll(0):
+            return
+
+
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
@@ -79,11 +106,12 @@ def _one_line(error: Exception) -> str:
 class EngineServer:
     """Connects a loop to its clients. Each request's outputs go to the client that sent it."""
 
-    def __init__(self, engine: EngineLoop, socket: zmq.asyncio.Socket):
+    def __init__(self, engine: "EngineLoop", socket: zmq.asyncio.Socket):
         self._engine = engine
         self._socket = socket
         self._owners: dict[str, bytes] = {}
-        self._clients: set[bytes] = set()
+        # When each client was last sent something.
+        self._clients: dict[bytes, float] = {}
 
     async def run(self) -> None:
         """Serve until a client says Stop or the loop fails."""
@@ -94,7 +122,7 @@ class EngineServer:
             await self._engine.run(self._emit)
         except Exception as error:  # noqa: BLE001 (told to the clients, who raise it)
             _log.exception("the engine failed")
-            for client in self._clients:
+            for client in tuple(self._clients):
                 self._send(client, wire.Dead(f"the engine failed: {_one_line(error)}"))
         if receiver.done():
             receiver.result()
@@ -106,7 +134,6 @@ class EngineServer:
             message: wire.ToEngine = wire.decode_to_engine(payload)
             match message:
                 case wire.Hello():
-                    self._clients.add(client)
                     self._send(client, wire.Ready(self._engine.info))
                 case wire.Submit():
                     self._owners[message.id] = client
@@ -126,9 +153,24 @@ class EngineServer:
             by_client[client].append(output)
             if output.finish_reason is not None:
                 del self._owners[output.id]
-        for client in self._clients:
-            self._send(client, wire.Step(by_client[client], stats))
+        # Whoever has nothing in this step hears now and then how things stand, and once everything is at rest.
+        now = time.monotonic()
+        at_rest = not (stats.num_requests_running or stats.num_requests_waiting)
+        for client, last in tuple(self._clients.items()):
+            if client in by_client or at_rest or now - last > STATS_SECONDS:
+                self._send(client, wire.Step(by_client[client], stats))
 
     def _send(self, client: bytes, message: wire.ToClient) -> None:
-        # The high-water mark is off, so this queues at once; the future only reports that.
-        self._socket.send_multipart([client, wire.encode(message)])
+        self._clients[client] = time.monotonic()
+        # The high-water mark is off, so this is done at once, or has failed.
+        sent = asyncio.ensure_future(self._socket.send_multipart([client, wire.encode(message)]))
+        if sent.done() and isinstance(error := sent.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+            self._forget(client)
+
+    def _forget(self, client: bytes) -> None:
+        """End everything that a client wanted that is gone."""
+        del self._clients[client]
+        orphans = [key for key, owner in self._owners.items() if owner == client]
+        for key in orphans:
+            del self._owners[key]
+            self._engine.abort(key)

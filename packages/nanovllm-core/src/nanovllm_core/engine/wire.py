@@ -1,7 +1,8 @@
 """What engine and client say to each other: msgspec structs as MessagePack over ZeroMQ.
 
-Client to engine: Submit, Abort, Stop. Engine to client: Ready or Failed once, then one Step for every step that has
-something for that client, and Dead when the loop fails. This room must not know who listens.
+Client to engine: Hello once, then Submit and Abort; Stop from the one that owns the engine. Engine to client: Ready or
+Failed once, then one Step for every step that has something for that client (and now and then an empty one), and Dead
+when the loop fails. This room must not know who listens.
 """
 
 import msgspec

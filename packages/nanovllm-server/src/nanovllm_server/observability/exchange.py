@@ -7,7 +7,6 @@ or left by the client (status 499). This room must not know routes or requests.
 import asyncio
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
@@ -51,13 +50,12 @@ class Exchange:
 
 
 class ExchangeLayer:
-    """Wraps an ASGI application. `paths` are the ones counted by name; others are counted together."""
+    """Wraps an ASGI application. `count` gets the path and the status of every exchange that has ended."""
 
-    def __init__(self, app: ASGIFramework, logger: Logger, counts: Counter[tuple[str, int]], paths: frozenset[str]):
+    def __init__(self, app: ASGIFramework, logger: Logger, count: Callable[[str, int], None]):
         self._app = app
         self._logger = logger
-        self._counts = counts
-        self._paths = paths
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         """One exchange; anything but HTTP passes through."""
@@ -92,8 +90,7 @@ class ExchangeLayer:
 
     def _note(self, scope: HTTPScope, exchange: Exchange) -> None:
         status = exchange.status if exchange.answered and exchange.status is not None else CLIENT_LEFT
-        path = exchange.path if exchange.path in self._paths else "other"
-        self._counts[path, status] += 1
+        self._count(exchange.path, status)
         log = self._logger.debug if exchange.path in QUIET_PATHS else self._logger.info
         log(
             "request",

@@ -1,20 +1,20 @@
-"""Prometheus metrics: the engine's own numbers, read when somebody scrapes, and latencies observed in this process.
+"""Prometheus metrics: the engine's own numbers, read when somebody scrapes, and latencies observed by the workers.
 
-Names follow the field's usage, so that dashboards made for other servers need only the prefix changed. This room must
-not know HTTP frameworks; it hands out text.
+Whichever worker is asked answers for all. Names follow the field's usage, so that dashboards made for other servers
+need only the prefix changed. This room must not know HTTP frameworks; it hands out text.
 """
 
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from nanovllm_core.engine.status import EngineStats
+from nanovllm_server.shared import Sheet, Tally
 
 PREFIX = "nanovllm:"
 
@@ -25,49 +25,64 @@ QUEUE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
+# Paths are counted by name if the server has them, and together otherwise.
+PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/chat/completions")
+OTHER_PATH = "other"
+STATUSES = range(100, 600)
+
+
 class Histogram:
     """Counts of observations by upper bound. Cheap enough to be fed once a token; only for one thread."""
 
-    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]):
+    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], sheet: Sheet):
         self.name = name
         self.help_text = help_text
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        # The last of them is the sum.
+        self._cells = sheet.claim(len(bounds) + 2)
+        self._sum = len(bounds) + 1
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value`, `times` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        self._cells.add(bisect_left(self._bounds, value), times)
+        self._cells.add(self._sum, value * times)
 
     def observe_since(self, start: float) -> None:
         """Count the seconds from `start`, a time of `time.monotonic`, until now."""
         self.observe(time.monotonic() - start)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulated counts by upper bound, and the sum of what was observed."""
+        """Cumulated counts by upper bound, and the sum of what was observed; over all workers."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True)), self._sum
+        counts = accumulate(map(self._cells.total, range(len(bounds))))
+        return list(zip(bounds, counts, strict=True)), self._cells.total(self._sum)
 
 
 class Metrics(Collector):
     """All metrics of one server. `stats` gives the engine's latest numbers; `model` labels everything."""
 
-    def __init__(self, model: str, stats: Callable[[], EngineStats]):
+    def __init__(self, model: str, stats: Callable[[], EngineStats], sheet: Sheet):
+        def histogram(name: str, help_text: str, bounds: tuple[float, ...]) -> Histogram:
+            return Histogram(name, help_text, bounds, sheet)
+
         self._model = model
         self._stats = stats
-        self.time_to_first_token = Histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_S)
-        self.inter_token_latency = Histogram("inter_token_latency_seconds", "From one token to the next.", ITL_S)
-        self.e2e_latency = Histogram("e2e_request_latency_seconds", "From arrival to the last token.", E2E_S)
-        self.queue_time = Histogram(
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_S)
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "From one token to the next.", ITL_S)
+        self.e2e_latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.", E2E_S)
+        self.queue_time = histogram(
             "request_queue_time_seconds", "From arrival until the engine has the request.", QUEUE_S
         )
-        self.prompt_tokens = Histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKENS)
-        self.generation_tokens = Histogram("request_generation_tokens", "Tokens of a request's output.", TOKENS)
-        self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})
-        self.http: Counter[tuple[str, int]] = Counter()
+        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKENS)
+        self.generation_tokens = histogram("request_generation_tokens", "Tokens of a request's output.", TOKENS)
+        self.finished: Tally[str] = Tally(sheet, ("stop", "length", "abort"))
+        self.http = Tally(sheet, tuple(product((*PATHS, OTHER_PATH), STATUSES)))
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def count_http(self, path: str, status: int) -> None:
+        """Count an HTTP exchange."""
+        self.http.count((path if path in PATHS else OTHER_PATH, status))
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
@@ -98,7 +113,8 @@ class Metrics(Collector):
             PREFIX + "http_requests", "HTTP exchanges; status 499: the client left.", labels=["path", "status"]
         )
         for (path, status), count in self.http.items():
-            http.add_metric([path, str(status)], count)
+            if count:
+                http.add_metric([path, str(status)], count)
         yield http
 
     def _engine(self) -> Iterator[Metric]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from nanovllm_server import __version__
 from nanovllm_server.protocol.json import JSON
 
@@ -16,8 +18,7 @@ SYSTEM_FINGERPRINT = f"nanovllm-async-{__version__}"
 Finish = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What became known of one choice at once. A finish reason comes with the last one.
 
     logprobs: OpenAI's objects, one a token, when asked for. stop_reason: the stop string or stop token id that ended

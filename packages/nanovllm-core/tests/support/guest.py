@@ -1,0 +1,21 @@
+"""A process that joins an engine and never leaves of its own accord. On the path, as it must be imported there."""
+
+import asyncio
+from multiprocessing.connection import Connection
+
+from nanovllm_core import EngineAddress, EngineClient, Request, SamplingParams
+
+
+def occupy(address: EngineAddress, report: Connection) -> None:
+    """Begin three long requests, report it, and read no further."""
+
+    async def main() -> None:
+        engine = await EngineClient.connect(address)
+        sampling = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+        streams = [engine.generate(Request(f"r{index}", [index, 2], sampling)) for index in range(3)]
+        for stream in streams:
+            await anext(stream)
+        report.send(len(streams))
+        await asyncio.sleep(3600)
+
+    asyncio.run(main())

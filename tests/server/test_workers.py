@@ -1,0 +1,189 @@
+"""Two processes serve HTTP in front of one engine, and nobody can tell but by their number."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+FLAGS = (
+    "--http-workers",
+    "2",
+    "--max-model-len",
+    "1024",
+    "--cpu-cache-gib",
+    "0.05",
+    "--dtype",
+    "float32",
+    "--served-model-name",
+    "tiny",
+)
+
+
+@pytest.fixture(scope="module")
+def pair(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS, "--max-num-seqs", "4", "--max-queue", "20") as server:
+        assert len(server.worker_pids()) == 2
+        yield server
+
+
+def client(server):
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60)
+
+
+async def ask(server, **fields):
+    """On a connection of its own, so that either worker may get it."""
+    async with client(server) as sdk:
+        return await sdk.chat.completions.create(
+            **{"model": "tiny", "messages": MESSAGES, "temperature": 0, "extra_body": {"ignore_eos": True}} | fields
+        )
+
+
+async def read_stream(server, number, max_tokens):
+    async with client(server) as sdk:
+        chunks = await sdk.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": f"Tell me of {number}."}],
+            temperature=0,
+            max_tokens=max_tokens,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+
+def get(server, path):
+    try:
+        with urllib.request.urlopen(f"{server.url}{path}") as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def value(server, name):
+    return float(re.search(rf"^nanovllm:{name}(?:{{[^}}]*}})? (\S+)$", get(server, "/metrics")[1], re.MULTILINE)[1])
+
+
+async def test_many_clients(pair):
+    texts = await asyncio.gather(*(read_stream(pair, number, 20) for number in range(16)))
+    for number in (0, 7, 15):
+        answer = await ask(pair, max_tokens=20, messages=[{"role": "user", "content": f"Tell me of {number}."}])
+        assert answer.choices[0].message.content == texts[number]
+    # Each scrape is a connection of its own; whoever answers, answers for both.
+    names = ("request_generation_tokens_sum", 'request_success_total{finished_reason="length",model_name="tiny"}')
+    for _ in range(8):
+        text = get(pair, "/metrics")[1]
+        assert f'{names[0]}{{model_name="tiny"}} {19 * 20}.0' in text
+        assert f"{names[1]} 19.0" in text
+        assert 'generation_tokens_total{model_name="tiny"} 380.0' in text
+
+
+async def test_the_queue_is_one(pair):
+    streams = [asyncio.create_task(read_stream(pair, number, 600)) for number in range(24)]
+    async with asyncio.timeout(20):
+        while value(pair, "num_requests_running") + value(pair, "num_requests_waiting") < 24:
+            await asyncio.sleep(0.01)
+    for _ in range(6):
+        with pytest.raises(openai.RateLimitError, match="24 sequences of at most 24"):
+            await ask(pair)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.wait(streams)
+    async with asyncio.timeout(20):
+        while value(pair, "num_requests_running") + value(pair, "num_requests_waiting"):
+            await asyncio.sleep(0.05)
+    for _ in range(6):
+        assert (await ask(pair, max_tokens=1)).usage.completion_tokens == 1
+
+
+async def test_a_dead_worker_is_replaced(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--log-format", "json") as server:
+        streams = [asyncio.create_task(read_stream(server, number, 900)) for number in range(8)]
+        async with asyncio.timeout(20):
+            while value(server, "num_requests_running") < 8:
+                await asyncio.sleep(0.01)
+        victim, other = server.worker_pids()
+        os.kill(victim, signal.SIGKILL)
+        ended = await asyncio.gather(*streams, return_exceptions=True)
+        lost = [error for error in ended if isinstance(error, Exception)]
+        # What the other worker had went on to its end.
+        assert len(lost) < 8
+        assert all(isinstance(error, openai.APIError | OSError) or "peer closed" in str(error) for error in lost)
+        async with asyncio.timeout(30):
+            while not (len(pids := server.worker_pids()) == 2 and value(server, "num_requests_running") == 0):
+                await asyncio.sleep(0.05)
+        assert other in pids
+        assert victim not in pids
+        # Whichever worker has the connection: the replaced one's waits for the new one.
+        for _ in range(8):
+            assert (await ask(server, max_tokens=2)).usage.completion_tokens == 2
+        assert value(server, "kv_cache_usage_perc") == 0
+        assert server.stop() == 0
+    lines = [json.loads(line) for line in server.errors if line.startswith("{")]
+    assert [line["exit_code"] for line in lines if line["event"] == "HTTP worker died"] == [-9]
+
+
+async def test_both_drain(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8") as server:
+        streams = [asyncio.create_task(read_stream(server, number, 900)) for number in range(8)]
+        async with asyncio.timeout(20):
+            while value(server, "num_requests_running") < 8:
+                await asyncio.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        # A service manager may signal every process of the service: only the first one's decision counts.
+        for pid in (*server.worker_pids(), server.engine_pid()):
+            os.kill(pid, signal.SIGTERM)
+        async with asyncio.timeout(5):
+            while get(server, "/health")[0] == 200:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert [get(server, "/health")[0] for _ in range(6)] == [503] * 6
+        texts = await asyncio.gather(*streams)
+        assert all(texts)
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+    assert not any("Traceback" in line for line in server.errors)
+
+
+def test_a_second_server_is_refused_at_once(pair, tiny_model):
+    """Though sockets that share a port would let it in."""
+    port = pair.url.rpartition(":")[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm_server", str(tiny_model), "--port", port, "--http-workers", "2"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "in use" in done.stderr
+
+
+async def test_nobody_outlives_the_parent(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS) as server:
+        pids = [*server.worker_pids(), server.engine_pid()]
+        server.process.kill()
+        async with asyncio.timeout(10):
+            while any(alive(pid) for pid in pids):
+                await asyncio.sleep(0.05)
+    assert not any("Traceback" in line for line in server.errors)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
