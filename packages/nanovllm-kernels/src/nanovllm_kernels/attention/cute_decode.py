@@ -14,7 +14,8 @@ from cutlass import BFloat16, Float16, Float32, Int32, cute
 from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
-from nanovllm_kernels.attention.cute_kernel import TILE_ROWS, DecodeKernel, Tiling
+from nanovllm_kernels.attention.cute_kernel import DecodeKernel
+from nanovllm_kernels.attention.cute_tile import TILE_ROWS, Shape, Tiling
 from nanovllm_kernels.platform import describe
 
 HOPPER = (9, 0)
@@ -82,7 +83,7 @@ def paged_decode(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     dtype = DTYPES[q.dtype]
     tiling = TILINGS[head_dim]
-    launch = compile_decode(dtype, head_dim, num_heads // num_kv_heads, page_size, tiling)
+    launch = compile_decode(Shape(dtype, head_dim, num_heads // num_kv_heads, page_size, tiling))
     launch(
         _pointer(dtype, q, 4),
         _pointer(dtype, kv_cache, 128),
@@ -105,23 +106,23 @@ def paged_decode(
 
 
 @functools.cache
-def compile_decode(dtype, head_dim: int, group: int, page_size: int, tiling: Tiling, arch: str | None = None):
+def compile_decode(shape: Shape, arch: str | None = None):
     """The compiled kernel, for the GPU at hand or for `arch` ("sm_90a"), which needs none."""
     pointers = [
         make_ptr(kind, 0, cute.AddressSpace.gmem, assumed_align=align)
         for kind, align in (
-            (dtype, 4),
-            (dtype, 128),
+            (shape.dtype, 4),
+            (shape.dtype, 128),
             (Int32, 4),
             (Int32, 4),
-            (dtype, 16),
+            (shape.dtype, 16),
             (Float32, 16),
             (Float32, 8),
             (Int32, 4),
         )
     ]
     return cute.compile(
-        DecodeKernel(dtype, head_dim, group, page_size, tiling),
+        DecodeKernel(shape),
         *pointers,
         *[Int32(0)] * 6,
         Float32(0.0),

@@ -1,7 +1,7 @@
 """The instructions under the CuTe DSL decode kernel, by name.
 
 This room must not know attention. Fragments are those of PTX's `mma.m16n8k16`: of an accumulator, lane l holds rows
-l // 4 and l // 4 + 8 at columns 2 (l % 4) and the next. Addresses of shared memory are Int32, of global memory pointers.
+l // 4 and l // 4 + 8 at columns 2 (l % 4) and the next. Shared memory is addressed by Int32, global memory by pointers.
 """
 
 from cutlass import BFloat16, Float32, Int32
@@ -73,6 +73,13 @@ def store_global(pointer, values):
     arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values])
 
 
+def load_pair_global(pointer):
+    """Two Float32 at a multiple of 8 bytes."""
+    return arch.inline_ptx(
+        "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[pointer]
+    )
+
+
 def store_pair_global(pointer, low, high):
-    """Two Int32 to a multiple of 8 bytes."""
+    """Two numbers of 4 bytes to a multiple of 8 bytes."""
     arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[pointer, low, high])
