@@ -1,7 +1,7 @@
-"""Paged decode on Hopper through the CuTe DSL kernel of `cute_kernel`: which shapes it takes, its workspace, its launch.
+"""Paged decode on Hopper through the CuTe DSL kernel of `cute_kernel`: the shapes it takes, its workspace, its launch.
 
-The grid follows from the device and the number of key-value heads alone, and the lengths are read on the device, so that
-one CUDA graph serves any of them. Importing this imports CUTLASS (the extra `cutedsl`), which takes seconds.
+The grid follows from the device and the number of key-value heads alone, and the lengths are read on the device, so
+that one CUDA graph serves any of them. Importing this imports CUTLASS (the extra `cutedsl`), which takes seconds.
 """
 
 import functools
@@ -15,26 +15,22 @@ from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
 from nanovllm_kernels.attention.cute_kernel import DecodeKernel
-from nanovllm_kernels.attention.cute_tile import TILE_ROWS, Shape, Tiling
+from nanovllm_kernels.attention.cute_merge import num_slots
+from nanovllm_kernels.attention.cute_tile import TILE_ROWS, Shape
 from nanovllm_kernels.platform import describe
 
 HOPPER = (9, 0)
+LOG2_E = math.log2(math.e)
 PAGE_SIZES = (16, 32, 64)
 DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
-# Keyed by head size.
-TILINGS = {
-    64: Tiling(step=16, warps=4, stages=6, ctas_per_sm=2),
-    128: Tiling(step=16, warps=4, stages=3, ctas_per_sm=2),
-    256: Tiling(step=16, warps=4, stages=3, ctas_per_sm=1),
-}
-LOG2_E = math.log2(math.e)
+# Warps and stages by head size: about 192 KiB of rings. Of those measured on an H200 the best, by up to 10%.
+RINGS = {64: (16, 3), 128: (8, 3), 256: (6, 2)}
 
 
 class Workspace(NamedTuple):
-    """What `paged_decode` writes between its CTAs. Not to be shared by launches that may run at the same time.
+    """What `paged_decode` writes between its CTAs: see `cute_merge.Exchange`. The counters are zero between launches.
 
-    partial: float32, unscaled outputs of the two requests that a share may hold a part of. stats: float32, the greatest
-    score and the sum of weights of each of their rows. counters: int32 [requests * Hkv], zero before and after a launch.
+    Launches that may run at the same time must not share one.
     """
 
     partial: Tensor
@@ -43,10 +39,10 @@ class Workspace(NamedTuple):
 
 
 def can_decode(head_dim: int, group: int, page_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `paged_decode` has a kernel for these heads, pages and numbers, `group` query heads to a key-value head."""
+    """Whether `paged_decode` has a kernel for heads of `head_dim`, `group` query heads to a key-value head."""
     return (
         describe(device).capability == HOPPER
-        and head_dim in TILINGS
+        and head_dim in RINGS
         and 1 <= group <= TILE_ROWS
         and page_size in PAGE_SIZES
         and dtype in DTYPES
@@ -56,34 +52,42 @@ def can_decode(head_dim: int, group: int, page_size: int, dtype: torch.dtype, de
 def make_workspace(
     max_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> Workspace:
-    """A workspace for batches of at most `max_requests`, a few megabytes."""
-    rows = 2 * num_heads * _num_parts(num_kv_heads, TILINGS[head_dim], device)
+    """A workspace for batches of at most `max_requests`: a few megabytes, whatever the lengths."""
+    of_parts, of_groups = num_slots(_num_parts(num_kv_heads, device))
+    rows = (of_parts + of_groups) * num_heads
     return Workspace(
         partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
         stats=torch.empty(rows * 2, dtype=torch.float32, device=device),
-        counters=torch.zeros(max_requests * num_kv_heads, dtype=torch.int32, device=device),
+        counters=torch.zeros((of_groups + max_requests) * num_kv_heads, dtype=torch.int32, device=device),
     )
 
 
 def paged_decode(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, workspace: Workspace
-) -> Tensor:
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    workspace: Workspace,
+    out: Tensor,
+) -> None:
     """Grouped-query attention (Ainslie et al. 2023) of one query a request, over its own pages.
 
-    q: [B, Hq, D], float16 or bfloat16, the heads of a token next to each other. kv_cache: contiguous [N, P, 2 * Hkv, D]
-        of the same dtype, of each slot the heads of the key, then those of the value, this step's already written.
-    block_tables: int32 [B, max_blocks], rows contiguous; entries beyond a request's length are not read. seq_lens: int32
-        [B]; a request of no tokens gets zeros. scale: positive. workspace: see `make_workspace`.
-    Returns contiguous [B, Hq, D]. For shapes that `can_decode` refuses the behaviour is undefined. The first call for
-    a kind of shape compiles, which a stream capture does not allow.
+    q: [>= B, Hq, D], float16 or bfloat16, query b of request b, the heads of a token next to each other.
+    kv_cache: contiguous [N, P, 2 * Hkv, D] of the same dtype: in each slot the key heads, then the value heads; this
+        step's already written.
+    block_tables: int32 [B, max_blocks], rows contiguous; entries beyond a request's length are not read.
+    seq_lens: int32 [B], tokens of each request; one without any gets zeros. scale: positive.
+    workspace: see `make_workspace`. out: contiguous [>= B, Hq, D] in the dtype of q, written for the B requests.
+
+    What `can_decode` refuses must not be given. The first call for a kind of shape compiles, for about a second, and
+    can't be captured.
     """
-    num_reqs, num_heads, head_dim = q.shape
-    num_blocks, page_size, twice_kv_heads, _ = kv_cache.shape
-    num_kv_heads = twice_kv_heads // 2
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    num_heads, head_dim = q.shape[1:]
+    num_blocks, page_size, num_cached, _ = kv_cache.shape
+    num_kv_heads = num_cached // 2
     dtype = DTYPES[q.dtype]
-    tiling = TILINGS[head_dim]
-    launch = compile_decode(Shape(dtype, head_dim, num_heads // num_kv_heads, page_size, tiling))
+    launch = compile_decode(Shape(dtype, head_dim, num_heads // num_kv_heads, page_size, *RINGS[head_dim]))
     launch(
         _pointer(dtype, q, 4),
         _pointer(dtype, kv_cache, 128),
@@ -93,47 +97,30 @@ def paged_decode(
         _pointer(Float32, workspace.partial, 16),
         _pointer(Float32, workspace.stats, 8),
         _pointer(Int32, workspace.counters, 4),
-        num_reqs,
+        seq_lens.shape[0],
         num_blocks * page_size,
         num_kv_heads,
         q.stride(0),
         block_tables.stride(0),
-        _num_parts(num_kv_heads, tiling, q.device),
+        _num_parts(num_kv_heads, q.device),
         scale * LOG2_E,
         cuda.CUstream(torch.cuda.current_stream(q.device).cuda_stream),
     )
-    return out
 
 
 @functools.cache
-def compile_decode(shape: Shape, arch: str | None = None):
-    """The compiled kernel, for the GPU at hand or for `arch` ("sm_90a"), which needs none."""
-    pointers = [
-        make_ptr(kind, 0, cute.AddressSpace.gmem, assumed_align=align)
-        for kind, align in (
-            (shape.dtype, 4),
-            (shape.dtype, 128),
-            (Int32, 4),
-            (Int32, 4),
-            (shape.dtype, 16),
-            (Float32, 16),
-            (Float32, 8),
-            (Int32, 4),
-        )
-    ]
-    return cute.compile(
-        DecodeKernel(shape),
-        *pointers,
-        *[Int32(0)] * 6,
-        Float32(0.0),
-        cuda.CUstream(0),
-        options=f"--gpu-arch {arch}" if arch else "",
-    )
+def compile_decode(shape: Shape, options: str = ""):
+    """The compiled kernel; `options` are the compiler's, as "--gpu-arch sm_90a", with which it needs no GPU."""
+    kinds = [(shape.dtype, 4), (shape.dtype, 128), (Int32, 4), (Int32, 4), (shape.dtype, 16)]
+    kinds += [(Float32, 16), (Float32, 8), (Int32, 4)]
+    pointers = [make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align) for dtype, align in kinds]
+    numbers = [Int32(0)] * 6
+    return cute.compile(DecodeKernel(shape), *pointers, *numbers, Float32(0.0), cuda.CUstream(0), options=options)
 
 
-def _num_parts(num_kv_heads: int, tiling: Tiling, device: torch.device) -> int:
-    """Into how many shares the work of a key-value head is cut: all CTAs of a launch run at once."""
-    return max(1, describe(device).num_sms * tiling.ctas_per_sm // num_kv_heads)
+def _num_parts(num_kv_heads: int, device: torch.device) -> int:
+    """Into how many parts the work of a key-value head is cut: a CTA for each SM, so that all run at once."""
+    return max(1, describe(device).num_sms // num_kv_heads)
 
 
 def _pointer(dtype, tensor: Tensor, align: int):

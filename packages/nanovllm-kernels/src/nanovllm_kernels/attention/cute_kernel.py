@@ -1,12 +1,14 @@
-"""The CuTe DSL kernel of paged decode: one query a request, keys and values brought in by the tensor memory accelerator.
+"""The CuTe DSL kernel of paged decode: one query a request, keys and values brought in by the bulk copy engine (TMA).
 
-A step is the work of one warp at once: consecutive tokens of one page, keys and values of one head, which one bulk tensor
-copy brings into a slot of the warp's own ring in shared memory. All steps of the batch, request after request, are cut
-into equal parts, one for each CTA of a key-value head (Osama et al. 2023); the cut depends on nothing but the lengths,
-which every CTA reads. Its warps take the part's steps in turn and meet only where a request ends.
+A step is the work of one warp at once: 16 consecutive tokens of one page, keys and values of one head, which one bulk
+tensor copy brings into a slot of the warp's own ring in shared memory. All steps of the batch, request after request,
+are cut into equal parts, one for each CTA of a key-value head (Osama et al. 2023); the cut depends on nothing but the
+lengths, which every CTA reads. Its warps take the part's steps in turn and meet only where a request ends.
 
 This room must not know torch.
 """
+
+from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -16,7 +18,28 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from nanovllm_kernels.attention.cute_merge import Exchange, clear_empty, finish
-from nanovllm_kernels.attention.cute_tile import ROW_DIM, TILE_ROWS, WARP, Shape, attend, load_queries
+from nanovllm_kernels.attention.cute_tile import ROW_DIM, STEP, TILE_ROWS, WARP, Shape, attend, load_queries
+
+STEP_SHIFT = STEP.bit_length() - 1
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What a warp brings keys and values in with.
+
+    boxes: the head's part of the cache, in steps. slots, arrived: the CTA's rings and their barriers, counted in steps;
+    the warp's begin at first_slot. end: the first step that is not the CTA's.
+    """
+
+    load: cute.CopyAtom
+    boxes: cute.Tensor
+    slots: cute.Tensor
+    arrived: cute.Pointer
+    first_slot: Int32
+    tables: cute.Tensor
+    table_stride: Int32
+    lengths: cute.Tensor
+    end: Int32
 
 
 class DecodeKernel:
@@ -24,7 +47,7 @@ class DecodeKernel:
 
     def __init__(self, shape: Shape):
         self.shape = shape
-        self.steps_per_page = shape.page_size // shape.tiling.step
+        self.page_shift = (shape.page_size // STEP).bit_length() - 1
 
     @cute.jit
     def __call__(
@@ -47,27 +70,23 @@ class DecodeKernel:
         stream: cuda.CUstream,
     ):
         """Launch a CTA for each key-value head and part."""
-        shape, tiling = self.shape, self.shape.tiling
+        shape = self.shape
+        head, heads = shape.head_dim, num_kv_heads * shape.head_dim
+        # Token, number (in rows of shared memory), key or value, head.
         cache = cute.make_tensor(
             kv_cache,
             cute.make_layout(
                 (num_slots, (ROW_DIM, shape.halves), 2, num_kv_heads),
-                stride=(
-                    2 * num_kv_heads * shape.head_dim,
-                    (1, ROW_DIM),
-                    num_kv_heads * shape.head_dim,
-                    shape.head_dim,
-                ),
+                stride=(2 * heads, (1, ROW_DIM), heads, head),
             ),
         )
         swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, shape.dtype)
-        slots = tiling.stages * tiling.warps
-        ring = cute.tile_to_shape(swizzled, (tiling.step, shape.head_dim, 2, slots), order=(0, 1, 2, 3))
+        ring = cute.tile_to_shape(swizzled, (STEP, head, 2, shape.stages * shape.warps), order=(0, 1, 2, 3))
         load, cache = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             cache,
             cute.select(ring, mode=[0, 1, 2]),
-            (tiling.step, (ROW_DIM, shape.halves), 2),
+            (STEP, (ROW_DIM, shape.halves), 2),
         )
         self.kernel(
             load,
@@ -88,9 +107,8 @@ class DecodeKernel:
             scale_log2,
         ).launch(
             grid=[num_kv_heads, num_parts, 1],
-            block=[tiling.warps * WARP, 1, 1],
-            min_blocks_per_mp=tiling.ctas_per_sm,
-            preferred_smem_carveout=100,
+            block=[shape.warps * WARP, 1, 1],
+            min_blocks_per_mp=1,
             stream=stream,
         )
 
@@ -116,67 +134,47 @@ class DecodeKernel:
     ):
         """One part of the steps of one key-value head. Grid: key-value heads x parts."""
         shape = self.shape
-        step_size, warps, stages = shape.tiling.step, shape.tiling.warps, shape.tiling.stages
         kv_head, part, _ = arch.block_idx()
         warp = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
 
         smem = SmemAllocator()
         ring = smem.allocate_tensor(shape.dtype, ring_layout.outer, 1024, ring_layout.inner)
-        arrived = smem.allocate_array(Int64, warps * stages)
+        arrived = smem.allocate_array(Int64, shape.warps * shape.stages)
         to = Exchange(
             out,
             partial,
             stats,
             counters,
+            num_parts,
             num_kv_heads,
             kv_head,
-            row_stats=smem.allocate_tensor(Float32, cute.make_layout(warps * 2 * TILE_ROWS)),
-            places=smem.allocate_tensor(Int32, cute.make_layout(warps + 1)),
+            row_stats=smem.allocate_tensor(Float32, cute.make_layout(shape.warps * 2 * TILE_ROWS)),
+            places=smem.allocate_tensor(Int32, cute.make_layout(shape.warps + 1)),
             thread=arch.thread_idx()[0],
             warp=warp,
             lane=lane,
         )
-        boxes = cute.local_tile(cache, (step_size, (ROW_DIM, shape.halves), 2), (None, 0, 0, kv_head))
+        boxes = cute.local_tile(cache, (STEP, (ROW_DIM, shape.halves), 2), (None, 0, 0, kv_head))
         slots, boxes = cpasync.tma_partition(
             load, 0, cute.make_layout(1), cute.group_modes(ring, 0, 3), cute.group_modes(boxes, 0, 3)
         )
-        first_slot = warp * stages
-        base = Int32(ring.iterator.toint())
-        if warp == 0:
-            cpasync.prefetch_descriptor(load)
-        with arch.elect_one():
-            for stage in cutlass.range_constexpr(stages):
-                arch.mbarrier_init(arrived + first_slot + stage, 1)
-            arch.mbarrier_init_fence()
-        arch.sync_warp()
+        ring_base = Int32(ring.iterator.toint())
+        first_slot = warp * shape.stages
+        self.open_ring(load, arrived, first_slot, warp)
 
         part_size, begin, end, request, start, stop = self.find_part(lengths, num_reqs, num_parts, part, lane)
-
-        # Fill the ring but for one slot. All look-ups of pages come first, so that they are on their way together.
-        next_step, next_request, next_start, next_stop = begin + warp, request, start, stop
-        coords = []
-        for _ in cutlass.range_constexpr(stages):
-            coord = Int32(0)
-            if next_step < end:
-                next_request, next_start, next_stop = self.seek(lengths, next_step, next_request, next_start, next_stop)
-                coord = self.look_up(tables, next_request * table_stride, next_step - next_start)
-            coords.append(coord)
-            next_step += warps
-        for stage in cutlass.range_constexpr(stages - 1):
-            if begin + warp + stage * warps < end:
-                self.issue(load, boxes, slots, arrived, first_slot + stage, coords[stage])
-        next_coord = coords[stages - 1]
-        next_step -= warps
-
-        clear_empty(shape, to, lengths, num_reqs, part, num_parts)
+        supply = Supply(load, boxes, slots, arrived, first_slot, tables, table_stride, lengths, end)
+        step = begin + warp
+        ahead = self.fill_ring(supply, step, request, start, stop)
+        next_coord, next_step, next_request, next_start, next_stop = ahead
+        clear_empty(shape, to, lengths, num_reqs, part)
 
         queries = cute.make_rmem_tensor(shape.head_dim // 4, Int32)
         acc = cute.make_rmem_tensor(shape.head_dim // 2, Float32)
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
-        slot, spare, phase = first_slot, first_slot + (stages - 1), Int32(0)
-        step = begin + warp
+        slot, spare, phase = first_slot, first_slot + (shape.stages - 1), Int32(0)
         position = begin
         while position < end:
             until = cutlass.min(stop, end)
@@ -187,49 +185,40 @@ class DecodeKernel:
                 row_sum.fill(0.0)
                 row_max.fill(-Float32.inf)
                 while step < until:
-                    if next_step < end:
-                        self.issue(load, boxes, slots, arrived, spare, next_coord)
-                        next_step += warps
-                        if next_step < end:
-                            next_request, next_start, next_stop = self.seek(
-                                lengths, next_step, next_request, next_start, next_stop
-                            )
-                            next_coord = self.look_up(tables, next_request * table_stride, next_step - next_start)
-                    arch.mbarrier_wait(arrived + slot, phase)
-                    left = length - (step - start) * step_size
-                    attend(
-                        shape, queries, acc, row_max, row_sum, base + slot * shape.slot_bytes, left, lane, scale_log2
+                    # The slot of the step before is free.
+                    next_coord, next_step, next_request, next_start, next_stop = self.refill(
+                        supply, spare, next_coord, next_step, next_request, next_start, next_stop
                     )
+                    arch.mbarrier_wait(arrived + slot, phase)
+                    base, left = ring_base + slot * shape.slot_bytes, length - (step - start) * STEP
+                    attend(shape, queries, acc, row_max, row_sum, base, left, lane, scale_log2)
                     arch.sync_warp()
                     spare = slot
                     slot += 1
-                    if slot == first_slot + stages:
+                    if slot == first_slot + shape.stages:
                         slot = first_slot
                         phase ^= 1
-                    step += warps
-                finish(
-                    shape,
-                    to,
-                    acc,
-                    row_max,
-                    row_sum,
-                    base + spare * shape.slot_bytes,
-                    request,
-                    position == start,
-                    until == stop,
-                    part,
-                    start // part_size,
-                    (stop - 1) // part_size,
-                )
+                    step += shape.warps
+                whole = position == start and until == stop
+                first_part, last_part = start // part_size, (stop - 1) // part_size
+                spare_base = ring_base + spare * shape.slot_bytes
+                finish(shape, to, acc, row_max, row_sum, spare_base, request, whole, part, first_part, last_part)
             position = until
             if position < end:
                 request += 1
                 start = stop
                 stop += self.num_steps(lengths[request])
 
-    def num_steps(self, length):
-        """Steps of a request of `length` tokens."""
-        return (length + (self.shape.tiling.step - 1)) >> (self.shape.tiling.step.bit_length() - 1)
+    @cute.jit
+    def open_ring(self, load: cute.CopyAtom, arrived: cute.Pointer, first_slot: Int32, warp: Int32):
+        """Set up the warp's barriers."""
+        if warp == 0:
+            cpasync.prefetch_descriptor(load)
+        with arch.elect_one():
+            for stage in cutlass.range_constexpr(self.shape.stages):
+                arch.mbarrier_init(arrived + first_slot + stage, 1)
+            arch.mbarrier_init_fence()
+        arch.sync_warp()
 
     @cute.jit
     def find_part(self, lengths: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
@@ -247,7 +236,7 @@ class DecodeKernel:
             last += below * Int32(lane >= 1 << i)
         total = arch.shuffle_sync(last, WARP - 1)
         # Below a step a warp a part would cost more to merge than it gains.
-        size = cutlass.max((total + num_parts - 1) // num_parts, Int32(self.shape.tiling.warps))
+        size = cutlass.max((total + num_parts - 1) // num_parts, Int32(self.shape.warps))
         begin = part * size
         end = cutlass.min(begin + size, total)
         owner = cutlass.min(arch.popc(arch.vote_ballot_sync(last <= begin)), Int32(WARP - 1))
@@ -260,6 +249,43 @@ class DecodeKernel:
         return size, begin, end, request, start, stop
 
     @cute.jit
+    def fill_ring(self, supply: cutlass.Constexpr, step: Int32, request: Int32, start: Int32, stop: Int32):
+        """Fill the warp's ring but for one slot, from its first step on. Returns what `refill` goes on from."""
+        # All look-ups of pages first, so that they are on their way together.
+        stages = self.shape.stages
+        coords = []
+        for stage in cutlass.range_constexpr(stages):
+            coord = Int32(0)
+            if step + stage * self.shape.warps < supply.end:
+                request, start, stop = self.seek(supply.lengths, step + stage * self.shape.warps, request, start, stop)
+                coord = self.look_up(supply, request, step + stage * self.shape.warps - start)
+            coords.append(coord)
+        for stage in cutlass.range_constexpr(stages - 1):
+            if step + stage * self.shape.warps < supply.end:
+                self.issue(supply, supply.first_slot + stage, coords[stage])
+        return coords[stages - 1], step + (stages - 1) * self.shape.warps, request, start, stop
+
+    @cute.jit
+    def refill(
+        self,
+        supply: cutlass.Constexpr,
+        slot: Int32,
+        coord: Int32,
+        step: Int32,
+        request: Int32,
+        start: Int32,
+        stop: Int32,
+    ):
+        """Start the copy of `step`, at `coord` in the cache, into `slot`, and look up the warp's next."""
+        if step < supply.end:
+            self.issue(supply, slot, coord)
+            step += self.shape.warps
+            if step < supply.end:
+                request, start, stop = self.seek(supply.lengths, step, request, start, stop)
+                coord = self.look_up(supply, request, step - start)
+        return coord, step, request, start, stop
+
+    @cute.jit
     def seek(self, lengths: cute.Tensor, step: Int32, request: Int32, start: Int32, stop: Int32):
         """The request that `step` belongs to, its first step and the next one's, from those of an earlier request."""
         while step >= stop:
@@ -268,13 +294,18 @@ class DecodeKernel:
             stop += self.num_steps(lengths[request])
         return request, start, stop
 
-    def look_up(self, tables, row, index):
-        """Where in the cache, counted in steps, step `index` of the request with table `row` lies."""
-        page = tables[row + (index >> (self.steps_per_page.bit_length() - 1))]
-        return page * self.steps_per_page + (index & (self.steps_per_page - 1))
+    def num_steps(self, length):
+        """Steps of a request of `length` tokens."""
+        return (length + (STEP - 1)) >> STEP_SHIFT
 
-    def issue(self, load, boxes, slots, arrived, slot, coord):
-        """Start the copy of one step into `slot`."""
+    def look_up(self, supply, request, index):
+        """Where in the cache, counted in steps, step `index` of a request lies."""
+        page = supply.tables[request * supply.table_stride + (index >> self.page_shift)]
+        return (page << self.page_shift) + (index & ((1 << self.page_shift) - 1))
+
+    def issue(self, supply, slot, coord):
+        """Start a copy."""
+        barrier = supply.arrived + slot
         with arch.elect_one():
-            arch.mbarrier_arrive_and_expect_tx(arrived + slot, self.shape.slot_bytes)
-        cute.copy(load, boxes[(None, coord)], slots[(None, slot)], tma_bar_ptr=arrived + slot)
+            arch.mbarrier_arrive_and_expect_tx(barrier, self.shape.slot_bytes)
+        cute.copy(supply.load, supply.boxes[(None, coord)], supply.slots[(None, slot)], tma_bar_ptr=barrier)

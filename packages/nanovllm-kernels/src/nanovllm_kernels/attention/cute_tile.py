@@ -12,32 +12,29 @@ from cutlass.cute import arch
 
 from nanovllm_kernels.attention import cute_warp
 
+WARP = 32
+# Tokens a warp takes at once: as many as the smallest page and one multiplication by the values hold.
+STEP = 16
 TILE_ROWS = 16
 # What a row of shared memory holds of a head under the 128-byte swizzle, in 16-bit numbers.
 ROW_DIM = 64
 ROW_BYTES = 2 * ROW_DIM
-WARP = 32
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """step: tokens a warp takes at once, a divisor of the page size. stages: slots of a warp's ring."""
-
-    step: int
-    warps: int
-    stages: int
-    ctas_per_sm: int
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All that a kernel is compiled for. dtype: CUTLASS's. group: query heads to a key-value head, at most 16."""
+    """All that a kernel is compiled for.
+
+    dtype: CUTLASS's. group: query heads to a key-value head, at most 16. warps of a CTA, each with a ring of `stages`
+    steps in shared memory; a CTA fills an SM.
+    """
 
     dtype: type
     head_dim: int
     group: int
     page_size: int
-    tiling: Tiling
+    warps: int
+    stages: int
 
     @property
     def halves(self) -> int:
@@ -46,17 +43,17 @@ class Shape:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a step's keys, hence where its values begin: first all tokens' first halves, then the second."""
-        return self.tiling.step * self.head_dim * 2
+        """Bytes of a step's keys, hence where its values begin: all tokens' first rows, then their next."""
+        return STEP * self.head_dim * 2
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a step's keys and values. 16 rows of float32 accumulators fit in."""
+        """Bytes of a step's keys and values, and also of a tile's accumulators in float32."""
         return 2 * self.value_bytes
 
     @property
     def lane_rows(self) -> int:
-        """Rows of a tile that a lane holds; where the group is small the second of them is empty."""
+        """Rows of a tile that a lane works on; where the group is small the second of them is empty."""
         return 1 if self.group <= TILE_ROWS // 2 else 2
 
 
@@ -87,60 +84,52 @@ def attend(
     scale_log2: Float32,
 ):
     """Fold the step at shared address `base`, of which `left` tokens are the request's, into the running softmax."""
-    step = shape.tiling.step
-    scores = cute.make_rmem_tensor(step // 2, Float32)
-    # Lane l gives row l % 16 of a block of 16 tokens, and of each two chunks of 8 numbers the one numbered l // 16.
-    # Chunk c of row r lies at c ^ (r % 8).
+    scores = cute.make_rmem_tensor(STEP // 2, Float32)
+    # Lane l gives token l % 16's row, and of each two chunks of 8 numbers the one numbered l // 16. Chunk c of row r
+    # lies at c ^ (r % 8).
     row = lane & 15
     chunk = row * ROW_BYTES + (((lane >> 4) ^ (row & 7)) << 4)
     places = [base + (chunk ^ (32 * i)) for i in range(4)]
-    if left < step:
-        _clear_values(shape, base, left, lane)
-    for block in cutlass.range_constexpr(step // 16):
-        _multiply_keys(shape, queries, scores, places, block)
-    if left < step:
-        for i in cutlass.range_constexpr(step // 2):
+    if left < STEP:
+        _clear_values(shape, base + shape.value_bytes, left, lane)
+    _multiply_keys(shape, queries, scores, places)
+    if left < STEP:
+        for i in cutlass.range_constexpr(STEP // 2):
             if (i // 4) * 8 + (lane & 3) * 2 + i % 2 >= left:
                 scores[i] = -Float32.inf
     for half in cutlass.range_constexpr(shape.lane_rows):
         _update_softmax(shape, scores, acc, row_max, row_sum, half, scale_log2)
-    for block in cutlass.range_constexpr(step // 16):
-        _multiply_values(shape, scores, acc, places, block)
+    _multiply_values(shape, scores, acc, places)
 
 
 @cute.jit
-def _clear_values(shape: cutlass.Constexpr, base: Int32, left: Int32, lane: Int32):
+def _clear_values(shape: cutlass.Constexpr, values: Int32, left: Int32, lane: Int32):
     """Zero the values beyond the request's: they may be NaN, which a weight of zero would not cancel."""
     for i in cutlass.range_constexpr(shape.value_bytes // 16 // WARP):
         unit = lane + WARP * i
-        if (unit // (ROW_BYTES // 16)) % shape.tiling.step >= left:
-            cute_warp.clear_shared(base + shape.value_bytes + unit * 16)
+        if (unit >> 3) & (STEP - 1) >= left:
+            cute_warp.clear_shared(values + unit * 16)
     # The slot is filled by the asynchronous proxy next.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_warp()
 
 
-def _block_offset(shape, k: int, block: int) -> int:
-    """Where chunks 2k and 2k + 1 of 16 tokens lie, but for the lane's place and the swizzle."""
-    return (k // 4) * shape.tiling.step * ROW_BYTES + block * 16 * ROW_BYTES
-
-
-def _multiply_keys(shape, queries, scores, places, block: int):
-    """Scores of 16 tokens: two tiles of 8 next to each other."""
+def _multiply_keys(shape, queries, scores, places):
+    """Scores of the step: two tiles of 8 tokens next to each other."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for k in range(shape.head_dim // 16):
-        keys = cute_warp.load_matrices(places[k % 4] + _block_offset(shape, k, block), transpose=False)
+        keys = cute_warp.load_matrices(places[k % 4] + (k // 4) * STEP * ROW_BYTES, transpose=False)
         query = [queries[4 * k + i] for i in range(4)]
         low = cute_warp.multiply_add(shape.dtype, query, (keys[0], keys[2]), low)
         high = cute_warp.multiply_add(shape.dtype, query, (keys[1], keys[3]), high)
     for i in range(4):
-        scores[8 * block + i] = low[i]
-        scores[8 * block + 4 + i] = high[i]
+        scores[i] = low[i]
+        scores[4 + i] = high[i]
 
 
 def _update_softmax(shape, scores, acc, row_max, row_sum, half: int, scale_log2):
     """Turn the scores of one of a lane's rows into weights, and rescale what was summed before."""
-    mine = [i for i in range(shape.tiling.step // 2) if i % 4 // 2 == half]
+    mine = [i for i in range(STEP // 2) if i % 4 // 2 == half]
     best = scores[mine[0]]
     for i in mine[1:]:
         best = arch.fmax(best, scores[i])
@@ -159,20 +148,19 @@ def _update_softmax(shape, scores, acc, row_max, row_sum, half: int, scale_log2)
             acc[4 * tile + 2 * half + i] = acc[4 * tile + 2 * half + i] * rescale
 
 
-def _multiply_values(shape, scores, acc, places, block: int):
-    """Add the values of 16 tokens, weighted. The scores' layout is that of A fragments already."""
+def _multiply_values(shape, scores, acc, places):
+    """Add the step's values, weighted. The weights lie as A fragments want them already."""
     weights = [Int32(0)] * 4
     for i in range(2):
         for half in range(shape.lane_rows):
-            at = 8 * block + 4 * i + 2 * half
+            at = 4 * i + 2 * half
             weights[2 * i + half] = cute_warp.pack(shape.dtype, scores[at], scores[at + 1])
     for k in range(shape.head_dim // 16):
-        offset = shape.value_bytes + _block_offset(shape, k, block)
-        values = cute_warp.load_matrices(places[k % 4] + offset, transpose=True)
+        place = places[k % 4] + (shape.value_bytes + (k // 4) * STEP * ROW_BYTES)
+        values = cute_warp.load_matrices(place, transpose=True)
         for i in range(2):
             tile = 8 * k + 4 * i
-            added = cute_warp.multiply_add(
-                shape.dtype, weights, values[2 * i : 2 * i + 2], [acc[tile + j] for j in range(4)]
-            )
+            sums = [acc[tile + j] for j in range(4)]
+            sums = cute_warp.multiply_add(shape.dtype, weights, values[2 * i : 2 * i + 2], sums)
             for j in range(4):
-                acc[tile + j] = added[j]
+                acc[tile + j] = sums[j]
