@@ -110,6 +110,8 @@ class DecodeKernel:
             block=[shape.warps * WARP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            # Its CTAs set up while those of the kernel before end.
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -162,6 +164,9 @@ class DecodeKernel:
         ring_base = Int32(ring.iterator.toint())
         first_slot = warp * shape.stages
         self.open_ring(load, arrived, first_slot, warp)
+        arch.griddepcontrol_launch_dependents()
+        # Nothing in global memory is touched before this.
+        arch.griddepcontrol_wait()
 
         part_size, begin, end, request, start, stop = self.find_part(lengths, num_reqs, num_parts, part, lane)
         supply = Supply(load, boxes, slots, arrived, first_slot, tables, table_stride, lengths, end)
