@@ -123,11 +123,9 @@ def cute_decode(batch: int, context: int, page_size: int) -> Work:
     """The same by the CuTe DSL."""
     from nanovllm_kernels.attention.cute_decode import make_workspace, paged_decode
 
-    workspace = make_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, torch.device("cuda", 0))
-
     def make(_: int) -> Callable[[], object]:
         q, kv_cache, tables, seq_lens = decode_inputs(batch, context, page_size)
-        out = torch.empty_like(q)
+        out, workspace = torch.empty_like(q), make_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
         return lambda: paged_decode(q, kv_cache, tables, seq_lens, HEAD_DIM**-0.5, workspace, out)
 
     cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
