@@ -1,5 +1,6 @@
-"""Every Triton kernel compiles for Hopper, on a machine with no GPU, and fits into its shared memory."""
+"""Every kernel compiles for Hopper, on a machine with no GPU, and fits into its shared memory."""
 
+import importlib.util
 import os
 
 import pytest
@@ -162,3 +163,24 @@ def test_plan_of_units():
     types = {name: INT32 for name in kernel.arg_names if name.endswith("_ptr")}
     sizes = {"BLOCK_SIZE": 64, "MIN_UNIT": 128, "PADDED_REQS": 256, "PADDED_UNITS": 512}
     compile_kernel(kernel, types, sizes, num_warps=4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("group", "page_size"), [(1, 16), (8, 32), (16, 64)])
+@pytest.mark.parametrize("dtype", ["BFloat16", "Float16"])
+def test_cute_decode(head_dim, group, page_size, dtype, tmp_path):
+    import cutlass
+
+    from nanovllm_kernels.attention import cute_decode
+    from nanovllm_kernels.attention.cute_tile import Shape
+
+    shape = Shape(getattr(cutlass, dtype), head_dim, group, page_size, *cute_decode.RINGS[head_dim])
+    # Rings, barriers, the warps' statistics and where they are, each rounded up; the first KiB is the system's.
+    assert shape.warps * (shape.stages * (shape.slot_bytes + 8) + 128 + 4) + 256 <= SHARED_MEMORY - 1024
+    compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
+    assert compiled.__cubin__
+    ptx = compiled.__ptx__
+    assert ".target sm_90a" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx

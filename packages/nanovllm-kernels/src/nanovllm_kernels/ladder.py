@@ -8,6 +8,7 @@ counts once.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -86,16 +87,21 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=DTYPE)
 
 
-def decode(batch: int, context: int, page_size: int) -> Work:
-    """One query a request over `context` tokens, pages in random order."""
+def decode_inputs(batch: int, context: int, page_size: int) -> tuple[torch.Tensor, ...]:
+    """(queries, cache, tables, lengths) of one query a request over `context` tokens, pages in random order."""
     width = context // page_size
     num_blocks = batch * width + 1
+    kv_cache = random(num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
+    tables = (torch.randperm(num_blocks - 1, device="cuda") + 1).view(batch, width).int()
+    seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    return random(batch, NUM_HEADS, HEAD_DIM), kv_cache, tables, seq_lens
+
+
+def decode(batch: int, context: int, page_size: int) -> Work:
+    """Decode attention by Triton."""
 
     def make(_: int) -> Callable[[], object]:
-        kv_cache = random(num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
-        tables = (torch.randperm(num_blocks - 1, device="cuda") + 1).view(batch, width).int()
-        q = random(batch, NUM_HEADS, HEAD_DIM)
-        seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+        q, kv_cache, tables, seq_lens = decode_inputs(batch, context, page_size)
         starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
         planned = plan_batch(
             tables,
@@ -111,6 +117,19 @@ def decode(batch: int, context: int, page_size: int) -> Work:
 
     cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
     return Work(f"decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+
+
+def cute_decode(batch: int, context: int, page_size: int) -> Work:
+    """The same by the CuTe DSL."""
+    from nanovllm_kernels.attention.cute_decode import make_workspace, paged_decode
+
+    def make(_: int) -> Callable[[], object]:
+        q, kv_cache, tables, seq_lens = decode_inputs(batch, context, page_size)
+        out, workspace = torch.empty_like(q), make_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
+        return lambda: paged_decode(q, kv_cache, tables, seq_lens, HEAD_DIM**-0.5, workspace, out)
+
+    cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
+    return Work(f"CuTe decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
 
 
 def prefill(batch: int, length: int) -> Work:
@@ -211,10 +230,14 @@ def copy_ceiling() -> Work:
 def ladder() -> Iterator[Work]:
     """All the work, smallest inputs first within a family."""
     yield copy_ceiling()
+    capability = describe(torch.device("cuda", 0)).capability
+    with_cute = capability == (9, 0) and importlib.util.find_spec("cutlass") is not None
     for page_size in (16, 64):
         for batch in (1, 8, 64, 256):
             for context in (512, 2048, 8192, 32768):
                 yield decode(batch, context, page_size)
+                if with_cute:
+                    yield cute_decode(batch, context, page_size)
     yield prefill(4, 2048)
     yield prefill(1, 8192)
     for num_tokens in (256, 8192):

@@ -1,0 +1,127 @@
+"""Paged decode on Hopper through the CuTe DSL kernel of `cute_kernel`: the shapes it takes, its workspace, its launch.
+
+The grid follows from the device and the number of key-value heads alone, and the lengths are read on the device, so
+that one CUDA graph serves any of them. Importing this imports CUTLASS (the extra `cutedsl`), which takes seconds.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import torch
+from cutlass import BFloat16, Float16, Float32, Int32, cute
+from cutlass.cute.runtime import make_ptr
+from torch import Tensor
+
+from nanovllm_kernels.attention.cute_kernel import DecodeKernel
+from nanovllm_kernels.attention.cute_merge import num_slots
+from nanovllm_kernels.attention.cute_tile import TILE_ROWS, Shape
+from nanovllm_kernels.platform import describe
+
+HOPPER = (9, 0)
+LOG2_E = math.log2(math.e)
+PAGE_SIZES = (16, 32, 64)
+DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
+# Warps and stages by head size: about 192 KiB of rings. Of those measured on an H200 the best, by up to 10%.
+RINGS = {64: (16, 3), 128: (8, 3), 256: (6, 2)}
+
+
+class Workspace(NamedTuple):
+    """What `paged_decode` writes between its CTAs: see `cute_merge.Exchange`. The counters are zero between launches.
+
+    Launches that may run at the same time must not share one.
+    """
+
+    partial: Tensor
+    stats: Tensor
+    counters: Tensor
+
+
+def can_decode(head_dim: int, group: int, page_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `paged_decode` has a kernel for heads of `head_dim`, `group` query heads to a key-value head."""
+    return (
+        describe(device).capability == HOPPER
+        and head_dim in RINGS
+        and 1 <= group <= TILE_ROWS
+        and page_size in PAGE_SIZES
+        and dtype in DTYPES
+    )
+
+
+def make_workspace(
+    max_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> Workspace:
+    """A workspace for batches of at most `max_requests`: a few megabytes, whatever the lengths."""
+    of_parts, of_groups = num_slots(_num_parts(num_kv_heads, device))
+    rows = (of_parts + of_groups) * num_heads
+    return Workspace(
+        partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
+        stats=torch.empty(rows * 2, dtype=torch.float32, device=device),
+        counters=torch.zeros((of_groups + max_requests) * num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def paged_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    workspace: Workspace,
+    out: Tensor,
+) -> None:
+    """Grouped-query attention (Ainslie et al. 2023) of one query a request, over its own pages.
+
+    q: [>= B, Hq, D], float16 or bfloat16, query b of request b, the heads of a token next to each other.
+    kv_cache: contiguous [N, P, 2 * Hkv, D] of the same dtype: in each slot the key heads, then the value heads; this
+        step's already written.
+    block_tables: int32 [B, max_blocks], rows contiguous; entries beyond a request's length are not read.
+    seq_lens: int32 [B], tokens of each request; one without any gets zeros. scale: positive.
+    workspace: see `make_workspace`. out: contiguous [>= B, Hq, D] in the dtype of q, written for the B requests.
+
+    What `can_decode` refuses must not be given. The first call for a kind of shape compiles, for about a second, and
+    can't be captured.
+    """
+    num_heads, head_dim = q.shape[1:]
+    num_blocks, page_size, num_cached, _ = kv_cache.shape
+    num_kv_heads = num_cached // 2
+    dtype = DTYPES[q.dtype]
+    launch = compile_decode(Shape(dtype, head_dim, num_heads // num_kv_heads, page_size, *RINGS[head_dim]))
+    launch(
+        _pointer(dtype, q, 4),
+        _pointer(dtype, kv_cache, 128),
+        _pointer(Int32, block_tables, 4),
+        _pointer(Int32, seq_lens, 4),
+        _pointer(dtype, out, 16),
+        _pointer(Float32, workspace.partial, 16),
+        _pointer(Float32, workspace.stats, 8),
+        _pointer(Int32, workspace.counters, 4),
+        seq_lens.shape[0],
+        num_blocks * page_size,
+        num_kv_heads,
+        q.stride(0),
+        block_tables.stride(0),
+        _num_parts(num_kv_heads, q.device),
+        scale * LOG2_E,
+        cuda.CUstream(torch.cuda.current_stream(q.device).cuda_stream),
+    )
+
+
+@functools.cache
+def compile_decode(shape: Shape, options: str = ""):
+    """The compiled kernel; `options` are the compiler's, as "--gpu-arch sm_90a", with which it needs no GPU."""
+    kinds = [(shape.dtype, 4), (shape.dtype, 128), (Int32, 4), (Int32, 4), (shape.dtype, 16)]
+    kinds += [(Float32, 16), (Float32, 8), (Int32, 4)]
+    pointers = [make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align) for dtype, align in kinds]
+    numbers = [Int32(0)] * 6
+    return cute.compile(DecodeKernel(shape), *pointers, *numbers, Float32(0.0), cuda.CUstream(0), options=options)
+
+
+def _num_parts(num_kv_heads: int, device: torch.device) -> int:
+    """Into how many parts the work of a key-value head is cut: a CTA for each SM, so that all run at once."""
+    return max(1, describe(device).num_sms // num_kv_heads)
+
+
+def _pointer(dtype, tensor: Tensor, align: int):
+    return make_ptr(dtype, tensor.data_ptr(), cute.AddressSpace.gmem, assumed_align=align)

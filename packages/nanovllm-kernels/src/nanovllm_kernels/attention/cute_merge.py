@@ -1,0 +1,266 @@
+"""How results meet in the CuTe DSL decode kernel: of a CTA's warps, and of the CTAs that hold parts of one request.
+
+Merging weighs partial results by the share of the softmax that each saw (Dao et al. 2023). A CTA that is done with its
+part of a request counts itself; the last one merges, and sets the counter back, so that a graph can be replayed. Of a
+request with many parts, groups of neighbouring ones are merged first.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute import arch
+
+from nanovllm_kernels.attention import cute_warp
+from nanovllm_kernels.attention.cute_tile import TILE_ROWS, WARP
+
+# Partial results that are on their way at once, and parts that merge in groups.
+MERGE = 8
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Where a CTA's results go.
+
+    out: [B, Hq, D]. partial: float32 [slots, Hkv, group, D]; stats: float32 [slots, Hkv, group, 2], the greatest score
+    and the sum of weights of each row. Slots 2p and 2p + 1 are for the request that part p ends, or only continues, and
+    for the one that it begins; slots 2 * num_parts + 2g + (0 or 1) likewise for groups of MERGE parts.
+    counters: int32, (slots of groups + B) * Hkv. row_stats, places: shared, float32 [warps, 2, 16], int32 [warps + 1].
+    """
+
+    out: cute.Pointer
+    partial: cute.Pointer
+    stats: cute.Pointer
+    counters: cute.Pointer
+    num_parts: Int32
+    num_kv_heads: Int32
+    kv_head: Int32
+    row_stats: cute.Tensor
+    places: cute.Tensor
+    thread: Int32
+    warp: Int32
+    lane: Int32
+
+
+def num_slots(num_parts: int) -> tuple[int, int]:
+    """(slots of parts, slots of groups of parts)."""
+    return 2 * num_parts, 2 * -(-num_parts // MERGE)
+
+
+@cute.jit
+def clear_empty(shape: cutlass.Constexpr, to: cutlass.Constexpr, lengths: cute.Tensor, num_reqs: Int32, part: Int32):
+    """Zero the outputs of requests without tokens, dealt out over the parts."""
+    for request in range(part, num_reqs, to.num_parts):
+        if lengths[request] == 0:
+            base = (request * to.num_kv_heads + to.kv_head) * shape.group * shape.head_dim
+            for unit in range(to.thread, shape.group * shape.head_dim // 4, shape.warps * WARP):
+                cute_warp.store_pair_global(to.out + base + unit * 4, Int32(0), Int32(0))
+
+
+@cute.jit
+def finish(
+    shape: cutlass.Constexpr,
+    to: cutlass.Constexpr,
+    acc: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    spare: Int32,
+    request: Int32,
+    whole: Boolean,
+    part: Int32,
+    first_part: Int32,
+    last_part: Int32,
+):
+    """Merge the warps' results for one request, then, unless `whole` in this part, those of its parts.
+
+    spare: shared address of the one slot of the warp's ring that is not being filled; its rows are handed over there.
+    """
+    _hand_over(shape, to, acc, row_max, row_sum, spare)
+    arch.sync_threads()
+    out = to.out + (request * to.num_kv_heads + to.kv_head) * shape.group * shape.head_dim
+    slot = 2 * part + Int32(part == first_part)
+    for unit in range(to.thread, shape.group * shape.head_dim // 4, shape.warps * WARP):
+        best, total, sums = _merge_warps(shape, to, unit)
+        if whole:
+            _store_out(shape, out + unit * 4, sums, total)
+        else:
+            _store_slot(shape, to, slot, unit, best, total, sums)
+    if not whole:
+        _finish_parts(shape, to, out, request, part, first_part, last_part)
+    # The slots that were lent are filled by the asynchronous proxy next.
+    arch.fence_proxy("async.shared", space="cta")
+    arch.sync_threads()
+
+
+@cute.jit
+def _finish_parts(
+    shape: cutlass.Constexpr,
+    to: cutlass.Constexpr,
+    out: cute.Pointer,
+    request: Int32,
+    part: Int32,
+    first_part: Int32,
+    last_part: Int32,
+):
+    """Merge the parts of a request that lies in several; those of each group first, where there are many."""
+    groups = 2 * ((to.num_parts + (MERGE - 1)) // MERGE)
+    base, first, last = Int32(0), first_part, last_part
+    joined = Boolean(True)
+    if last_part - first_part >= 2 * MERGE:
+        base, first, last = 2 * to.num_parts, first_part // MERGE, last_part // MERGE
+        group = part // MERGE
+        low = cutlass.max(first_part, group * MERGE)
+        high = cutlass.min(last_part, group * MERGE + (MERGE - 1))
+        slot = 2 * group + Int32(group == first)
+        joined = _arrive_last(shape, to, slot, high - low + 1)
+        if joined:
+            for unit in range(to.thread, shape.group * shape.head_dim // 4, shape.warps * WARP):
+                best, total, s0, s1, s2, s3 = _merge_slots(shape, to, unit, Int32(0), first_part, low, high)
+                _store_slot(shape, to, base + slot, unit, best, total, (s0, s1, s2, s3))
+    if joined:
+        _finish_request(shape, to, out, groups + request, base, first, last)
+
+
+@cute.jit
+def _finish_request(
+    shape: cutlass.Constexpr,
+    to: cutlass.Constexpr,
+    out: cute.Pointer,
+    counter: Int32,
+    base: Int32,
+    first: Int32,
+    last: Int32,
+):
+    """Write the request's outputs, if this CTA is the last to come to it."""
+    if _arrive_last(shape, to, counter, last - first + 1):
+        for unit in range(to.thread, shape.group * shape.head_dim // 4, shape.warps * WARP):
+            _, total, s0, s1, s2, s3 = _merge_slots(shape, to, unit, base, first, first, last)
+            _store_out(shape, out + unit * 4, (s0, s1, s2, s3), total)
+
+
+@cute.jit
+def _arrive_last(shape: cutlass.Constexpr, to: cutlass.Constexpr, counter: Int32, count: Int32):
+    """Whether this CTA is the last of `count` at a counter, which then is zero again, and sees what they all wrote."""
+    arch.sync_threads()
+    if to.thread == 0:
+        place = to.counters + (counter * to.num_kv_heads + to.kv_head)
+        # Releases what the whole CTA wrote, and acquires what the others did.
+        arrived = arch.atomic_add(place, Int32(1), sem="acq_rel", scope="gpu")
+        to.places[shape.warps] = arrived
+        if arrived == count - 1:
+            cute.make_tensor(place, cute.make_layout(1))[0] = Int32(0)
+    arch.sync_threads()
+    return to.places[shape.warps] == count - 1
+
+
+@cute.jit
+def _hand_over(
+    shape: cutlass.Constexpr,
+    to: cutlass.Constexpr,
+    acc: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    spare: Int32,
+):
+    """Put a warp's rows, unscaled, and their statistics where the CTA's other threads find them."""
+    row = to.lane >> 2
+    for half in cutlass.range_constexpr(shape.lane_rows):
+        total = row_sum[half]
+        for i in cutlass.range_constexpr(2):
+            total = total + arch.shuffle_sync_bfly(total, 1 << i)
+        if row + 8 * half < shape.group:
+            for tile in cutlass.range_constexpr(shape.head_dim // 8):
+                # The tiles of a row change places so that its neighbours' lie in other banks.
+                at = (row + 8 * half) * shape.head_dim + (row ^ tile) * 8 + (to.lane & 3) * 2
+                cute_warp.store_shared(spare + at * 4, acc[4 * tile + 2 * half], acc[4 * tile + 2 * half + 1])
+            if to.lane & 3 == 0:
+                to.row_stats[(to.warp * 2) * TILE_ROWS + row + 8 * half] = row_max[half]
+                to.row_stats[(to.warp * 2 + 1) * TILE_ROWS + row + 8 * half] = total
+    if to.lane == 0:
+        to.places[to.warp] = spare
+
+
+def _merge_warps(shape, to, unit):
+    """(greatest score, sum of weights, four sums) of numbers 4 * unit and on of the group's output."""
+    row, column = unit // (shape.head_dim // 4), unit % (shape.head_dim // 4)
+    at = row * shape.head_dim + ((column >> 1) ^ (row & 7)) * 8 + (column & 1) * 4
+    maxima = [to.row_stats[(w * 2) * TILE_ROWS + row] for w in range(shape.warps)]
+    best = maxima[0]
+    for top in maxima[1:]:
+        best = arch.fmax(best, top)
+    total, sums = Float32(0.0), [Float32(0.0)] * 4
+    for w in range(shape.warps):
+        weight = cute_warp.exp2(maxima[w] - best)
+        total = total + weight * to.row_stats[(w * 2 + 1) * TILE_ROWS + row]
+        values = cute_warp.load_shared(to.places[w] + at * 4)
+        sums = [sums[i] + weight * values[i] for i in range(4)]
+    return best, total, sums
+
+
+@cute.jit
+def _merge_slots(
+    shape: cutlass.Constexpr,
+    to: cutlass.Constexpr,
+    unit: Int32,
+    base: Int32,
+    first: Int32,
+    low: Int32,
+    high: Int32,
+):
+    """As `_merge_warps`, of the slots of parts (or groups) low..high of a request that begins in part `first`."""
+    best, total = -Float32.inf, Float32(0.0)
+    s0, s1, s2, s3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+    for chunk in range(low, high + 1, MERGE):
+        seen = []
+        for i in cutlass.range_constexpr(MERGE):
+            # Past the end the last one is read again, and not counted.
+            part = cutlass.min(chunk + i, high)
+            row = _slot_row(shape, to, base + 2 * part + Int32(part == first), unit)
+            top, weights = cute_warp.load_pair_global(to.stats + 2 * row)
+            values = cute_warp.load_global(to.partial + row * shape.head_dim + unit % (shape.head_dim // 4) * 4)
+            seen.append((top, weights, values))
+        new_best = best
+        for top, _, _ in seen:
+            new_best = arch.fmax(new_best, top)
+        rescale = cute_warp.exp2(best - new_best)
+        total, s0, s1, s2, s3 = total * rescale, s0 * rescale, s1 * rescale, s2 * rescale, s3 * rescale
+        for i in cutlass.range_constexpr(MERGE):
+            top, weights, values = seen[i]
+            weight = cute_warp.exp2(top - new_best) * Float32(chunk + i <= high)
+            total += weight * weights
+            s0 += weight * values[0]
+            s1 += weight * values[1]
+            s2 += weight * values[2]
+            s3 += weight * values[3]
+        best = new_best
+    return best, total, s0, s1, s2, s3
+
+
+def _slot_row(shape, to, slot, unit):
+    """The row of `partial` and `stats` that numbers 4 * unit and on of the group's output belong to."""
+    return (slot * to.num_kv_heads + to.kv_head) * shape.group + unit // (shape.head_dim // 4)
+
+
+@cute.jit
+def _store_slot(
+    shape: cutlass.Constexpr,
+    to: cutlass.Constexpr,
+    slot: Int32,
+    unit: Int32,
+    best: Float32,
+    total: Float32,
+    sums: cutlass.Constexpr,
+):
+    """Four partial sums, and once a row its statistics."""
+    row, column = _slot_row(shape, to, slot, unit), unit % (shape.head_dim // 4)
+    cute_warp.store_global(to.partial + row * shape.head_dim + column * 4, sums)
+    if column == 0:
+        cute_warp.store_pair_global(to.stats + 2 * row, best, total)
+
+
+def _store_out(shape, pointer, sums, total):
+    """Four outputs: sums over the total weight, rounded."""
+    scale = arch.rcp_approx(total)
+    low = cute_warp.pack(shape.dtype, sums[0] * scale, sums[1] * scale)
+    high = cute_warp.pack(shape.dtype, sums[2] * scale, sums[3] * scale)
+    cute_warp.store_pair_global(pointer, low, high)

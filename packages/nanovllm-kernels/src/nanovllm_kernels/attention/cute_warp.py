@@ -1,0 +1,85 @@
+"""The instructions under the CuTe DSL decode kernel, by name.
+
+This room must not know attention. Fragments are those of PTX's `mma.m16n8k16`: of an accumulator, lane l holds rows
+l // 4 and l // 4 + 8 at columns 2 (l % 4) and the next. Shared memory is addressed by Int32, global memory by pointers.
+"""
+
+from cutlass import BFloat16, Float32, Int32
+from cutlass.cute import arch
+
+
+def load_matrices(address, *, transpose):
+    """Four 8 x 8 matrices of 16 bits from shared memory, lanes 8i..8i+7 giving the rows of matrix i: four Int32."""
+    name = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" if transpose else "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+    return arch.inline_ptx(
+        name + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
+    )
+
+
+def multiply_add(dtype, a, b, c):
+    """C + A B of 16 x 16 by 16 x 8 in float32: `a` four and `b` two Int32, `c` and the result four Float32."""
+    name = "bf16" if dtype is BFloat16 else "f16"
+    return arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
+        " {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
+
+
+def pack(dtype, low, high):
+    """Two Float32 rounded to `dtype`, in one Int32."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    return arch.inline_ptx(
+        f"cvt.rn.{name}.f32" + " {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
+    )
+
+
+def exp2(x):
+    """2 ** x to about 2 ulp, 0 for -infinity."""
+    return arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def load_shared(address):
+    """Four Float32 at a multiple of 16 bytes."""
+    return arch.inline_ptx(
+        "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_shared(address, low, high):
+    """Two Float32 to a multiple of 8 bytes."""
+    arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])
+
+
+def clear_shared(address):
+    """Zero 16 bytes."""
+    arch.inline_ptx("st.shared.v4.b32 [{$r0}], {0, 0, 0, 0};", read_only_args=[address])
+
+
+def load_global(pointer):
+    """Four Float32 at a multiple of 16 bytes."""
+    return arch.inline_ptx(
+        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[pointer],
+    )
+
+
+def store_global(pointer, values):
+    """Four Float32 to a multiple of 16 bytes."""
+    arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values])
+
+
+def load_pair_global(pointer):
+    """Two Float32 at a multiple of 8 bytes."""
+    return arch.inline_ptx(
+        "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[pointer]
+    )
+
+
+def store_pair_global(pointer, low, high):
+    """Two numbers of 4 bytes to a multiple of 8 bytes."""
+    arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[pointer, low, high])

@@ -1,0 +1,114 @@
+"""The CuTe DSL decode kernel on a GPU: against a loop in float64, over a cache in which every unowned slot is NaN."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanovllm_kernels.platform import has_cuda
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl"),
+    pytest.mark.skipif(not has_cuda() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
+]
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+EDGES = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 500, 1000, 2049, 3]
+
+
+def make(paged_batch, lengths, num_heads, num_kv_heads, head_dim, page_size, dtype=torch.bfloat16):
+    """Requests of one query; those of length 0 own a page that holds NaN, and tables end in pages that don't exist."""
+    batch = paged_batch(
+        [(1, length) for length in lengths],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        device="cuda",
+    )
+    widths = (batch.seq_lens + page_size - 1) // page_size
+    beyond = torch.arange(batch.block_tables.shape[1], device="cuda") >= widths[:, None]
+    return replace(batch, block_tables=batch.block_tables.masked_fill(beyond, 1 << 26))
+
+
+def with_lengths(batch, lengths):
+    return replace(batch, seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+
+
+def workspace_for(batch):
+    from nanovllm_kernels.attention.cute_decode import make_workspace
+
+    num_reqs, num_heads, head_dim = batch.q.shape
+    return make_workspace(num_reqs, num_heads, batch.kv_cache.shape[2] // 2, head_dim, batch.q.device)
+
+
+def run(batch, workspace, out):
+    from nanovllm_kernels.attention.cute_decode import paged_decode
+
+    paged_decode(batch.q, batch.kv_cache, batch.block_tables, batch.seq_lens, batch.scale, workspace, out)
+
+
+def check(batch, naive_attention):
+    workspace, want = workspace_for(batch), naive_attention(batch)
+    # Twice: the second finds the counters as the first left them.
+    for _ in range(2):
+        out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype, device="cuda")
+        run(batch, workspace, out)
+        torch.testing.assert_close(out.double(), want, atol=TOLERANCE[out.dtype], rtol=0)
+        assert not out[batch.seq_lens == 0].any()
+    assert not workspace.counters.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (9, 3), (32, 8), (14, 2), (16, 1)])
+def test_grid(paged_batch, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
+    batch = make(paged_batch, EDGES, num_heads, num_kv_heads, head_dim, page_size, dtype)
+    check(batch, naive_attention)
+    check(with_lengths(batch, [0, *EDGES[1:4], 0, 0, *EDGES[6:-1], 0]), naive_attention)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 2, 33, 300])
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_batches(paged_batch, naive_attention, num_reqs, num_kv_heads):
+    lengths = [1 + 37 * i % 700 for i in range(num_reqs)]
+    batch = make(paged_batch, lengths, 4 * num_kv_heads, num_kv_heads, 128, 16)
+    check(batch, naive_attention)
+    check(with_lengths(batch, [length * (i % 3 > 0) for i, length in enumerate(lengths)]), naive_attention)
+
+
+@pytest.mark.parametrize("lengths", [[32768], [20000, 1, 9000], [5000, 7, 40000, 300, 33]])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_requests_in_many_parts(paged_batch, naive_attention, lengths, num_kv_heads):
+    check(make(paged_batch, lengths, 2 * num_kv_heads, num_kv_heads, 64, 32), naive_attention)
+
+
+def test_more_heads_than_sms(paged_batch, naive_attention):
+    check(make(paged_batch, [300, 1, 77], 320, 160, 64, 32), naive_attention)
+
+
+def test_queries_that_are_views(paged_batch, naive_attention):
+    batch = make(paged_batch, EDGES, 8, 2, 128, 16)
+    wide = torch.full((len(EDGES), 13, 128), torch.nan, dtype=batch.q.dtype, device="cuda")
+    wide[:, 2:10] = batch.q
+    check(replace(batch, q=wide[:, 2:10]), naive_attention)
+
+
+def test_one_graph_serves_any_lengths(paged_batch, naive_attention):
+    batch = make(paged_batch, [1500] * 64, 32, 8, 128, 16)
+    workspace, out = workspace_for(batch), torch.empty_like(batch.q)
+    run(batch, workspace, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(batch, workspace, out)
+    for factor in (0, 53, 54):
+        lengths = [i * factor % 1500 for i in range(64)]
+        batch.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)
