@@ -18,6 +18,7 @@ def run(batch):
         num_decodes=batch.num_decodes,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
+        num_heads=batch.q.shape[1],
         kv_cache=batch.kv_cache,
         backend="torch",
     )

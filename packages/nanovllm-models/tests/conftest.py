@@ -66,6 +66,7 @@ class Session:
             num_decodes=counts.count(1),
             max_query_len=max(counts),
             max_seq_len=max(self._lengths),
+            num_heads=self.model.cache_specs()[0].num_heads,
             kv_cache=self._caches[0],
             backend="torch",
         )

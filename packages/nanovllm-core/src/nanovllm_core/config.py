@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Device = Literal["cpu", "cuda"]
-AttentionBackend = Literal["torch", "triton", "flash"]
+AttentionBackend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 PrefixHash = Literal["fast", "sha256"]
 # What is replayed from CUDA graphs: nothing, steps in which every request decodes, or mixed ones of few tokens too.
 GraphMode = Literal["none", "full_decode_only", "full"]
@@ -48,7 +48,7 @@ class EngineConfig:
     watermark: share of the blocks kept free when a new request is admitted, so that running ones can grow.
     depth: steps in flight at once: 2 hides the host behind the device, 1 is for debugging.
     seed: the base of the seeds of requests that bring none.
-    attention_backend: by default the fastest that the device has.
+    attention_backend: by default the fastest of what is installed, for prompts and for decodes.
     graph_mode: what is replayed from CUDA graphs; by default everything that can be.
     forbid_sync: for debugging: fail when launching a step waits for the GPU.
     trace: write what each step spends its time on to this file, for Perfetto or chrome://tracing.
@@ -109,12 +109,14 @@ def resolve(
     model_dtype: torch.dtype,
     has_cuda: bool,
     has_flash_attention: bool = False,
+    has_cute: bool = False,
 ) -> ResolvedConfig:
     """Make every choice that `config` leaves open, and refuse what can't be honoured.
 
     max_position: the longest sequence that the model knows positions for, in tokens.
     model_dtype: the dtype of the model's checkpoint.
-    has_cuda: whether this machine has a usable GPU. has_flash_attention: and FlashAttention for it.
+    has_cuda: whether this machine has a usable GPU. has_flash_attention, has_cute: and
+        FlashAttention, and CuTe DSL, for it.
     Raises ConfigError.
     """
     # Here, as processes that only hand a configuration on need not spend seconds and memory on torch.
@@ -123,7 +125,7 @@ def resolve(
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
         raise ConfigError("device 'cuda' was asked for, but no usable NVIDIA GPU was found: use device 'cpu'")
-    backend = _resolve_attention(config.attention_backend, device, has_flash_attention)
+    backend = _resolve_attention(config.attention_backend, device, has_flash_attention, has_cute)
     max_model_len = max_position if config.max_model_len is None else config.max_model_len
     _require(1 <= max_model_len <= max_position, "max_model_len", max_model_len, f"1..{max_position}, as the model has")
     max_num_seqs, budget = _resolve_batch(config, device)
@@ -159,16 +161,19 @@ def resolve(
     )
 
 
-def _resolve_attention(backend: AttentionBackend | None, device: Device, has_flash_attention: bool) -> AttentionBackend:
+def _resolve_attention(
+    backend: AttentionBackend | None, device: Device, has_flash_attention: bool, has_cute: bool
+) -> AttentionBackend:
     if backend is None:
-        return "torch" if device == "cpu" else "flash" if has_flash_attention else "triton"
+        return "torch" if device == "cpu" else "fastest"
     if backend != "torch" and device == "cpu":
         raise ConfigError(f"attention_backend '{backend}' needs a GPU: use 'torch' with device 'cpu'")
-    if backend == "flash" and not has_flash_attention:
-        raise ConfigError(
-            "attention_backend 'flash' needs a Hopper GPU and FlashAttention: install nanovllm-kernels[flash-attn], or "
-            "use 'triton'"
-        )
+    for name, extra, is_there in (("flash", "flash-attn", has_flash_attention), ("cutedsl", "cutedsl", has_cute)):
+        if backend == name and not is_there:
+            raise ConfigError(
+                f"attention_backend '{name}' needs a Hopper GPU and nanovllm-kernels[{extra}]: install that, or use "
+                "'triton'"
+            )
     return backend
 
 
@@ -176,7 +181,9 @@ def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphM
     # Plain torch reads lengths back to the host, which no graph can.
     if backend == "torch":
         if mode not in (None, "none"):
-            raise ConfigError(f"graph_mode '{mode}' needs a GPU and the attention_backend 'triton': use 'none'")
+            raise ConfigError(
+                f"graph_mode '{mode}' needs a GPU and an attention_backend other than 'torch': use 'none'"
+            )
         return "none"
     return mode or "full"
 

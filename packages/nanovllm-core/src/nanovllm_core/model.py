@@ -15,10 +15,11 @@ from nanovllm_kernels.attention import AttentionBatch
 
 
 class PagedSpec(NamedTuple):
-    """The KV cache that one attention layer wants, per rank."""
+    """The KV cache that one attention layer wants, per rank, and how many query heads read it."""
 
     num_kv_heads: int
     head_dim: int
+    num_heads: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def naive(qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 def test_a_request_in_two_steps_attends_as_if_whole():
     torch.manual_seed(0)
     heads = Heads.of_rank(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ParallelContext())
-    assert heads.cache_spec == PagedSpec(NUM_KV_HEADS, HEAD_DIM)
+    assert heads.cache_spec == PagedSpec(NUM_KV_HEADS, HEAD_DIM, NUM_HEADS)
     width = sum(part.out_features for part in qkv_parts(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, bias=False))
     qkv = torch.randn(LENGTH, width)
     cos_sin = rotary_table(RotaryConfig(10000.0), HEAD_DIM, 32, torch.device("cpu"))
@@ -41,6 +41,7 @@ def test_a_request_in_two_steps_attends_as_if_whole():
             num_decodes=int(end - begin == 1),
             max_query_len=end - begin,
             max_seq_len=end,
+            num_heads=NUM_HEADS,
             kv_cache=mine,
             backend="torch",
         )

@@ -110,6 +110,7 @@ def decode(batch: int, context: int, page_size: int) -> Work:
             num_decodes=batch,
             max_query_len=1,
             max_seq_len=context,
+            num_heads=NUM_HEADS,
             kv_cache=kv_cache,
             backend="triton",
         )
@@ -150,6 +151,7 @@ def prefill(batch: int, length: int) -> Work:
             num_decodes=0,
             max_query_len=length,
             max_seq_len=length,
+            num_heads=NUM_HEADS,
             kv_cache=kv_cache,
             backend="triton",
         )

@@ -58,6 +58,12 @@ def has_flash_attention() -> bool:
 
 
 @functools.cache
+def has_cute() -> bool:
+    """Whether CuTe DSL is installed and this machine's GPU is the one that our kernels in it are made for."""
+    return has_cuda() and _capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
+
+
+@functools.cache
 def describe(device: torch.device) -> DeviceInfo:
     """What `device` is and can do. Raises RuntimeError for a CUDA device that isn't there."""
     if device.type == "cuda":

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_kernels.attention import flash_prefill, paged_attention, plan_batch, tiles
-from nanovllm_kernels.platform import has_flash_attention
+from nanovllm_kernels.attention import paged_attention, plan_batch, tiles
+from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 MIXED = [(1, 1), (1, 37), (1, 64), (5, 5), (1, 20), (20, 70), (33, 33)]
@@ -20,6 +20,7 @@ def run(batch, *, blindly=False, backend="triton"):
         num_decodes=None if blindly else batch.num_decodes,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
+        num_heads=batch.q.shape[1],
         kv_cache=batch.kv_cache,
         backend=backend,
     )
@@ -161,12 +162,13 @@ def test_many_decodes(device, paged_batch, naive_attention):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
+@pytest.mark.skipif(not (has_flash_attention() and has_cute()), reason="needs both extras and a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", flash_prefill.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_flash_attention(device, paged_batch, naive_attention, dtype, head_dim, page_size):
-    for requests in ([(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)], [(70, 70), (2, 300)], [(1, 50)]):
+@pytest.mark.parametrize("backend", ["flash", "cutedsl", "fastest"])
+def test_backends(device, paged_batch, naive_attention, dtype, head_dim, page_size, backend):
+    for requests in ([(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)], [(70, 70), (2, 300)], [(1, 50), (1, 7)]):
         batch = paged_batch(
             requests,
             num_heads=8,
@@ -176,7 +178,10 @@ def test_flash_attention(device, paged_batch, naive_attention, dtype, head_dim, 
             dtype=dtype,
             device=device,
         )
-        # Unlike our kernels it reads what lies behind a request's last token, and weighs it with 0.
-        batch.kv_cache.nan_to_num_()
-        out = run(batch, backend="flash")
-        torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
+        if backend != "cutedsl":
+            # Unlike our kernels FlashAttention reads what lies behind a request's last token, and weighs it with 0.
+            batch.kv_cache.nan_to_num_()
+        expected = naive_attention(batch)
+        for blindly in (False, True):
+            out = run(batch, blindly=blindly, backend=backend)
+            torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0)

@@ -25,7 +25,7 @@ def arguments():
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
         "silu_and_mul": (torch.randn(3, 16),),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, weight, weight, 1e-5),
-        "paged_attention": (qkv[:, :2], kv_cache, table, integers([7, 9]), starts, None, units, 0.25, 2, 9),
+        "paged_attention": (qkv[:, :2], kv_cache, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),
         "plan_units": (integers([7, 9]), starts, 4, 128),
         "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),

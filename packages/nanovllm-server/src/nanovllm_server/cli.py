@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanovllm_server.settings import Settings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-BACKENDS = ("torch", "triton", "flash")
+BACKENDS = ("torch", "triton", "flash", "cutedsl", "fastest")
 GRAPH_MODES = ("none", "full_decode_only", "full")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 

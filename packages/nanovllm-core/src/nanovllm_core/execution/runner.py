@@ -131,6 +131,7 @@ class Runner:
             num_decodes=num_decodes,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            num_heads=self._model.cache_specs()[0].num_heads,
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
         )

@@ -34,7 +34,7 @@ class Heads:
     @property
     def cache_spec(self) -> PagedSpec:
         """What these heads want cached."""
-        return PagedSpec(self.num_kv_heads, self.head_dim)
+        return PagedSpec(self.num_kv_heads, self.head_dim, self.num_heads)
 
     def split(self, qkv: Tensor) -> Tensor:
         """The heads [T, query, key and value heads, head_dim] of `qkv` [T, all heads * head_dim], as a view."""

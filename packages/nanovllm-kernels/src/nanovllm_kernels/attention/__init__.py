@@ -10,20 +10,23 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.attention import flash_prefill, reference, tiles
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.platform import describe, has_cute, has_flash_attention
 
 __all__ = ["AttentionBatch", "Backend", "paged_attention", "plan_batch"]
 
-Backend = Literal["torch", "triton", "flash"]
+# Beside plain torch: our Triton kernels, with FlashAttention for prompts, with our CuTe DSL kernel for decodes, or with
+# whichever of both is there and takes the shape, which measured fastest everywhere.
+Backend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """What attention must know of a step's batch, the same for every layer. Made by `plan_batch`.
 
-    gathers: what the "torch" backend works out once a step. units: what the others do for requests with one query.
-    prefill_starts: what "flash" does for those with several: where their queries begin behind the others'. Each is None
-    where it isn't needed. The rest: as given to `plan_batch`.
+    gathers: what plain torch works out once a step. units: what the Triton kernels do for requests with one query.
+    decode_lens, workspace: what the CuTe DSL kernel does for them: their lengths, 0 for other requests, and its memory.
+    prefill_starts: what FlashAttention does for those with several: where their queries begin behind the others'. Each
+    is None, or empty, where it isn't needed. The rest: as given to `plan_batch`.
     """
 
     block_tables: Tensor
@@ -35,6 +38,8 @@ class AttentionBatch:
     backend: Backend
     gathers: reference.Gathers | None
     units: tuple[Tensor, Tensor, Tensor] | None
+    decode_lens: Tensor | None
+    workspace: tuple[Tensor, ...]
     prefill_starts: Tensor | None
 
 
@@ -46,6 +51,7 @@ def plan_batch(
     num_decodes: int | None,
     max_query_len: int,
     max_seq_len: int,
+    num_heads: int,
     kv_cache: Tensor,
     backend: Backend,
 ) -> AttentionBatch:
@@ -58,24 +64,31 @@ def plan_batch(
     num_decodes: how many leading requests have exactly one query; None where the host doesn't know (not for "torch"):
         then the launches cover every case, so that a captured graph may be replayed for any lengths within the bounds.
     max_query_len, max_seq_len: bounds over the batch, known to the host; they shape the launch and need not be tight.
-    kv_cache: any layer's, for its shape: they all have the same.
-    backend: "triton" needs a CUDA device (or triton's interpreter) and never waits for it; a request may have no query.
-        "flash" is the same, with FlashAttention (the extra flash-attn) for prompts where the host knows num_decodes.
-        "torch" runs everywhere, but waits for the device on CUDA.
+    num_heads: query heads. kv_cache: any layer's, for its shape: they all have the same.
+    backend: "torch" runs everywhere, but waits for the device on CUDA. The others need a CUDA device ("triton": or its
+        interpreter) and never wait for it; a request may then have no query. "flash" and "cutedsl" need the extras
+        flash-attn and cutedsl; FlashAttention is used only where the host knows num_decodes.
     """
-    gathers = units = prefill_starts = None
+    gathers = units = decode_lens = prefill_starts = None
+    workspace: tuple[Tensor, ...] = ()
+    _, page_size, num_cached, head_dim = kv_cache.shape
+    num_kv_heads, dtype, device = num_cached // 2, kv_cache.dtype, kv_cache.device
     if backend == "torch":
         if num_decodes is None:
             raise ValueError('the backend "torch" must know num_decodes')
-        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, kv_cache.shape[1])
-    elif num_decodes != 0:
-        _, _, num_cached, head_dim = kv_cache.shape
+        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, page_size)
+    elif num_decodes != 0 and backend in ("cutedsl", "fastest") and has_cute():
+        from nanovllm_kernels.attention import cute_decode
+
+        if cute_decode.can_decode(head_dim, num_heads // num_kv_heads, page_size, dtype, device):
+            decode_lens = _decode_lens(seq_lens, query_start_loc, num_decodes, max_query_len)
+            workspace = cute_decode.make_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
+    if backend != "torch" and num_decodes != 0 and decode_lens is None:
         config = tiles.tile_config(head_dim, kv_cache.element_size(), 1, 1)
-        num_slots = (describe(kv_cache.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
-        num_units = tiles.choose_units(num_cached // 2, num_slots)
-        units = _plan_units_op(seq_lens, query_start_loc, num_units, config.block_n)
-    with_prefills = num_decodes is not None and num_decodes < len(seq_lens)
-    if backend == "flash" and with_prefills and flash_prefill.supports(kv_cache.shape[3], kv_cache.dtype):
+        num_slots = (describe(device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
+        units = _plan_units_op(seq_lens, query_start_loc, tiles.choose_units(num_kv_heads, num_slots), config.block_n)
+    by_flash = backend in ("flash", "fastest") and has_flash_attention() and flash_prefill.supports(head_dim, dtype)
+    if by_flash and num_decodes is not None and num_decodes < len(seq_lens):
         prefill_starts = query_start_loc[num_decodes:] - num_decodes
     return AttentionBatch(
         block_tables,
@@ -87,8 +100,18 @@ def plan_batch(
         backend,
         gathers,
         units,
+        decode_lens,
+        workspace,
         prefill_starts,
     )
+
+
+def _decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | None, max_query_len: int) -> Tensor:
+    if num_decodes is not None:
+        return seq_lens[:num_decodes]
+    if max_query_len == 1:
+        return seq_lens
+    return seq_lens * (query_start_loc.diff() == 1)
 
 
 def paged_attention(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, *, scale: float) -> Tensor:
@@ -109,6 +132,8 @@ def paged_attention(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, *, scale
         batch.seq_lens,
         batch.query_start_loc,
         batch.prefill_starts,
+        batch.decode_lens,
+        list(batch.workspace),
         list(batch.units or ()),
         scale,
         batch.max_query_len,
@@ -131,7 +156,7 @@ def _(seq_lens: Tensor, _query_start_loc: Tensor, num_units: int, _block_size: i
     return seq_lens.new_empty((num_reqs + 1,)), seq_lens.new_empty((num_units + num_reqs,)), seq_lens.new_empty((1,))
 
 
-@torch.library.custom_op("nanovllm::paged_attention", mutates_args=())
+@torch.library.custom_op("nanovllm::paged_attention", mutates_args=("workspace",))
 def _paged_attention_op(
     q: Tensor,
     kv_cache: Tensor,
@@ -139,6 +164,8 @@ def _paged_attention_op(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     prefill_starts: Tensor | None,
+    decode_lens: Tensor | None,
+    workspace: list[Tensor],
     units: list[Tensor],
     scale: float,
     max_query_len: int,
@@ -146,24 +173,32 @@ def _paged_attention_op(
 ) -> Tensor:
     from nanovllm_kernels.attention import triton_decode, triton_prefill
 
+    found = None
     if prefill_starts is not None:
         first = len(query_start_loc) - len(prefill_starts)
         found = flash_prefill.paged_prefill(
             q[first:], kv_cache, block_tables[first:], seq_lens[first:], prefill_starts, scale, max_query_len
         )
-        if not units:
+        if first == 0:
             return found
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if prefill_starts is not None:
+    if decode_lens is not None:
+        from nanovllm_kernels.attention import cute_decode
+
+        # Request b's query is token b; zeros are written where a request with several queries will have its own.
+        count = min(len(decode_lens), len(q))
+        memory = cute_decode.Workspace(*workspace)
+        cute_decode.paged_decode(q, kv_cache, block_tables[:count], decode_lens[:count], scale, memory, out)
+    elif units:
+        starts, owners, unit_len = units
+        triton_decode.paged_decode(
+            q, kv_cache, block_tables, seq_lens, query_start_loc, (starts, owners, unit_len), scale, out
+        )
+    if found is not None:
         out[first:] = found
     elif max_query_len > 1:
         triton_prefill.paged_prefill(
             q, kv_cache, block_tables, seq_lens, query_start_loc, scale, max_query_len, max_seq_len, out
-        )
-    if units:
-        starts, owners, unit_len = units
-        triton_decode.paged_decode(
-            q, kv_cache, block_tables, seq_lens, query_start_loc, (starts, owners, unit_len), scale, out
         )
     return out
 

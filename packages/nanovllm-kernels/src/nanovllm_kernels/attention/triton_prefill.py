@@ -29,7 +29,7 @@ def paged_prefill(
     max_seq_len: int,
     out: Tensor,
 ) -> None:
-    """Attend for the requests with several queries. Rows of `out` that belong to others may be overwritten."""
+    """Attend for the requests with several queries; writes the rows of `out` that are theirs, or padding."""
     num_tokens, num_heads, head_dim = q.shape
     page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     num_reqs = seq_lens.shape[0]

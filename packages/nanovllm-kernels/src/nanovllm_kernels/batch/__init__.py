@@ -16,7 +16,8 @@ __all__ = ["BatchInputs", "build_inputs", "commit_tokens"]
 class BatchInputs(NamedTuple):
     """One step's inputs: T tokens of B requests, one request after another.
 
-    input_ids: int32 [T]. positions: int64 [T]. seq_lens: int32 [B], each request's context with this step's tokens.
+    input_ids: int32 [T]. positions: int64 [T]. seq_lens: int32 [B], each request's context with this step's tokens, 0
+    for one without.
     slot_mapping: int64 [T], the cache slot of each token, page * page_size + offset. last: int64 [B], which of the
     tokens is each request's last, 0 for one without. block_tables: int32 [B, width].
     """

@@ -117,7 +117,7 @@ def _build_inputs(
     start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - start
     computed = tl.load(num_computed_ptr + row)
-    tl.store(seq_lens_ptr + request, computed + query_len)
+    tl.store(seq_lens_ptr + request, tl.where(query_len > 0, computed + query_len, 0))
     tl.store(last_ptr + request, tl.maximum(start + query_len - 1, 0).to(tl.int64))
     for first in tl.range(0, query_len, BLOCK):
         offsets = first + lanes
