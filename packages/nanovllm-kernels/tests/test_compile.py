@@ -147,6 +147,32 @@ def test_attention(head_dim, one_query, dtype):
         assert ("mma.sync" if one_query else "wgmma.mma_async") in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("num_columns", "width"), [(1024, 3072), (4096, 4096), (14336, 1024)])
+def test_few_rows(num_rows, gated, num_columns, width):
+    from nanovllm_kernels.gemm import tiles, triton_rows
+
+    config = tiles.rows_config(num_rows, num_columns, width, gated=gated)
+    constants = {
+        "K": width,
+        "ROWS": num_rows,
+        "BLOCK_N": config.block_n,
+        "CHUNKS": 32 * config.num_warps,
+        "VECTOR": 8,
+        "NORM": True,
+        "BIAS": False,
+        "RESIDUAL": False,
+        "GATED": gated,
+        "OVERLAP": True,
+    }
+    compiled = compile_kernel(triton_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
+    ptx = compiled.asm["ptx"]
+    # Sixteen bytes a load, and the weights asked for before the wait.
+    assert "ld.global.v4" in ptx[: ptx.index("griddepcontrol.wait")]
+    assert "ld.global.b16" not in ptx
+
+
 def test_merging():
     from nanovllm_kernels.attention import triton_decode, triton_prefill
 
