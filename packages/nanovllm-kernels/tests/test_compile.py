@@ -41,23 +41,23 @@ KERNELS = [
         "_rms_norm",
         16,
         {"eps": "fp32"},
-        {"PER_TOKEN": 1, "WIDTH": 4096, "BLOCK": 4096, "ROWS": 1},
+        {"PER_TOKEN": 1, "WIDTH": 4096, "BLOCK": 4096, "ROWS": 1, "OVERLAP": True},
     ),
     (
         "elementwise.triton_norm",
         "_rms_norm",
         8,
         {"eps": "fp32"},
-        {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16},
+        {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
     ),
-    ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024}),
+    ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
         {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64, "eps": "fp32"},
         {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "HALF": 16, "PADDED_HALF": 16}
-        | {"HEADS": 8, "Q_BLOCKS": 2, "NORM": True},
+        | {"HEADS": 8, "Q_BLOCKS": 2, "NORM": True, "OVERLAP": True},
     ),
     (
         "batch.triton_batch",
@@ -138,7 +138,9 @@ def test_attention(head_dim, one_query, dtype):
     types |= dict.fromkeys(["out_ptr", "partial_ptr", "lse_ptr"], FLOAT)
     constants = attention_constants(config, head_dim, group)
     kernel = triton_decode._attend_unit
-    if not one_query:
+    if one_query:
+        constants["OVERLAP"] = True
+    else:
         kernel = triton_prefill._attend
         constants |= {"BLOCK_Q": config.block_m // group, "SPLIT": True}
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
@@ -179,7 +181,7 @@ def test_merging():
     types = {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "query_start_loc_ptr": INT32, "starts_ptr": INT32}
     sizes = {"HEAD_DIM": 80, "PADDED_DIM": 128}
     compile_kernel(triton_prefill._merge_splits, types, sizes | {"PADDED_SPLITS": 16}, num_warps=4)
-    compile_kernel(triton_decode._merge_units, types, sizes | {"BLOCK": 16}, num_warps=4)
+    compile_kernel(triton_decode._merge_units, types, sizes | {"BLOCK": 16, "OVERLAP": True}, num_warps=4)
 
 
 def test_plan_of_units():

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.gemm.tiles import padded, rows_config
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.platform import can_overlap_launches
 
 
 def project_rows(
@@ -34,8 +34,7 @@ def project_rows(
     num_rows, width = x.shape
     num_columns = out.shape[1]
     config = rows_config(num_rows, num_columns, width, gated=gated)
-    capability = describe(x.device).capability
-    overlap = capability is not None and capability >= (9, 0)
+    overlap = can_overlap_launches(x.device)
     _project_rows[(triton.cdiv(num_columns, config.block_n),)](
         x,
         x if norm_weight is None else norm_weight,
