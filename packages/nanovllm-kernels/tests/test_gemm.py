@@ -75,7 +75,8 @@ def test_few_rows_pay_by_shape():
     assert tiles.pays(3, 4096, 4096)
     assert not tiles.pays(4, 6144, 4096)
     assert tiles.pays(8, 1024, 3072)
-    assert not tiles.pays(8, 6144, 1024)
+    assert tiles.pays(8, 6144, 1024)
+    assert not tiles.pays(8, 4096, 4096)
     assert not tiles.pays(9, 8, 8)
 
 

@@ -57,9 +57,10 @@ def test_small(device, dtype, num_rows):
 
 
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (5, 100), (37, 99), (30, 1500), (50, 2500)])
-@pytest.mark.parametrize("shape", ["narrow", "deep", "wide"])
+@pytest.mark.parametrize("shape", ["narrow", "deep", "wide", "vast"])
 def test_odd_sizes(device, num_columns, width, shape, monkeypatch):
     monkeypatch.setattr(tiles, "FEW_COLUMNS", tiles.FEW_COLUMNS if shape == "narrow" else 0)
+    monkeypatch.setattr(tiles, "VAST_COLUMNS", 0 if shape == "vast" else tiles.VAST_COLUMNS)
     monkeypatch.setattr(tiles, "LONG", 0 if shape == "deep" else tiles.LONG)
     for num_rows in (1, 3):
         check(num_rows, num_columns, width, torch.float32, device, norm=True, bias=True, residual=True, gated=False)

@@ -112,7 +112,7 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """The residual stream, [T, hidden] -> [T, hidden]; x may be overwritten."""
         x = self.self_attn.forward(x, self.input_layernorm, rotation, ctx)
-        return self.mlp.forward(x, self.post_attention_layernorm, residual=x)
+        return self.mlp.forward(x, x, self.post_attention_layernorm)
 
 
 class LlamaModel(nn.Module):
