@@ -178,8 +178,8 @@ def _attend_unit(
 ):
     """One request's query heads of one key-value head against one unit of its keys."""
     if OVERLAP:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)
     unit = tl.program_id(1)
     request = tl.load(owners_ptr + unit)
@@ -245,8 +245,8 @@ def _merge_units(
 ):
     """Weigh the units of one request and query head by the share of the softmax that each saw."""
     if OVERLAP:
+        # Followers aren't let go early: the first weights of a projection would hold up attention's keys and values.
         gdc_wait()
-        gdc_launch_dependents()
     request = tl.program_id(0)
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)

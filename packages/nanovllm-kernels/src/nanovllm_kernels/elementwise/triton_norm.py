@@ -63,8 +63,8 @@ def _rms_norm(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]

@@ -80,8 +80,8 @@ def _rope_and_cache(
 ):
     """One token: a block of query heads, or a block of key heads with the values beside them."""
     if OVERLAP:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     position = tl.load(positions_ptr + token)

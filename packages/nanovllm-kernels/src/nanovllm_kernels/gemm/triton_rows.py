@@ -2,8 +2,9 @@
 
 A decode of a few requests reads each weight once and does little else, so the work here is to keep loads on their way.
 The plain cores do the products: a warp's lanes lie along K, each adds up its own part of a row, and only the end of a
-column costs an exchange. Weights never change, so the first of them are fetched before the kernel waits for the
-one ahead of it (programmatic dependent launch): the memory is busy while the previous kernel drains.
+column costs an exchange. The first weights are fetched before the kernel waits for the one ahead of it (programmatic
+dependent launch), so that the memory is busy while that one drains. This relies on weights being written by nothing
+that lets its followers begin early; all else is read after the wait. No result depends on which program ends first.
 
 This room must not know which layer a weight belongs to.
 """
