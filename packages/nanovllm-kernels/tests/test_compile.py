@@ -41,23 +41,23 @@ KERNELS = [
         "_rms_norm",
         16,
         {"eps": "fp32"},
-        {"PER_TOKEN": 1, "WIDTH": 4096, "BLOCK": 4096, "ROWS": 1},
+        {"PER_TOKEN": 1, "WIDTH": 4096, "BLOCK": 4096, "ROWS": 1, "OVERLAP": True},
     ),
     (
         "elementwise.triton_norm",
         "_rms_norm",
         8,
         {"eps": "fp32"},
-        {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16},
+        {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
     ),
-    ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024}),
+    ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
         {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64, "eps": "fp32"},
         {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "HALF": 16, "PADDED_HALF": 16}
-        | {"HEADS": 8, "Q_BLOCKS": 2, "NORM": True},
+        | {"HEADS": 8, "Q_BLOCKS": 2, "NORM": True, "OVERLAP": True},
     ),
     (
         "batch.triton_batch",
@@ -138,7 +138,9 @@ def test_attention(head_dim, one_query, dtype):
     types |= dict.fromkeys(["out_ptr", "partial_ptr", "lse_ptr"], FLOAT)
     constants = attention_constants(config, head_dim, group)
     kernel = triton_decode._attend_unit
-    if not one_query:
+    if one_query:
+        constants["OVERLAP"] = True
+    else:
         kernel = triton_prefill._attend
         constants |= {"BLOCK_Q": config.block_m // group, "SPLIT": True}
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
@@ -147,13 +149,39 @@ def test_attention(head_dim, one_query, dtype):
         assert ("mma.sync" if one_query else "wgmma.mma_async") in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("num_columns", "width"), [(1024, 3072), (4096, 4096), (14336, 1024)])
+def test_few_rows(num_rows, gated, num_columns, width):
+    from nanovllm_kernels.gemm import tiles, triton_rows
+
+    config = tiles.rows_config(num_rows, num_columns, width, gated=gated)
+    constants = {
+        "K": width,
+        "ROWS": num_rows,
+        "BLOCK_N": config.block_n,
+        "CHUNKS": 32 * config.num_warps,
+        "VECTOR": 8,
+        "NORM": True,
+        "BIAS": False,
+        "RESIDUAL": False,
+        "GATED": gated,
+        "OVERLAP": True,
+    }
+    compiled = compile_kernel(triton_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
+    ptx = compiled.asm["ptx"]
+    # Sixteen bytes a load, and the weights asked for before the wait.
+    assert "ld.global.v4" in ptx[: ptx.index("griddepcontrol.wait")]
+    assert "ld.global.b16" not in ptx
+
+
 def test_merging():
     from nanovllm_kernels.attention import triton_decode, triton_prefill
 
     types = {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "query_start_loc_ptr": INT32, "starts_ptr": INT32}
     sizes = {"HEAD_DIM": 80, "PADDED_DIM": 128}
     compile_kernel(triton_prefill._merge_splits, types, sizes | {"PADDED_SPLITS": 16}, num_warps=4)
-    compile_kernel(triton_decode._merge_units, types, sizes | {"BLOCK": 16}, num_warps=4)
+    compile_kernel(triton_decode._merge_units, types, sizes | {"BLOCK": 16, "OVERLAP": True}, num_warps=4)
 
 
 def test_plan_of_units():

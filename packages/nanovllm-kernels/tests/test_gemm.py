@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from nanovllm_kernels import gemm
-from nanovllm_kernels.gemm import linear, logits, pack_linear
+from nanovllm_kernels.elementwise import pack_norm, rms_norm, silu_and_mul
+from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
 from nanovllm_kernels.platform import can_pack_bf16
 
 
@@ -35,6 +37,47 @@ def test_linear_adds_a_residual(dtype, with_bias, device):
         out = linear(x, form, bias, residual.clone())
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 16, 100, 300])
+def test_norm_before_a_linear(dtype, with_bias, num_rows, device):
+    shapes = [(num_rows, 576), (960, 576), (576,), (960,)]
+    x, weight, norm_weight, bias = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+    weight *= 0.1
+    bias = bias if with_bias else None
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
+    expected = normed @ weight.double().T + (bias.double() if bias is not None else 0)
+    gate, up = expected.chunk(2, -1)
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    for form in (weight, pack_linear(weight)):
+        for product, wanted in ((norm_linear, expected), (norm_gate_up, functional.silu(gate) * up)):
+            out = product(x, pack_norm(norm_weight), 1e-5, form, bias)
+            assert out.dtype == dtype
+            assert (out.double() - wanted).norm() < tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_a_fused_linear_is_its_pieces(dtype):
+    x, weight, norm_weight = (torch.randn(shape).to(dtype) for shape in [(3, 64), (40, 64), (64,)])
+    packed, norm = pack_linear(weight), pack_norm(norm_weight)
+    pieces = linear(rms_norm(x, norm, 1e-5), packed)
+    assert torch.equal(norm_linear(x, norm, 1e-5, packed), pieces)
+    assert torch.equal(norm_gate_up(x, norm, 1e-5, packed), silu_and_mul(pieces))
+
+
+def test_few_rows_pay_by_shape():
+    assert not tiles.pays(0, 4096, 1024)
+    assert tiles.pays(1, 151_936, 1024)
+    assert tiles.pays(2, 28672, 4096)
+    assert tiles.pays(3, 4096, 4096)
+    assert not tiles.pays(4, 6144, 4096)
+    assert tiles.pays(8, 1024, 3072)
+    assert tiles.pays(8, 6144, 1024)
+    assert not tiles.pays(8, 4096, 4096)
+    assert not tiles.pays(9, 8, 8)
 
 
 def test_only_bf16_is_packed():

@@ -31,6 +31,7 @@ def test_every_weight_lands_where_it_belongs(model):
     x = torch.randn(3, 4)
     gate, up, down, norm = tensors.values()
     torch.testing.assert_close(model["mlp"](x), (nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T)
+    torch.testing.assert_close(model["mlp"](x, x.clone(), model["norm"]), model["mlp"](model["norm"](x)) + x)
     assert torch.equal(model["norm"].weight, norm)
 
 

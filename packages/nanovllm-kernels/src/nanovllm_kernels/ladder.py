@@ -17,9 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 from nanovllm_kernels.attention import paged_attention, plan_batch
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
+from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
 from nanovllm_kernels.platform import describe, has_cuda
 from nanovllm_kernels.sampling import sample
 
@@ -28,6 +30,9 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 COLD_BYTES = 256 << 20
 MOST_COPIES = 32
 ROUNDS = 20
+
+
+Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,76 @@ def elementwise(num_tokens: int) -> Iterator[Work]:
     yield Work(f"silu_and_mul {num_tokens} x {intermediate}", make_gate, gate, "GB/s", gate)
 
 
+@dataclass(frozen=True)
+class Shapes:
+    """A model's widths: of the residual stream, of all heads with their keys and values, of the query heads alone."""
+
+    name: str
+    hidden: int
+    qkv: int
+    heads: int
+    intermediate: int
+    vocab: int
+
+
+SHAPES = (Shapes("0.6B", 1024, 4096, 2048, 3072, 151_936), Shapes("8B", 4096, 6144, 4096, 14336, 128_256))
+
+
+def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
+    """A layer's linears with what stands before and after them, and the head: as chosen for so many rows, and where
+    that is the one kernel, in pieces too.
+    """
+    norm_weight = random(shapes.hidden)
+    eps = 1e-5
+
+    def norm_then(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rms_norm(x, norm_weight, eps), weight)
+
+    # By name: columns, width, what is chosen and the pieces, each of a weight, rows and a residual.
+    works: dict[str, tuple[int, int, Call, Call]] = {
+        "norm + qkv": (
+            shapes.qkv,
+            shapes.hidden,
+            lambda weight, x, _: norm_linear(x, norm_weight, eps, weight),
+            lambda weight, x, _: norm_then(weight, x),
+        ),
+        "o + residual": (
+            shapes.hidden,
+            shapes.heads,
+            lambda weight, x, residual: linear(x, weight, None, residual),
+            lambda weight, x, residual: residual.addmm_(x, weight.t()),
+        ),
+        "norm + gate + up": (
+            2 * shapes.intermediate,
+            shapes.hidden,
+            lambda weight, x, _: norm_gate_up(x, norm_weight, eps, weight),
+            lambda weight, x, _: silu_and_mul(norm_then(weight, x)),
+        ),
+        "down + residual": (
+            shapes.hidden,
+            shapes.intermediate,
+            lambda weight, x, residual: linear(x, weight, None, residual),
+            lambda weight, x, residual: residual.addmm_(x, weight.t()),
+        ),
+        "head": (
+            shapes.vocab,
+            shapes.hidden,
+            lambda weight, x, _: logits(x, pack_linear(weight), weight),
+            lambda weight, x, _: torch.mm(x, weight.t(), out_dtype=torch.float32),
+        ),
+    }
+    for name, (columns, width, chosen, pieces) in works.items():
+        calls = {"": chosen, " in pieces": pieces} if tiles.pays(num_rows, columns, width) else {"": chosen}
+        cost = columns * width * 2
+        for suffix, call in calls.items():
+
+            def make(_: int, call: Call = call, columns: int = columns, width: int = width) -> Callable[[], object]:
+                weight, x, residual = random(columns, width), random(num_rows, width), random(num_rows, columns)
+                return lambda: call(weight, x, residual)
+
+            yield Work(f"{shapes.name} {name}, {num_rows} rows{suffix}", make, cost, "TB/s", cost)
+
+
 def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
     """Greedy, plain and filtered draws from float32 logits: steep ones, and ones of which top-p keeps most."""
     ones = torch.ones(batch, device="cuda")
@@ -244,6 +319,9 @@ def ladder() -> Iterator[Work]:
     yield prefill(1, 8192)
     for num_tokens in (256, 8192):
         yield from elementwise(num_tokens)
+    for shapes in SHAPES:
+        for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            yield from projections(shapes, num_rows)
     for batch, vocab_size in ((1, 151_936), (128, 131_072), (256, 151_936)):
         yield from sampling(batch, vocab_size)
 

@@ -79,6 +79,13 @@ def describe(device: torch.device) -> DeviceInfo:
 
 
 @functools.cache
+def can_overlap_launches(device: torch.device) -> bool:
+    """Whether a kernel here may begin while the one ahead of it drains (programmatic dependent launch: Hopper on)."""
+    capability = describe(device).capability
+    return capability is not None and capability >= (9, 0)
+
+
+@functools.cache
 def can_pack_bf16() -> bool:
     """Whether oneDNN on this CPU multiplies bfloat16 natively, so that prepacked weights pay (see `gemm`)."""
     return (

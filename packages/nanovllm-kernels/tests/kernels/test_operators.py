@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nanovllm_kernels import attention, batch, elementwise, sampling
+from nanovllm_kernels import attention, batch, elementwise, gemm, sampling
 
-ROOMS = (attention, batch, elementwise, sampling)
+ROOMS = (attention, batch, elementwise, gemm, sampling)
 
 
 def integers(values, dtype=torch.int32):
@@ -26,6 +26,7 @@ def arguments():
         "silu_and_mul": (torch.randn(3, 16),),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, weight, weight, 1e-5),
         "paged_attention": (qkv[:, :2], kv_cache, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),
+        "project_rows": (torch.randn(3, 16), weight, 1e-5, torch.randn(8, 16), None, torch.randn(3, 4), True, False),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),
         "plan_units": (integers([7, 9]), starts, 4, 128),
         "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),

@@ -90,13 +90,13 @@ class LlamaAttention(nn.Module):
         )
         self._index = index
 
-    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Of x, added to `residual`, which may be overwritten; all [T, hidden]."""
-        norm = None
+    def forward(self, x: Tensor, norm: RMSNorm, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """Of what `norm` makes of x, added to x, which may be overwritten: [T, hidden] -> [T, hidden]."""
+        qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
-            norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
-        qkv = self.heads.split(self.qkv_proj.forward(x))
-        return self.o_proj.forward(attend(qkv, rotation, ctx, self._index, norm), residual)
+            qk_norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
+        qkv = self.heads.split(self.qkv_proj.forward(x, norm))
+        return self.o_proj.forward(attend(qkv, rotation, ctx, self._index, qk_norm), x)
 
 
 class LlamaLayer(nn.Module):
@@ -111,8 +111,8 @@ class LlamaLayer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """The residual stream, [T, hidden] -> [T, hidden]; x may be overwritten."""
-        x = self.self_attn.forward(self.input_layernorm.forward(x), x, rotation, ctx)
-        return self.mlp.forward(self.post_attention_layernorm.forward(x), x)
+        x = self.self_attn.forward(x, self.input_layernorm, rotation, ctx)
+        return self.mlp.forward(x, x, self.post_attention_layernorm)
 
 
 class LlamaModel(nn.Module):

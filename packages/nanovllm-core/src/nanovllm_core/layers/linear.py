@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share, fill_normal
 from nanovllm_core.model import BuildContext
-from nanovllm_kernels.gemm import PackedWeight, linear, pack_linear
+from nanovllm_kernels.gemm import PackedWeight, linear, norm_linear, pack_linear
 
 
 class Part(NamedTuple):
@@ -39,9 +40,11 @@ class ColumnParallelLinear(WeightedModule):
         # Parts without a bias share the vector of those that have one, and add nothing.
         self.bias = self.allocate(sum(self._shares)).zero_() if any(part.bias for part in parts) else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The parts' outputs, one after another: [T, in_features] -> [T, out]."""
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """The parts' outputs, one after another, of x or of what `norm` makes of it: [T, in_features] -> [T, out]."""
+        if norm is None:
+            return linear(x, self.weight, self.bias)
+        return norm_linear(x, norm.packed, norm.eps, self.weight, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """One weight, and where it has one a bias, a part."""

@@ -6,8 +6,10 @@ This room must not know what is around it.
 from torch import Tensor, nn
 
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.elementwise import silu_and_mul
+from nanovllm_kernels.gemm import norm_gate_up
 
 
 class GatedMLP(nn.Module):
@@ -19,6 +21,11 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, build)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, build, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Of x, plus `residual`, which may be overwritten; all [T, hidden_size]."""
-        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)), residual)
+    def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        """Of x or of what `norm` makes of it, plus `residual`, which may be overwritten; all [T, hidden_size]."""
+        gate_up = self.gate_up_proj
+        if norm is None:
+            hidden = silu_and_mul(gate_up.forward(x))
+        else:
+            hidden = norm_gate_up(x, norm.packed, norm.eps, gate_up.weight, gate_up.bias)
+        return self.down_proj.forward(hidden, residual)

@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.attention import tiles
 from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks
+from nanovllm_kernels.platform import can_overlap_launches
 
 
 def plan_units(
@@ -64,6 +66,7 @@ def paged_decode(
     group = num_heads // num_kv_heads
     config = tiles.tile_config(head_dim, q.element_size(), group, 1)
     padded = tiles.next_power_of_2(head_dim)
+    overlap = can_overlap_launches(q.device)
     partial = q.new_empty((num_units, num_heads, head_dim), dtype=torch.float32)
     lse = q.new_empty((num_units, num_heads), dtype=torch.float32)
     _attend_unit[(num_kv_heads, num_units)](
@@ -88,8 +91,10 @@ def paged_decode(
         PAGE_SIZE=page_size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        launch_pdl=overlap,
     )
     _merge_units[(num_reqs, num_heads)](
         partial,
@@ -100,7 +105,9 @@ def paged_decode(
         HEAD_DIM=head_dim,
         PADDED_DIM=padded,
         BLOCK=16,
+        OVERLAP=overlap,
         num_warps=4,
+        launch_pdl=overlap,
     )
 
 
@@ -167,8 +174,12 @@ def _attend_unit(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One request's query heads of one key-value head against one unit of its keys."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)
     unit = tl.program_id(1)
     request = tl.load(owners_ptr + unit)
@@ -230,8 +241,12 @@ def _merge_units(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Weigh the units of one request and query head by the share of the softmax that each saw."""
+    if OVERLAP:
+        # Followers aren't let go early: the first weights of a projection would hold up attention's keys and values.
+        gdc_wait()
     request = tl.program_id(0)
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)

@@ -5,6 +5,9 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.platform import can_overlap_launches
 
 BLOCK = 1024
 
@@ -13,12 +16,18 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See the package's `silu_and_mul`."""
     num_rows, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty((num_rows, width))
-    _silu_and_mul[(num_rows, triton.cdiv(width, BLOCK))](x, out, x.stride(0), WIDTH=width, BLOCK=BLOCK, num_warps=4)
+    overlap = can_overlap_launches(x.device)
+    _silu_and_mul[(num_rows, triton.cdiv(width, BLOCK))](
+        x, out, x.stride(0), WIDTH=width, BLOCK=BLOCK, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
+    )
     return out
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.platform import can_overlap_launches
 
 # Elements a program holds: short rows (one head each) share a program.
 TILE_ELEMENTS = 2048
@@ -19,6 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows = x.shape[0] * per_token
     block = triton.next_power_of_2(width)
     rows = max(1, TILE_ELEMENTS // block)
+    overlap = can_overlap_launches(x.device)
     _rms_norm[(triton.cdiv(num_rows, rows),)](
         x,
         weight,
@@ -31,7 +35,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         WIDTH=width,
         BLOCK=block,
         ROWS=rows,
+        OVERLAP=overlap,
         num_warps=_num_warps(block * rows),
+        launch_pdl=overlap,
     )
     return out
 
@@ -54,7 +60,11 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]

@@ -5,6 +5,9 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.platform import can_overlap_launches
 
 # Heads a program turns: enough bytes in flight for one program, and enough programs for a decode.
 HEADS = 8
@@ -27,6 +30,7 @@ def rope_and_cache(
     rot = cos_sin.shape[1]
     q_blocks = triton.cdiv(num_q_heads, HEADS)
     kv_blocks = triton.cdiv(num_kv_heads, HEADS)
+    overlap = can_overlap_launches(qkv.device)
     _rope_and_cache[(num_tokens, q_blocks + kv_blocks)](
         qkv,
         cos_sin,
@@ -46,7 +50,9 @@ def rope_and_cache(
         HEADS=HEADS,
         Q_BLOCKS=q_blocks,
         NORM=q_weight is not None,
+        OVERLAP=overlap,
         num_warps=2,
+        launch_pdl=overlap,
     )
 
 
@@ -70,8 +76,12 @@ def _rope_and_cache(
     HEADS: tl.constexpr,
     Q_BLOCKS: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token: a block of query heads, or a block of key heads with the values beside them."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     position = tl.load(positions_ptr + token)

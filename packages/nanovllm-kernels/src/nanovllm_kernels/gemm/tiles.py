@@ -1,0 +1,70 @@
+"""How the few-row kernel's launches are cut and when it is used, from numbers known to the host.
+
+A small table, looked up and never tuned at run time. This room must not know tensors.
+
+Measured on one H200, bf16, weights cold, calls back to back in a CUDA graph, microseconds: norm + cuBLAS (+ gate)
+against the one kernel.
+
+    columns x K          1 row         2             4             8
+    4096 x 1024          6.0 / 4.1     6.7 / 4.6     6.8 / 5.0     6.8 / 6.7
+    3072 x 1024, gated   8.8 / 4.9     8.8 / 5.5     8.9 / 6.6     8.9 / 8.1
+    1024 x 2048          12 / 2.4      10 / 2.8      9.9 / 3.5     5.9 / 5.5
+    1024 x 3072          7.5 / 2.8     7.5 / 3.7     7.6 / 4.5     7.6 / 7.0
+    6144 x 4096          17.3 / 13.7   17.1 / 14.6   17.3 / 17.8   17.3 / 31
+    14336 x 4096, gated  60.6 / 55.3   60.5 / 59.6   60.8 / 68     61 / 113
+    4096 x 4096          13.5 / 9.2    13.3 / 11.1   13.3 / 11.6   13.4 / 17
+    4096 x 14336         32.6 / 28.4   32.9 / 31.8   32.9 / 32.3   33 / 49
+    151936 x 1024        78.7 / 71.7   79.0 / 73.6   80.1 / 98     81 / 204
+    128256 x 4096        249 / 235     249 / 234     252 / 260     253 / 423
+"""
+
+from typing import NamedTuple
+
+# The most elements of a weight for which the kernel wins, by rows rounded up to a power of two; none for more rows.
+MOST_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
+# Up to so many columns, a CTA takes as few as it can, or there wouldn't be work for every SM.
+FEW_COLUMNS = 2048
+# Up to so many it still takes fewer of them where each is long.
+SOME_COLUMNS = 4096
+LONG = 4096
+# A vocabulary: work for many waves of CTAs.
+VAST_COLUMNS = 1 << 16
+
+
+class RowsConfig(NamedTuple):
+    """How one launch is tiled: columns of a CTA (pairs of them when gated), warps."""
+
+    block_n: int
+    num_warps: int
+
+
+NARROW = {1: RowsConfig(2, 8), 2: RowsConfig(2, 8), 4: RowsConfig(2, 8), 8: RowsConfig(4, 4)}
+DEEP = {1: RowsConfig(2, 4), 2: RowsConfig(4, 4), 4: RowsConfig(8, 4), 8: RowsConfig(4, 4)}
+GATED = {1: RowsConfig(4, 2), 2: RowsConfig(4, 2), 4: RowsConfig(4, 2), 8: RowsConfig(2, 1)}
+WIDE = {1: RowsConfig(8, 4), 2: RowsConfig(8, 4), 4: RowsConfig(8, 4), 8: RowsConfig(8, 2)}
+VAST = {1: RowsConfig(4, 2), 2: RowsConfig(4, 2), 4: RowsConfig(4, 2), 8: RowsConfig(4, 2)}
+
+
+def pays(num_rows: int, num_columns: int, width: int) -> bool:
+    """Whether the kernel beats a norm and a library's product of `num_rows` and a weight [num_columns, width]."""
+    return num_columns * width <= MOST_ELEMENTS.get(padded(num_rows), 0)
+
+
+def padded(num_rows: int) -> int:
+    """The rows that a launch computes: the next power of two, 0 for none."""
+    return 1 << (num_rows - 1).bit_length() if num_rows else 0
+
+
+def rows_config(num_rows: int, num_columns: int, width: int, *, gated: bool) -> RowsConfig:
+    """The tiling for up to 8 rows and `num_columns` results a row, each a sum over `width`."""
+    if gated:
+        table = GATED
+    elif num_columns <= FEW_COLUMNS:
+        table = NARROW
+    elif num_columns <= SOME_COLUMNS and width >= LONG:
+        table = DEEP
+    elif num_columns >= VAST_COLUMNS:
+        table = VAST
+    else:
+        table = WIDE
+    return table[padded(num_rows)]

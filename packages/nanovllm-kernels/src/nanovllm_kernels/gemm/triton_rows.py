@@ -1,0 +1,165 @@
+"""A few rows times a weight on CUDA, with the norm before it and the gate or the residual after it in the one kernel.
+
+A decode of a few requests reads each weight once and does little else, so the work here is to keep loads on their way.
+The plain cores do the products: a warp's lanes lie along K, each adds up its own part of a row, and only the end of a
+column costs an exchange. The first weights are fetched before the kernel waits for the one ahead of it (programmatic
+dependent launch), so that the memory is busy while that one drains. This relies on weights being written by nothing
+that lets its followers begin early; all else is read after the wait. No result depends on which program ends first.
+
+This room must not know which layer a weight belongs to.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.gemm.tiles import padded, rows_config
+from nanovllm_kernels.platform import can_overlap_launches
+
+
+def project_rows(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool,
+) -> None:
+    """Write into `out` [M, N] what the package's `_project_rows_op` returns."""
+    num_rows, width = x.shape
+    num_columns = out.shape[1]
+    config = rows_config(num_rows, num_columns, width, gated=gated)
+    overlap = can_overlap_launches(x.device)
+    _project_rows[(triton.cdiv(num_columns, config.block_n),)](
+        x,
+        x if norm_weight is None else norm_weight,
+        weight,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        num_rows,
+        num_columns,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        K=width,
+        ROWS=padded(num_rows),
+        BLOCK_N=config.block_n,
+        CHUNKS=32 * config.num_warps,
+        VECTOR=16 // x.element_size(),
+        NORM=norm_weight is not None,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        GATED=gated,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
+def _project_rows(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    x_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, ROWS)
+    ks = (tl.arange(0, CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, None, :]
+    x_ptr += rows[None, :, None, None].to(tl.int64) * x_stride
+    inside = (rows < num_rows)[None, :, None, None]
+    up_ptr = weight_ptr + num_columns.to(tl.int64) * K
+    tile = _load_tile(weight_ptr, columns, num_columns, 0, K, CHUNKS, VECTOR)
+    if GATED:
+        up_tile = _load_tile(up_ptr, columns, num_columns, 0, K, CHUNKS, VECTOR)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = tl.zeros((CHUNKS, ROWS, BLOCK_N), tl.float32)
+    up_sums = tl.zeros((CHUNKS, ROWS, BLOCK_N), tl.float32)
+    squares = tl.zeros((CHUNKS, ROWS, 1), tl.float32)
+    for begin in range(0, K, CHUNKS * VECTOR):
+        x = tl.load(x_ptr + begin + ks, mask=inside & (begin + ks < K), other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(x * x, 3)
+            x *= tl.load(norm_ptr + begin + ks, mask=begin + ks < K, other=0.0).to(tl.float32)
+        following = _load_following(tile, weight_ptr, columns, num_columns, begin, K, CHUNKS, VECTOR)
+        if GATED:
+            up_following = _load_following(up_tile, up_ptr, columns, num_columns, begin, K, CHUNKS, VECTOR)
+            up_sums += tl.sum(x * up_tile.to(tl.float32), 3)
+            up_tile = up_following
+        sums += tl.sum(x * tile.to(tl.float32), 3)
+        tile = following
+    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if NORM else 1.0
+    columns = columns[None, :]
+    out = _finish_sums(sums, scale, bias_ptr, columns, num_columns, BIAS)
+    if GATED:
+        up = _finish_sums(up_sums, scale, bias_ptr + num_columns, columns, num_columns, BIAS)
+        out = out * tl.sigmoid(out) * up
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)
+    rows = rows[:, None].to(tl.int64)
+    if RESIDUAL:
+        out += tl.load(residual_ptr + rows * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + rows * num_columns + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_tile(weight_ptr, columns, num_columns, begin, K: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr):
+    """Of `columns` the weights from `begin` on: [CHUNKS, 1, columns, VECTOR], 0 outside.
+
+    The chunks come first so that neighbouring lanes get neighbouring chunks: Triton lays equals in this order.
+    """
+    ks = begin + tl.arange(0, CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    ks = ks[:, None, None, :]
+    columns = columns[None, None, :, None]
+    return tl.load(weight_ptr + columns.to(tl.int64) * K + ks, mask=(columns < num_columns) & (ks < K), other=0.0)
+
+
+@triton.jit
+def _load_following(
+    tile,
+    weight_ptr,
+    columns,
+    num_columns,
+    begin,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The tile after the one at `begin`, on its way while that is added up; `tile` itself where one tile is all."""
+    if K > CHUNKS * VECTOR:
+        tile = _load_tile(weight_ptr, columns, num_columns, begin + CHUNKS * VECTOR, K, CHUNKS, VECTOR)
+    return tile
+
+
+@triton.jit
+def _finish_sums(sums, scale, bias_ptr, columns, num_columns, BIAS: tl.constexpr):
+    """Add up what the lanes have, times `scale`, and add the bias: [CHUNKS, rows, columns] -> [rows, columns]."""
+    out = tl.sum(sums, 0) * scale
+    if BIAS:
+        out += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+    return out

@@ -1,0 +1,120 @@
+"""The few-row kernel against float64, over everything that it can do before and after the product."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from nanovllm_kernels import gemm
+from nanovllm_kernels.gemm import tiles
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+OPS = torch.ops.nanovllm
+
+
+def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False):
+    """`x` is a view of longer rows; `num_columns` is that of the result."""
+
+    def draw(*shape):
+        return torch.randn(shape, device=device).to(dtype)
+
+    rows = num_columns * (2 if gated else 1)
+    x, weight = draw(num_rows, width + 16)[:, :width], draw(rows, width) * 0.1
+    norm_weight, bias_vector, added = draw(width), draw(rows), draw(num_rows, num_columns)
+    expected = x.double()
+    if norm:
+        expected = expected * torch.rsqrt(expected.square().mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
+    expected = expected @ weight.double().T
+    if bias:
+        expected += bias_vector.double()
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = functional.silu(gate) * up
+    if residual:
+        expected += added.double()
+    actual = OPS.project_rows(
+        x,
+        norm_weight if norm else None,
+        1e-5,
+        weight,
+        bias_vector if bias else None,
+        added if residual else None,
+        gated,
+        float32_out,
+    )
+    assert actual.dtype == (torch.float32 if float32_out else dtype)
+    assert actual.shape == expected.shape
+    # Of a few results that nearly cancel, the error is small beside what was added up and not beside them.
+    size = expected.norm() + expected.numel() ** 0.5
+    assert (actual.double() - expected).norm() < TOLERANCE[dtype] * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
+def test_small(device, dtype, num_rows):
+    for norm, gated, residual in itertools.product((False, True), repeat=3):
+        check(num_rows, 37, 576, dtype, device, norm=norm, bias=residual, residual=residual, gated=gated)
+
+
+@pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (5, 100), (37, 99), (30, 1500), (50, 2500)])
+@pytest.mark.parametrize("shape", ["narrow", "deep", "wide", "vast"])
+def test_odd_sizes(device, num_columns, width, shape, monkeypatch):
+    monkeypatch.setattr(tiles, "FEW_COLUMNS", tiles.FEW_COLUMNS if shape == "narrow" else 0)
+    monkeypatch.setattr(tiles, "VAST_COLUMNS", 0 if shape == "vast" else tiles.VAST_COLUMNS)
+    monkeypatch.setattr(tiles, "LONG", 0 if shape == "deep" else tiles.LONG)
+    for num_rows in (1, 3):
+        check(num_rows, num_columns, width, torch.float32, device, norm=True, bias=True, residual=True, gated=False)
+        check(num_rows, num_columns, width, torch.float16, device, norm=True, bias=True, residual=True, gated=True)
+
+
+def test_results_in_float32(device):
+    check(2, 50, 64, torch.float16, device, norm=False, bias=False, residual=False, gated=False, float32_out=True)
+
+
+def test_rows_with_any_stride(device):
+    x, weight = torch.randn(64, 3, device=device).T, torch.randn(40, 64, device=device)
+    actual = OPS.project_rows(x, None, 0.0, weight, None, None, False, False)
+    torch.testing.assert_close(actual, x @ weight.T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_rows", range(1, 9))
+def test_large(device, dtype, num_rows):
+    shapes = [(4096, 1024), (1024, 3072), (960, 576), (4096, 4096), (3072, 1024), (4096, 14336), (151_936, 1024)]
+    for num_columns, width in shapes:
+        for gated in (False, True):
+            check(num_rows, num_columns, width, dtype, device, norm=gated, bias=True, residual=True, gated=gated)
+
+
+@pytest.mark.gpu
+def test_a_chain_in_a_graph(device):
+    """Each launch may begin before the one ahead of it has ended: what it reads of that must be the finished thing."""
+    torch.manual_seed(0)
+    width = 1024
+    weights = [torch.randn(width, width, device=device).to(torch.bfloat16) / 32 for _ in range(64)]
+    gates = [torch.randn(2 * width, width, device=device).to(torch.bfloat16) / 32 for _ in range(64)]
+    norm_weight = torch.ones(width, device=device, dtype=torch.bfloat16)
+    start = torch.randn(1, width, device=device).to(torch.bfloat16)
+
+    def run(*, synchronized):
+        x = start
+        for weight, gate in zip(weights, gates, strict=True):
+            hidden = gemm.norm_gate_up(x, norm_weight, 1e-5, gate)
+            if synchronized:
+                torch.cuda.synchronize()
+            x = gemm.linear(hidden, weight, None, x)
+            if synchronized:
+                torch.cuda.synchronize()
+        return x
+
+    expected = run(synchronized=True)
+    assert torch.equal(run(synchronized=False), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(synchronized=False)
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
