@@ -110,6 +110,7 @@ def _compare(options: argparse.Namespace) -> int:
     from nanovllm_core import ConfigError, RequestError
     from nanovllm_server.bench import compare
 
+    results = _results(options)
     try:
         model = options.model or nanovllm_models.default_model_path()
         spec = nanovllm_models.load(model, load_format=options.load_format)
@@ -120,7 +121,7 @@ def _compare(options: argparse.Namespace) -> int:
             temperature=options.temperature,
             repeat=options.repeat,
             peer=_peer(options),
-            results=_results(options),
+            results=results,
         )
         compare.run(setting, spec, _program(options, spec.vocab_size))
     except (ConfigError, RequestError, nanovllm_models.ModelError) as error:
