@@ -7,7 +7,7 @@ from torch.nn import functional
 from nanovllm_kernels import gemm
 from nanovllm_kernels.elementwise import pack_norm, rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
-from nanovllm_kernels.platform import can_pack_bf16
+from nanovllm_kernels.platform import can_pack_bf16, can_pack_fp16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,16 +92,28 @@ def test_packing_takes_any_layout():
     torch.testing.assert_close(linear(x, pack_linear(weight)), x @ weight.T, rtol=2**-7, atol=1e-2)
 
 
+def test_few_rows_are_multiplied_by_a_copy_of_their_own():
+    weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
+    packed = pack_linear(weight)
+    assert (packed.few is not None) == (can_pack_bf16() and can_pack_fp16())
+    assert pack_linear(torch.zeros(4096, 4096, dtype=torch.bfloat16)).few is None
+    x, residual = torch.randn(9, 64).to(torch.bfloat16), torch.randn(9, 40).to(torch.bfloat16)
+    many = linear(x, packed, None, residual.clone())
+    few = torch.cat([linear(x[i : i + 1], packed, None, residual[i : i + 1].clone()) for i in range(9)])
+    # Both are rounded once, from sums of another order.
+    torch.testing.assert_close(few, many, rtol=2**-7, atol=1e-3)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_tell_apart_what_bf16_would_tie(dtype, device):
+@pytest.mark.parametrize("num_rows", [2, 7])
+def test_logits_tell_apart_what_bf16_would_tie(num_rows, dtype, device):
     table = torch.randn(300, 64, device=device).to(dtype)
     # Two rows so alike that their products differ by less than bf16 can say at that size.
     table[7] = table[200]
     table[7, 0] += 0.25
-    x = torch.zeros(2, 64, device=device, dtype=dtype)
+    x = torch.randn(num_rows, 64, device=device).to(dtype)
     x[0], x[0, 0] = 30 * table[200], 0.5
-    x[1] = torch.randn(64, device=device).to(dtype)
     found = logits(x, pack_linear(table), table)
     expected = x.double() @ table.double().T
     assert found.dtype == torch.float32

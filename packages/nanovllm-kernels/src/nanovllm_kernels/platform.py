@@ -93,3 +93,11 @@ def can_pack_bf16() -> bool:
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001 - torch has no public name for the probe
     )
+
+
+@functools.cache
+def can_pack_fp16() -> bool:
+    """Whether this torch has FBGEMM's products with fp16 weights, which need an x86 CPU (see `gemm`)."""
+    return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(
+        torch.ops.quantized, "linear_dynamic_fp16"
+    )

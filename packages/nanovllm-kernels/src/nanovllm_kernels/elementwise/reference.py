@@ -57,7 +57,7 @@ def rope_and_cache(
     rot = rows.cos.shape[-1]
     turned = qkv[:, : num_q_heads + num_kv_heads, :rot]
     swapped = turned.roll(rot // 2, -1)
-    turned.copy_((turned * rows.cos).addcmul_(swapped, rows.sin))
+    torch.addcmul(turned * rows.cos, swapped, rows.sin, out=turned)
     kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv[:, num_q_heads:])
 
 
