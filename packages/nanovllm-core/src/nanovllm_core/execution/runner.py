@@ -48,12 +48,14 @@ class Runner:
             len(spec.eos_token_ids),
             self.device,
         )
+        specs = self._model.cache_specs()
+        self._num_heads = specs[0].num_heads
         self._kv_caches = self._allocate(0)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, config.max_num_seqs, config.max_num_batched_tokens))
         free_bytes = free_for_cache(config, self.device, self._rehearse)
         self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
-        block_bytes = bytes_per_block(self._model.cache_specs(), config.block_size, config.dtype)
+        block_bytes = bytes_per_block(specs, config.block_size, config.dtype)
         self.num_blocks, self.max_model_len = plan_cache(config, free_bytes, block_bytes)
         self._kv_caches = self._allocate(self.num_blocks)
         self.kv_cache_bytes = block_bytes * (self.num_blocks + 1)
@@ -131,14 +133,15 @@ class Runner:
             num_decodes=num_decodes,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            num_heads=self._model.cache_specs()[0].num_heads,
+            num_heads=self._num_heads,
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
         )
         ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches)
         hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
-        last = hidden.index_select(0, batch.last) if with_logits else hidden[:0]
-        return Logits(self._model.compute_logits(last), batch.seq_lens)
+        if not with_logits:
+            return Logits(hidden[:0], batch.seq_lens)
+        return Logits(self._model.compute_logits(hidden.index_select(0, batch.last)), batch.seq_lens)
 
     def _commit(self, rows: Tensor, query_start_loc: Tensor, samples: Tensor, tokens: Tensor, needs: Needs) -> None:
         table = self._table
