@@ -186,8 +186,10 @@ def _peer(options: argparse.Namespace) -> "Peer | None":
 
 
 def _results(options: argparse.Namespace) -> "Results":
+    from nanovllm_server.bench import plot
     from nanovllm_server.bench.report import Results
 
+    plot.check(options.plot)
     return Results(options.json, options.plot)
 
 

@@ -34,7 +34,6 @@ class Setting:
 
 def run(setting: Setting, spec: ModelSpec, program: Program) -> None:
     """Measure, show a table, keep the figures. Raises BenchError when the peer fails, and as `engine.measure`."""
-    plot.check(setting.results.plot)
     # The engine would say so too, but after minutes of the peer's work.
     context = setting.config.max_model_len or spec.max_position
     if (longest := max(len(work.prompt) + work.max_tokens for case in program.cases for work in case.works)) > context:

@@ -14,7 +14,6 @@ from nanovllm_server.bench.report import BenchError, Results, keep, machine, med
 
 def run(only: str, repeat: int, results: Results) -> None:
     """Measure the kernels whose name has `only` in it. Raises BenchError."""
-    plot.check(results.plot)
     if not has_cuda():
         raise BenchError("kernels needs an NVIDIA GPU")
     works = ladder.selected(only)

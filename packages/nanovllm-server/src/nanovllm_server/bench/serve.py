@@ -91,7 +91,6 @@ class Point:
 
 def run(job: ServeJob) -> None:
     """Measure, show tables, keep the figures. Raises BenchError, at the end, when requests have failed."""
-    plot.check(job.results.plot)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         model, points = runner.run(measure(job))
     facts = machine()
