@@ -69,18 +69,19 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 
 
 class _Packed(NamedTuple):
-    """oneDNN's products, plain and with an addition, and FBGEMM's. Looked up by name and overload, each call would take
-    longer than a small product does."""
+    """oneDNN's product and FBGEMM's. Looked up by name and overload, each call would take longer than a small product
+    does."""
 
     product: torch._ops.OpOverload
-    product_and_sum: torch._ops.OpOverload
     product_of_few: torch._ops.OpOverload
 
 
 @functools.cache
 def _packed() -> _Packed:
-    operator = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
-    return _Packed(operator.default, operator.binary, torch.ops.quantized.linear_dynamic_fp16.default)
+    return _Packed(
+        torch.ops.mkldnn._linear_pointwise.default,  # noqa: SLF001
+        torch.ops.quantized.linear_dynamic_fp16.default,
+    )
 
 
 def _linear_of_few(x: Tensor, weight: torch.ScriptObject, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -95,16 +96,17 @@ def linear(
 ) -> Tensor:
     """`x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N]: like `residual`.
 
-    All share one dtype; products are summed in float32. The result is rounded once, but for a residual of a weight that
-    isn't packed on a CPU, or beside a bias. `residual` may be overwritten, and may share memory with what is returned.
+    All share one dtype; products are summed in float32. The result is rounded once, but for a residual on a CPU, or
+    beside a bias. `residual` may be overwritten, and may share memory with what is returned.
     """
     if isinstance(weight, PackedWeight):
         if weight.blocked:
             if weight.few is not None and x.shape[0] <= FEW_ROWS and x.dim() == 2:
                 return _linear_of_few(x, weight.few, bias, residual)
-            if residual is None:
-                return _packed().product(x, weight.data, bias, "none", [], "")
-            return _packed().product_and_sum(x, residual, weight.data, bias, "add")
+            # oneDNN could add the residual itself, but the sums came out worse: SmolLM2 then took the wrong one of two
+            # likely first words for the capital of France.
+            out = _packed().product(x, weight.data, bias, "none", [], "")
+            return out if residual is None else residual.add_(out)
         weight = weight.data
     if _runs_as_rows(x, weight):
         return _project_rows_op(x, None, 0.0, weight, bias, residual, False, False)
