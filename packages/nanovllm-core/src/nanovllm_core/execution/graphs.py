@@ -45,7 +45,7 @@ Draw = Callable[[int, Logits], Tensor]
 
 @dataclass(slots=True)
 class CapturedStep:
-    """The graphs of one shape. tokens: by needs, the graph that chooses and where it leaves its choice."""
+    """The graphs of one shape. draws: by needs, the graph that chooses and where it leaves its choice."""
 
     forward: torch.cuda.CUDAGraph
     logits: Logits
