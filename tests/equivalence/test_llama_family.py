@@ -33,11 +33,12 @@ FAMILIES = {
     "head size of its own": {"num_key_value_heads": 2, "head_dim": 32},
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 32},
 }
-PLENTY = {"num_blocks": 400}
+# One row a prompt, so that no graphs are captured that nobody needs.
+PLENTY = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
 # Room for two or three of the sixteen: every other one is preempted again and again.
-SCARCE = {"num_blocks": 14, "max_model_len": 200}
+SCARCE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
 SETTINGS = {
-    "one at a time": {"max_num_seqs": 1, **PLENTY},
+    "one at a time": {**PLENTY, "max_num_seqs": 1},
     "all at once": PLENTY,
     "all at once, depth 1, no prefix cache": {"depth": 1, "prefix_caching": False, **PLENTY},
     "chunked": {"max_num_batched_tokens": 40, **PLENTY},

@@ -8,7 +8,6 @@ counts once.
 """
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
@@ -22,7 +21,7 @@ from torch.nn import functional
 from nanovllm_kernels.attention import paged_attention, plan_batch
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
-from nanovllm_kernels.platform import describe, has_cuda
+from nanovllm_kernels.platform import describe, has_cuda, has_cute, has_flash_attention
 from nanovllm_kernels.sampling import sample
 
 DTYPE = torch.bfloat16
@@ -136,6 +135,19 @@ def cute_decode(batch: int, context: int, page_size: int) -> Work:
 
     cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
     return Work(f"CuTe decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+
+
+def flash_decode(batch: int, context: int, page_size: int) -> Work:
+    """The same by FlashAttention, which the engine leaves to prompts."""
+    from nanovllm_kernels.attention.flash_prefill import paged_prefill
+
+    def make(_: int) -> Callable[[], object]:
+        q, kv_cache, tables, seq_lens = decode_inputs(batch, context, page_size)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        return lambda: paged_prefill(q, kv_cache, tables, seq_lens, starts, HEAD_DIM**-0.5, 1)
+
+    cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
+    return Work(f"flash decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
 
 
 def prefill(batch: int, length: int) -> Work:
@@ -307,14 +319,14 @@ def copy_ceiling() -> Work:
 def ladder() -> Iterator[Work]:
     """All the work, smallest inputs first within a family."""
     yield copy_ceiling()
-    capability = describe(torch.device("cuda", 0)).capability
-    with_cute = capability == (9, 0) and importlib.util.find_spec("cutlass") is not None
     for page_size in (16, 64):
         for batch in (1, 8, 64, 256):
             for context in (512, 2048, 8192, 32768):
                 yield decode(batch, context, page_size)
-                if with_cute:
+                if has_cute():
                     yield cute_decode(batch, context, page_size)
+                if has_flash_attention():
+                    yield flash_decode(batch, context, page_size)
     yield prefill(4, 2048)
     yield prefill(1, 8192)
     for num_tokens in (256, 8192):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_core.engine.trace import Tracer
+from nanovllm_core.engine.trace import Tracer, Track
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.sampler import StepHandle
 from nanovllm_core.model import ModelSpec
@@ -181,5 +181,5 @@ class EngineLoop:
         with self._span("launch", plan.step):
             return self._runner.launch(plan)
 
-    def _span(self, track: str, step: int) -> AbstractContextManager[None]:
+    def _span(self, track: Track, step: int) -> AbstractContextManager[None]:
         return nullcontext() if self._tracer is None else self._tracer.trace.span(track, f"step {step}")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -18,16 +19,22 @@ from nanovllm_core.execution.sampler import StepHandle
 _encode = msgspec.json.Encoder().encode
 
 
+Track = Literal["plan", "launch", "device", "output"]
+# Threads add to different tracks at the same time, so that all are numbered beforehand.
+TRACKS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3}
+
+
 class Trace:
-    """A trace file. Tracks show up as threads, in the order of their first span."""
+    """A trace file. Tracks show up as threads."""
 
     def __init__(self, path: Path):
         self._file = path.open("wb")
         self._file.write(b"[\n")
-        self._tracks: dict[str, int] = {}
+        for track, number in TRACKS.items():
+            self._write({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": track}})
 
     @contextmanager
-    def span(self, track: str, name: str) -> Generator[None]:
+    def span(self, track: Track, name: str) -> Generator[None]:
         """Record what runs meanwhile."""
         begin = time.perf_counter()
         try:
@@ -35,13 +42,10 @@ class Trace:
         finally:
             self.add(track, name, begin, time.perf_counter())
 
-    def add(self, track: str, name: str, begin: float, end: float) -> None:
+    def add(self, track: Track, name: str, begin: float, end: float) -> None:
         """Record a span from `begin` to `end`, in seconds of `time.perf_counter`."""
-        if track not in self._tracks:
-            number = self._tracks[track] = len(self._tracks)
-            self._write({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": track}})
         duration = round((end - begin) * 1e6, 1)
-        self._write({"ph": "X", "name": name, "tid": self._tracks[track], "ts": round(begin * 1e6, 1), "dur": duration})
+        self._write({"ph": "X", "name": name, "tid": TRACKS[track], "ts": round(begin * 1e6, 1), "dur": duration})
 
     def close(self) -> None:
         """Write out what is buffered."""
