@@ -175,6 +175,32 @@ def test_few_rows(num_rows, gated, num_columns, width):
     assert "ld.global.b16" not in ptx
 
 
+@pytest.mark.parametrize("num_rows", [16, 32, 64, 128, 256])
+def test_split(num_rows):
+    from nanovllm_kernels.gemm import tiles, triton_split
+
+    config = tiles.split_config(num_rows)
+    constants = {
+        "K": 3072,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "SPLITS": config.splits,
+        "STAGES": config.num_stages,
+        "BIAS": False,
+        "RESIDUAL": True,
+        "OVERLAP": True,
+    }
+    types = {"partial_ptr": FLOAT, "counter_ptr": INT32}
+    compiled = compile_kernel(triton_split._project_split, types, constants, config.num_warps, config.num_stages)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    ptx = compiled.asm["ptx"]
+    assert ("wgmma.mma_async" if config.block_m >= 64 else "mma.sync") in ptx
+    # The weight is asked for before the wait, the rows behind it.
+    assert "prefetch.global.L2" in ptx[: ptx.index("griddepcontrol.wait")]
+    assert "cp.async" in ptx[ptx.index("griddepcontrol.wait") :]
+
+
 def test_merging():
     from nanovllm_kernels.attention import triton_decode, triton_prefill
 

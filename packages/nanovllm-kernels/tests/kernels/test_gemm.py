@@ -1,4 +1,4 @@
-"""The few-row kernel against float64, over everything that it can do before and after the product."""
+"""The kernels behind `linear` on CUDA against float64, over everything that they can do around the product."""
 
 import itertools
 
@@ -88,15 +88,54 @@ def test_large(device, dtype, num_rows):
             check(num_rows, num_columns, width, dtype, device, norm=gated, bias=True, residual=True, gated=gated)
 
 
+def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual):
+    def draw(*shape):
+        return torch.randn(shape, device=device).to(dtype)
+
+    x, weight = draw(num_rows, width + 16)[:, :width], draw(num_columns, width) * 0.1
+    bias_vector, added = draw(num_columns), draw(num_rows, num_columns)
+    counters = torch.zeros(tiles.num_counters(num_columns), dtype=torch.int32, device=device)
+    expected = x.double() @ weight.double().T
+    if bias:
+        expected += bias_vector.double()
+    if residual:
+        expected += added.double()
+    results = [
+        OPS.project_split(x, weight, bias_vector if bias else None, added if residual else None, counters)
+        for _ in range(2)
+    ]
+    assert torch.equal(*results)
+    assert not counters.any()
+    assert results[0].dtype == dtype
+    assert (results[0].double() - expected).norm() < TOLERANCE[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize(("num_rows", "extras"), [(9, False), (17, True), (70, True)])
+def test_split_small(device, num_rows, extras):
+    assert tiles.can_split(64, 2048)
+    check_split(num_rows, 64, 2048, torch.float16, device, bias=extras, residual=extras)
+
+
 @pytest.mark.gpu
-def test_a_chain_in_a_graph(device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 9, 16, 17, 32, 40, 64, 65, 128, 129, 200, 256])
+def test_split_large(device, dtype, num_rows):
+    for num_columns, width in [(1024, 2048), (1024, 3072), (576, 2560), (64, 8192)]:
+        check_split(num_rows, num_columns, width, dtype, device, bias=True, residual=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 48])
+def test_a_chain_in_a_graph(device, num_rows):
     """Each launch may begin before the one ahead of it has ended: what it reads of that must be the finished thing."""
     torch.manual_seed(0)
     width = 1024
-    weights = [torch.randn(width, width, device=device).to(torch.bfloat16) / 32 for _ in range(64)]
-    gates = [torch.randn(2 * width, width, device=device).to(torch.bfloat16) / 32 for _ in range(64)]
+    inner = 2 * width
+    weights = [torch.randn(width, inner, device=device).to(torch.bfloat16) / 48 for _ in range(64)]
+    weights = [gemm.pack_linear(weight) for weight in weights]
+    gates = [torch.randn(2 * inner, width, device=device).to(torch.bfloat16) / 32 for _ in range(64)]
     norm_weight = torch.ones(width, device=device, dtype=torch.bfloat16)
-    start = torch.randn(1, width, device=device).to(torch.bfloat16)
+    start = torch.randn(num_rows, width, device=device).to(torch.bfloat16)
 
     def run(*, synchronized):
         x = start

@@ -20,6 +20,7 @@ def arguments():
     logits, ones = torch.randn(2, 20), torch.ones(2)
     row_numbers = (ones, integers([0, 5]), ones * 0.9, ones * 0, integers([1, 2], torch.int64), integers([3, 4]))
     table = integers([[1, 2], [3, 0]])
+    halves = torch.randn(64, 2048).half()
     units = [integers([0, 1, 1]), integers([0, -1, -1]), integers([128])]
     return {
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
@@ -27,6 +28,7 @@ def arguments():
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, weight, weight, 1e-5),
         "paged_attention": (qkv[:, :2], kv_cache, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),
         "project_rows": (torch.randn(3, 16), weight, 1e-5, torch.randn(8, 16), None, torch.randn(3, 4), True, False),
+        "project_split": (halves[:9], halves, None, torch.randn(9, 64).half(), torch.zeros(64, dtype=torch.int32)),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),
         "plan_units": (integers([7, 9]), starts, 4, 128),
         "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),

@@ -46,12 +46,14 @@ class PackedWeight(NamedTuple):
     """A linear layer's weight, made ready for `linear`; of shape [N, K] as the plain one.
 
     data: in oneDNN's own blocked layout when `blocked`, which no torch operator but `linear`'s understands; else plain.
-    few: a copy of a blocked weight for few rows, as FBGEMM packs it, where that pays.
+    few: a copy of a blocked weight for few rows, as FBGEMM packs it, where that pays. counters: int32 zeros, where a
+    kernel may split the weight; every launch leaves them so, and only one at a time may use them.
     """
 
     data: Tensor
     blocked: bool
     few: torch.ScriptObject | None = None
+    counters: Tensor | None = None
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:
@@ -65,7 +67,10 @@ def pack_linear(weight: Tensor) -> PackedWeight:
         if min(weight.shape) <= FEW_ROWS_MAX_SIZE and can_pack_fp16():
             few = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
         return PackedWeight(packed, blocked=True, few=few)
-    return PackedWeight(weight, blocked=False)
+    counters = None
+    if weight.is_cuda and weight.is_contiguous() and weight.element_size() == 2 and tiles.can_split(*weight.shape):
+        counters = torch.zeros(tiles.num_counters(weight.shape[0]), dtype=torch.int32, device=weight.device)
+    return PackedWeight(weight, blocked=False, counters=counters)
 
 
 class _Packed(NamedTuple):
@@ -99,6 +104,7 @@ def linear(
     All share one dtype; products are summed in float32. The result is rounded once, but for a residual on a CPU, or
     beside a bias. `residual` may be overwritten, and may share memory with what is returned.
     """
+    counters = None
     if isinstance(weight, PackedWeight):
         if weight.blocked:
             if weight.few is not None and x.shape[0] <= FEW_ROWS and x.dim() == 2:
@@ -108,9 +114,12 @@ def linear(
             # France hangs by a rounding in bf16, and went the wrong way.
             out = _packed().product(x, weight.data, bias, "none", [], "")
             return out if residual is None else residual.add_(out)
+        counters = weight.counters
         weight = weight.data
     if _runs_as_rows(x, weight):
         return _project_rows_op(x, None, 0.0, weight, bias, residual, False, False)
+    if counters is not None and x.dim() == 2 and 0 < x.shape[0] <= tiles.SPLIT_ROWS:
+        return _project_split_op(x, weight, bias, residual, counters)
     if residual is None:
         return functional.linear(x, weight, bias)
     if bias is None and x.is_cuda:
@@ -208,6 +217,24 @@ _project_rows_op.register_fake(
         x, weight, gated, float32_out
     )
 )
+
+
+@torch.library.custom_op("nanovllm::project_split", mutates_args=())
+def _project_split_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor
+) -> Tensor:
+    """Up to 256 rows `x` [M, K] times the transpose of a contiguous `weight` [N, K] plus `bias` and `residual`; rounded
+    once. For which N and K: `tiles.can_split`. `counters` are zeros before and after.
+    """
+    from nanovllm_kernels.gemm import triton_split
+
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    triton_split.project_split(rows, weight, bias, residual, counters, out)
+    return out
+
+
+_project_split_op.register_fake(lambda x, weight, *_: x.new_empty((x.shape[0], weight.shape[0])))
 
 
 def _leaders(values: Tensor, count: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""How the few-row kernel's launches are cut and when it is used, from numbers known to the host.
+"""How our kernels' launches are cut and when they are used, from numbers known to the host.
 
 A small table, looked up and never tuned at run time. This room must not know tensors.
 
-Measured on one H200, bf16, weights cold, calls back to back in a CUDA graph, microseconds: norm + cuBLAS (+ gate)
-against the one kernel.
+Measured on one H200, bf16, weights cold, calls back to back in a CUDA graph, microseconds. The few-row kernel: norm +
+cuBLAS (+ gate) against the one kernel.
 
     columns x K          1 row         2             4             8
     4096 x 1024          6.0 / 4.1     6.7 / 4.6     6.8 / 5.0     6.8 / 6.7
@@ -16,6 +16,16 @@ against the one kernel.
     4096 x 14336         32.6 / 28.4   32.9 / 31.8   32.9 / 32.3   33 / 49
     151936 x 1024        78.7 / 71.7   79.0 / 73.6   80.1 / 98     81 / 204
     128256 x 4096        249 / 235     249 / 234     252 / 260     253 / 423
+
+The kernel that splits K, with a residual: cuBLAS / it.
+
+    columns x K          16 rows       32            64            128           256
+    1024 x 2048          7.6 / 4.6     7.6 / 5.1     7.7 / 5.7     8.0 / 5.8     8.6 / 7.6
+    1024 x 3072          8.4 / 5.5     8.5 / 6.1     8.8 / 6.2     8.9 / 7.7     9.7 / 9.0
+    4096 x 4096          14.8 / 14.6                 14.4 / 15.5                 20 / 28
+
+Not used, for they lost everywhere to cuBLAS with the norm before it and the gate behind it as kernels of their own: the
+same without a split for weights of many columns, and with the norm or its squares within the loop (2 x the time).
 """
 
 from typing import NamedTuple
@@ -29,6 +39,15 @@ SOME_COLUMNS = 4096
 LONG = 4096
 # A vocabulary: work for many waves of CTAs.
 VAST_COLUMNS = 1 << 16
+
+
+# A weight so narrow and so deep is worth splitting along K, for up to so many rows.
+SPLIT_COLUMNS = 1024
+SPLIT_DEPTH = 2048
+SPLIT_ROWS = 256
+# What any of SPLITS below divides evenly: the columns, and K.
+COLUMN_STEP = 64
+DEPTH_STEP = 512
 
 
 class RowsConfig(NamedTuple):
@@ -68,3 +87,43 @@ def rows_config(num_rows: int, num_columns: int, width: int, *, gated: bool) -> 
     else:
         table = WIDE
     return table[padded(num_rows)]
+
+
+class SplitConfig(NamedTuple):
+    """How one launch is tiled: rows, columns and depth of a tile, parts of K, warps, tiles on their way at once."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+# By the most rows.
+SPLITS = {
+    16: SplitConfig(16, 32, 128, 4, 4, 6),
+    32: SplitConfig(32, 32, 128, 4, 4, 6),
+    64: SplitConfig(64, 32, 128, 4, 4, 6),
+    128: SplitConfig(64, 32, 128, 2, 4, 6),
+    SPLIT_ROWS: SplitConfig(64, 64, 128, 2, 8, 4),
+}
+
+
+def split_config(num_rows: int) -> SplitConfig:
+    """The tiling for up to SPLIT_ROWS rows."""
+    return next(config for most, config in SPLITS.items() if num_rows <= most)
+
+
+def can_split(num_columns: int, width: int) -> bool:
+    """Whether splitting K beats a library's product of up to SPLIT_ROWS rows, which `pays` has refused, and a weight
+    [num_columns, width] of 16-bit numbers.
+    """
+    if num_columns > SPLIT_COLUMNS or width < SPLIT_DEPTH:
+        return False
+    return num_columns % COLUMN_STEP == 0 and width % DEPTH_STEP == 0
+
+
+def num_counters(num_columns: int) -> int:
+    """How many tiles a launch may have at most."""
+    return max(-(-most // config.block_m) * (num_columns // config.block_n) for most, config in SPLITS.items())
