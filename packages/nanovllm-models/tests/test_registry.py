@@ -118,7 +118,7 @@ def test_dummy_weights_are_drawn_from_the_seed(write_config, session):
 def test_fields_left_out_have_the_defaults_of_transformers(write_config, family, config, beyond):
     import transformers
 
-    from nanovllm_models.config_file import read_fields
+    from nanovllm_models.fields import read_fields
 
     path = write_config()
     (path / "config.json").write_text("{}")

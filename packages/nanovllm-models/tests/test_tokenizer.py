@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
-from nanovllm_models import ModelError, TemplateError, load_tokenizer
+from nanovllm_models import ModelError, TemplateError, TemplateValueError, load_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -18,7 +18,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 def write_tokenizer(tmp_path):
     """Writes a tokenizer of a few words with the given template; the directory."""
 
-    def write(template: str | None):
+    def write(template: str | list[dict[str, str]] | None):
         words = ["<s>", "</s>", "<unk>", "hello", "world"]
         backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
         backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -59,6 +59,14 @@ def test_a_conversation_is_rendered_by_the_template(write_tokenizer):
     assert continued == "<s>[user]hello[assistant]wor"
 
 
+def test_the_source_of_the_template_is_told(write_tokenizer):
+    assert load_tokenizer(write_tokenizer(TEMPLATE)).chat_template == TEMPLATE
+    assert load_tokenizer(write_tokenizer(TEMPLATE), chat_template="x").chat_template == "x"
+    assert load_tokenizer(write_tokenizer(None)).chat_template == ""
+    several = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    assert load_tokenizer(write_tokenizer(several)).chat_template == "a\nb"
+
+
 def test_a_template_of_the_caller_replaces_the_model_s(write_tokenizer):
     for own in (None, TEMPLATE):
         tokenizer = load_tokenizer(write_tokenizer(own), chat_template="{{ messages[0].content }}!")
@@ -88,7 +96,7 @@ def test_what_a_template_refuses_is_a_template_error_of_one_line(write_tokenizer
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation"])
 def test_values_for_the_template_cannot_reach_beyond_it(write_tokenizer, name):
-    with pytest.raises(TemplateError, match=f"{name} can't be given"):
+    with pytest.raises(TemplateValueError, match=f"{name} can't be given"):
         load_tokenizer(write_tokenizer(TEMPLATE)).render_chat(HELLO, template_values={name: "x"})
 
 

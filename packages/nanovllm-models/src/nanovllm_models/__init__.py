@@ -2,14 +2,25 @@
 
 from typing import TYPE_CHECKING
 
+from nanovllm_models.chat_formats import ChatFormat, find_format
 from nanovllm_models.default_model import default_model_path
-from nanovllm_models.errors import ModelError, TemplateError
+from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
 from nanovllm_models.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from nanovllm_models.registry import load
 
-__all__ = ["ModelError", "TemplateError", "Tokenizer", "default_model_path", "load", "load_tokenizer"]
+__all__ = [
+    "ChatFormat",
+    "ModelError",
+    "TemplateError",
+    "TemplateValueError",
+    "Tokenizer",
+    "default_model_path",
+    "find_format",
+    "load",
+    "load_tokenizer",
+]
 
 
 def __getattr__(name: str) -> object:

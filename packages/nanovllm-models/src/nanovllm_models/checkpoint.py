@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm_core.layers.weights import fill_random, load_weights
-from nanovllm_models.config_file import read_fields
 from nanovllm_models.errors import ModelError
+from nanovllm_models.fields import read_fields
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

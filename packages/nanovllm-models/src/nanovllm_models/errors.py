@@ -7,3 +7,7 @@ class ModelError(ValueError):
 
 class TemplateError(ModelError):
     """A conversation that the model's chat template refuses, or a model without a template."""
+
+
+class TemplateValueError(TemplateError):
+    """A value for the chat template under a name that is not the caller's to give."""

@@ -18,7 +18,8 @@ from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import Fields, parse_dtype, parse_eos_token_ids, parse_rotary
+from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_rotary
+from nanovllm_models.fields import Fields
 
 
 @dataclass(frozen=True, slots=True)

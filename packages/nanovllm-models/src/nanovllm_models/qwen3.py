@@ -7,7 +7,8 @@ from pathlib import Path
 
 from nanovllm_core.model import ModelSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import Fields, parse_rotary
+from nanovllm_models.config_file import parse_rotary
+from nanovllm_models.fields import Fields
 from nanovllm_models.llama import LlamaConfig, make_spec
 
 

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 from nanovllm_core.model import ModelSpec
 from nanovllm_models import llama, qwen3
 from nanovllm_models.checkpoint import RandomWeights, WeightSource, find_checkpoint
-from nanovllm_models.config_file import Fields, read_fields
 from nanovllm_models.errors import ModelError
+from nanovllm_models.fields import Fields, read_fields
 
 LoadFormat = Literal["auto", "dummy"]
 

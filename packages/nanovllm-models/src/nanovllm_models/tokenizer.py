@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import tokenizers
 
-from nanovllm_models.errors import ModelError, TemplateError
+from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -48,6 +48,12 @@ class Tokenizer:
         # Values that a caller of `render_chat` may give a template, but not under names that transformers takes itself.
         self._reserved = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; of all of them if the model has several, "" if it has none."""
+        template = self._chat_template or self._hf_tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; names of special tokens within it count as those.
 
@@ -74,13 +80,14 @@ class Tokenizer:
         messages: objects with `role`, `content` and what else the template knows.
         add_generation_prompt: end where the model's turn begins. continue_final_message: end within the last message.
         tools: JSON schemas of functions. template_values: further names that the template may look at.
-        Raises TemplateError, one line, when there is no template or it refuses the conversation.
+        Raises TemplateError, one line, when there is no template or it refuses the conversation; of that kind,
+        TemplateValueError for a value under a name that is taken.
         """
         values = dict(template_values or {})
         if not self.has_chat_template:
             raise TemplateError("the model has no chat template")
         if reserved := sorted(self._reserved & values.keys()):
-            raise TemplateError(f"{reserved[0]} can't be given to the chat template")
+            raise TemplateValueError(f"{reserved[0]} can't be given to the chat template")
         try:
             return self._hf_tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

@@ -1,0 +1,82 @@
+"""Formats are picked by what the chat template says, then by the architecture."""
+
+import json
+
+import pytest
+
+from nanovllm_models import ModelError, find_format
+from nanovllm_models.chat_formats import (
+    ARCHITECTURES,
+    DEEPSEEK_R1,
+    HERMES,
+    LLAMA,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    REASONING_FORMATS,
+    THINK,
+    TOOL_CALL_FORMATS,
+    ChatFormat,
+    pick_format,
+)
+from nanovllm_models.registry import FAMILIES
+
+QWEN3 = "{% if '</think>' in content %}{% endif %}{{- '<tool_call>\\n{\"name\": \"' }}{{- '\\n</tool_call>' }}"
+CODER = "{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}{{- '<parameter=' + name + '>\\n' }}"
+MINIMAX = (
+    "{%- set begin = '<minimax:tool_call>' -%}{{- '<invoke name=\"' + tool_call.name + '\">' }}'<think>' '</think>'"
+)
+R1 = (
+    "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '```json'}}{% if '</think>' %}"
+)
+LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (QWEN3, ChatFormat(THINK, HERMES)),
+        (QWEN3.replace("think", "thought"), ChatFormat(None, HERMES)),
+        (CODER, ChatFormat(None, QWEN3_CODER)),
+        (CODER + "<think>\n</think>", ChatFormat(THINK, QWEN3_CODER)),
+        # Both say how to write a call as JSON; one only describes tools by it.
+        (QWEN3 + CODER, ChatFormat(THINK, QWEN3_CODER)),
+        (MINIMAX, ChatFormat(THINK, MINIMAX_M2)),
+        (R1, ChatFormat(THINK, DEEPSEEK_R1)),
+        # DeepSeek-V3.1 has the tags, but no fences between.
+        (R1.replace("```json", ""), ChatFormat(THINK, None)),
+        (LLAMA_3, ChatFormat(None, LLAMA)),
+        (LLAMA_3 + "</think>", ChatFormat(THINK, LLAMA)),
+        ("{{ message.content }}", ChatFormat(None, None)),
+        ("", ChatFormat(None, None)),
+    ],
+)
+def test_the_template_decides(template, expected):
+    assert pick_format(None, template) == expected
+    # Whatever the model is, unless the template knows nothing of tools.
+    assert "tool" not in template or pick_format("LlamaForCausalLM", template) == expected
+
+
+def test_the_architecture_decides_where_the_template_knows_no_tools():
+    assert pick_format("LlamaForCausalLM", "{{ message.content }}") == ChatFormat(None, LLAMA)
+    assert pick_format("Qwen3ForCausalLM", "{{ message.content }}</think>") == ChatFormat(THINK, HERMES)
+    assert pick_format("Qwen3ForCausalLM", "{{ message.tool_calls }}") == ChatFormat(None, None)
+    assert pick_format("NobodyForCausalLM", "") == ChatFormat(None, None)
+
+
+def test_every_family_has_a_format():
+    assert set(FAMILIES) <= set(ARCHITECTURES)
+
+
+def test_names_are_those_of_the_tables():
+    for table in (REASONING_FORMATS, TOOL_CALL_FORMATS):
+        assert [name for name, known in table.items()] == [known.name for known in table.values()]
+
+
+def test_a_directory_names_its_architecture(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert find_format(tmp_path, "") == ChatFormat(None, LLAMA)
+    (tmp_path / "config.json").write_text("{}")
+    assert find_format(tmp_path, QWEN3) == ChatFormat(THINK, HERMES)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError):
+        find_format(tmp_path, QWEN3)
