@@ -1,0 +1,95 @@
+"""The parser of an answer: pieces of text in, events out, the same events' texts however the text is cut.
+
+Takes any text without an exception. This room must not know stop strings, tokens or HTTP.
+"""
+
+from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat
+from nanovllm_server.parsing.calls import Tools, make_reader
+from nanovllm_server.parsing.events import Event, Report
+from nanovllm_server.parsing.source import Reading, Source
+
+# Read at a time, so that looking for a tag that isn't there never goes over much text.
+PIECE = 4096
+
+
+class Parser:
+    """Reads one answer.
+
+    reasoning_begun: whether the prompt ends within reasoning. tools: the functions that may be called; None when text
+    that looks like a call is text.
+    """
+
+    def __init__(self, form: ChatFormat, *, reasoning_begun: bool = False, tools: Tools | None = None):
+        self._source = Source()
+        if form.tool_calls is None or tools is None:
+            self._report = Report(calls=False)
+            self._calls = None
+        else:
+            self._report = Report(calls=True)
+            self._calls = make_reader(form.tool_calls, self._source, self._report, tools)
+        self._reading = self._read(form.reasoning, reasoning_begun)
+        self._in_reasoning = False
+        # Whether there has been reasoning, be it empty.
+        self.reasoned = False
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what was read so far ends within reasoning."""
+        return self._in_reasoning and not self._report.num_calls
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls have begun."""
+        return self._report.num_calls
+
+    @property
+    def in_call(self) -> bool:
+        """Whether what was read so far ends within a call; after `finish`: whether one was cut off."""
+        return self._report.in_call
+
+    def push(self, text: str) -> list[Event]:
+        """What is decided with `text`."""
+        for at in range(0, len(text), PIECE):
+            self._source.feed(text[at : at + PIECE])
+            next(self._reading)
+        return self._report.take()
+
+    def finish(self) -> list[Event]:
+        """The rest, at the end of the answer."""
+        self._source.end()
+        for _ in self._reading:
+            pass
+        self._report.finish()
+        return self._report.take()
+
+    def _read(self, reasoning: ReasoningFormat | None, begun: bool) -> Reading[None]:
+        if reasoning is not None:
+            yield from self._read_reasoning(reasoning, begun)
+        begins = () if self._calls is None else self._calls.begins
+        while (yield from self._source.until(begins, self._report.content)) is not None:
+            if self._calls is not None:
+                yield from self._calls.block(self._report.content)
+
+    def _read_reasoning(self, form: ReasoningFormat, begun: bool) -> Reading[None]:
+        source, report = self._source, self._report
+        source.record()
+        yield from source.space()
+        # Some models write the tag although the prompt has it.
+        opened = yield from source.literal(form.begin)
+        before = source.recorded()
+        if not (opened or begun):
+            report.content(before)
+            return
+        self.reasoned = self._in_reasoning = True
+        calls = self._calls if self._calls is not None and self._calls.form.ends_reasoning else None
+        tags = (form.end, *calls.begins) if calls is not None else (form.end,)
+        while (tag := (yield from source.until(tags, report.reasoning))) is not None:
+            if tag == form.end:
+                yield from source.literal(tag)
+                report.end_reasoning()
+                break
+            if calls is not None and (yield from calls.block(report.reasoning)):
+                break
+        else:
+            return
+        self._in_reasoning = False

@@ -1,0 +1,91 @@
+"""Values that models write as plain text, made JSON by the schema of the function that is called.
+
+This room must not know formats or how text comes.
+"""
+
+import orjson
+
+from nanovllm_server.protocol.json import JSON
+
+# Of references within a schema that are followed, which may go in circles.
+MAX_DEPTH = 8
+# As Python prints them, which some templates do.
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def json_object(value: str | None) -> str | None:
+    """The JSON object that a value, itself JSON, stands for: an object, one in a string, or none; None for others."""
+    if value is None or value == "null":
+        return value and "{}"
+    if value.startswith('"'):
+        text = _loads(value)
+        return text if isinstance(text, str) and isinstance(_loads(text), dict) else None
+    return value if value.startswith("{") else None
+
+
+def typed_json(value: str, schema: JSON, key: str) -> str:
+    """The text `value` of the parameter `key` as JSON, for a function whose parameters have that schema.
+
+    It stays text where the schema wants a string. Otherwise it is what it says as JSON, and text if that is nothing.
+    """
+    types = _types(_property(schema, key), schema, MAX_DEPTH)
+    word = value.strip()
+    if word in PYTHON_WORDS and ({"boolean", "null"} & types) and "string" not in types:
+        return PYTHON_WORDS[word]
+    if "string" in types:
+        return "null" if word == "null" and "null" in types else orjson.dumps(value).decode()
+    try:
+        orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return orjson.dumps(value).decode()
+    return word
+
+
+def _property(schema: JSON, key: str) -> JSON:
+    if not isinstance(schema, dict):
+        return None
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and key in properties:
+        return properties[key]
+    return schema.get("additionalProperties")
+
+
+def _types(schema: JSON, root: JSON, depth: int) -> set[str]:
+    """The types that values may have, as far as the schema says."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    types: set[str] = set()
+    match schema.get("type"):
+        case str() as kind:
+            types.add(kind)
+        case list() as kinds:
+            types.update(kind for kind in kinds if isinstance(kind, str))
+        case _:
+            pass
+    if not types:
+        values = schema.get("enum")
+        constants = values if isinstance(values, list) else [schema["const"]] if "const" in schema else []
+        types.update("string" if isinstance(constant, str) else "null" for constant in constants)
+    for name in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(name)
+        for part in parts if isinstance(parts, list) else []:
+            types |= _types(part, root, depth - 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        types |= _types(_at(root, reference[2:].split("/")), root, depth - 1)
+    return types
+
+
+def _at(schema: JSON, path: list[str]) -> JSON:
+    for name in path:
+        if not isinstance(schema, dict):
+            return None
+        schema = schema.get(name.replace("~1", "/").replace("~0", "~"))
+    return schema
+
+
+def _loads(text: str) -> JSON:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None

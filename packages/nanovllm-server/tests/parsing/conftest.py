@@ -1,0 +1,92 @@
+"""A harness that feeds a parser whole, by characters and cut at every point, and reads what it said."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from nanovllm_server.parsing.events import CallArguments, CallBegun, CallEnded, ContentText, ReasoningText
+from nanovllm_server.parsing.parser import Parser
+
+TOOLS = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "search": {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string"},
+            "limit": {"type": ["integer", "null"]},
+            "exact": {"type": "boolean"},
+            "ratio": {"type": "number"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "filter": {"type": "object"},
+            "note": {"type": ["string", "null"]},
+            "kind": {"enum": ["web", "news"]},
+            "order": {"$ref": "#/$defs/order"},
+            "since": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+            "loop": {"$ref": "#/properties/loop"},
+        },
+        "$defs": {"order": {"enum": ["up", "down"]}},
+    },
+    "ping": None,
+}
+
+
+@dataclass
+class Said:
+    """What an answer said, and each call as its name, its arguments and, unless it is whole, "cut"."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, ...]] = field(default_factory=list)
+
+
+def hear(form, pieces, *, begun=False, tools=TOOLS) -> Said:
+    parser = Parser(form, reasoning_begun=begun, tools=tools)
+    said = Said()
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+    calls: list[list[str]] = []
+    for event in events:
+        match event:
+            case ReasoningText(text):
+                assert not calls
+                said.reasoning += text
+            case ContentText(text):
+                said.content += text
+            case CallBegun(index, name):
+                assert index == len(calls)
+                calls.append([name, "", "cut"])
+            case CallArguments(index, text):
+                assert index == len(calls) - 1
+                assert calls[index].pop() == "cut"
+                calls[index][1] += text
+                calls[index].append("cut")
+            case CallEnded(index):
+                assert index == len(calls) - 1
+                assert calls[index].pop() == "cut"
+        assert getattr(event, "text", "some")
+    said.calls = [tuple(call) for call in calls]
+    assert parser.num_calls == len(calls)
+    assert parser.in_call == bool(calls and calls[-1][-1] == "cut" and len(calls[-1]) == 3)
+    return said
+
+
+def check_all(form, text, expected, **options) -> None:
+    assert hear(form, [text], **options) == expected
+    assert hear(form, text, **options) == expected
+    for cut in range(len(text) + 1):
+        assert hear(form, [text[:cut], text[cut:]], **options) == expected, cut
+
+
+@pytest.fixture(scope="session")
+def listen():
+    """What was said, of pieces."""
+    return hear
+
+
+@pytest.fixture(scope="session")
+def check():
+    """Check a case: its text, then the reasoning, the content and the calls in it."""
+
+    def check(form, text, reasoning="", content="", calls=(), **options):
+        check_all(form, text, Said(reasoning, content, list(calls)), **options)
+
+    return check

@@ -1,0 +1,83 @@
+"""Any text at all: no exception, the same whatever the cut, nothing lost where nothing is a call, in linear time."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm_models.chat_formats import THINK, TOOL_CALL_FORMATS, ChatFormat
+
+FORMS = {name: ChatFormat(THINK, form) for name, form in TOOL_CALL_FORMATS.items()}
+JSON_BITS = [*'{}[]:,"\\', "{}", '"name": "ping"', '"name": "pi', '"arguments": {', '"parameters": {', "1.5", "null"]
+OTHER_BITS = [*" \n<>`;/", "ping", "search", "query", "exact", "True", "é", "😀", "say ", "``", "<tool", "</", "<|"]
+
+
+def words(form: ChatFormat) -> list[str]:
+    """The words of a format and what might stand between them."""
+    tags = [getattr(part, field.name) for part in (form.reasoning, form.tool_calls) for field in fields(part)]
+    return [*(tag for tag in tags if isinstance(tag, str) and tag), *JSON_BITS, *OTHER_BITS]
+
+
+@st.composite
+def answers(draw):
+    """A format and text of its own words, some of them cut short."""
+    form = FORMS[draw(st.sampled_from(sorted(FORMS)))]
+    word = st.sampled_from(words(form))
+    cut_word = st.builds(lambda text, end: text[:end], word, st.integers(1, 12))
+    return form, "".join(draw(st.lists(st.one_of(word, word, cut_word), max_size=30)))
+
+
+@given(answer=answers(), begun=st.booleans(), data=st.data())
+def test_the_cut_makes_no_difference(listen, answer, begun, data):
+    form, text = answer
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = listen(form, [text], begun=begun)
+    assert listen(form, pieces, begun=begun) == whole
+    assert listen(form, text, begun=begun) == whole
+
+
+@given(answer=answers())
+def test_what_is_no_call_comes_back_unchanged(listen, answer):
+    form, text = answer
+    said = listen(ChatFormat(None, form.tool_calls), text)
+    if not said.calls:
+        assert said.content == text
+
+
+@given(answer=answers())
+def test_reasoning_loses_whitespace_and_tags_only(listen, answer):
+    _, text = answer
+    said = listen(ChatFormat(THINK, None), text, begun=True)
+    reasoning, end, content = text.lstrip(" \n").removeprefix("<think>").partition("</think>")
+    assert said.reasoning == (reasoning.strip(" \n") if end else reasoning.lstrip(" \n"))
+    assert said.content == content.lstrip(" \n")
+
+
+@given(text=st.text(max_size=60))
+def test_plain_text_is_plain(listen, text):
+    form = ChatFormat(None, None)
+    assert listen(form, text).content == text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_long_text_takes_its_length_in_time(listen, name, begun):
+    # Twice as long as what takes most, if anything takes the square of it, takes minutes.
+    size = 100_000
+    begin = FORMS[name].tool_calls.begin
+    for part in (
+        " ",
+        "<",
+        "{",
+        begin,
+        f"{begin}{{",
+        '{"name": "ping", "arguments": {}',
+        f'{begin}{{"a": "',
+        "</think>",
+    ):
+        text = (part * size)[:size]
+        listen(FORMS[name], [text[at : at + 7] for at in range(0, size, 7)], begun=begun)
+        listen(FORMS[name], [f'{begin}{{"name": "ping", "arguments": {{"a": "{text}'], begun=begun)

@@ -1,0 +1,115 @@
+"""DeepSeek-R1: reasoning that the prompt begins, calls as a name and fenced JSON."""
+
+import pytest
+
+from nanovllm_models.chat_formats import DEEPSEEK_R1, THINK, ChatFormat
+
+FORM = ChatFormat(THINK, DEEPSEEK_R1)
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+
+def call(arguments, name="ping", kind="function"):
+    return f"<｜tool▁call▁begin｜>{kind}<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+def block(*calls):
+    return BEGIN + "\n".join(calls) + END
+
+
+def until(text, end):
+    return text[: text.rindex(end) + len(end)]
+
+
+PARIS = '{"city": "Paris"}'
+WEATHER = call(PARIS, "get_weather")
+CALLED = ("get_weather", PARIS)
+PING = call("{}")
+PINGED = ("ping", "{}")
+
+# What it shows: text, reasoning, content, calls. The prompt has begun to reason.
+BEGUN = {
+    "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
+    "reasoning without end": ("Hm.\n\nHello.", "Hm.\n\nHello.", "", []),
+    "reasoning, begun again": ("<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
+    "no reasoning": ("\n</think>\n\nHello.", "", "Hello.", []),
+    "a call": (f"Hm.\n</think>\n\n{block(WEATHER)}", "Hm.", "", [CALLED]),
+    "text and a call": (f"Hm.\n</think>\n\nLet me look.{block(WEATHER)}", "Hm.", "Let me look.", [CALLED]),
+    "a call in reasoning is reasoning": (f"Hm. {block(PING)}", f"Hm. {block(PING)}", "", []),
+}
+
+# It has not.
+CASES = {
+    "nothing": ("", "", "", []),
+    "plain text": ("```json\n{}\n```\n", "", "```json\n{}\n```\n", []),
+    "reasoning all the same": ("<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
+    "one call": (block(WEATHER), "", "", [CALLED]),
+    "two calls": (block(WEATHER, PING), "", "", [CALLED, PINGED]),
+    "three calls": (block(PING, WEATHER, PING), "", "", [PINGED, CALLED, PINGED]),
+    "two blocks": (block(WEATHER) + block(PING), "", "", [CALLED, PINGED]),
+    "text around blocks": (f"1\n{block(PING)}2\n{block(PING)}\n3", "", "12\n3", [PINGED, PINGED]),
+    "text after a call": (f"{block(PING)}\nok", "", "ok", [PINGED]),
+    "line breaks within the block": (f"{BEGIN}\n{PING}\n{END}", "", "", [PINGED]),
+    "nested arguments": (block(call('{"a": {"b": [1, {}]}}')), "", "", [("ping", '{"a": {"b": [1, {}]}}')]),
+    "arguments over several lines": (block(call('{\n  "a": 1\n}')), "", "", [("ping", '{\n  "a": 1\n}')]),
+    "fences and tags in strings": (
+        block(call(r'{"a": "```<｜tool▁call▁end｜>\"}"}')),
+        "",
+        "",
+        [("ping", r'{"a": "```<｜tool▁call▁end｜>\"}"}')],
+    ),
+    "unicode": (block(call('{"città": "東京 😀"}')), "", "", [("ping", '{"città": "東京 😀"}')]),
+    "space around the name": (block(call("{}", " ping ")), "", "", [PINGED]),
+    "a function that there isn't": (block(call("{}", "no")), "", "", [("no", "{}")]),
+    "a fence without a language": (block(PING).replace("json", ""), "", "", [PINGED]),
+    "no fences": (block(PING.replace("```json", "").replace("```", "")), "", "", [PINGED]),
+    "no block": (f"So: {WEATHER}", "", "So:", [CALLED]),
+    "no block and no such function": (call("{}", "no"), "", call("{}", "no"), []),
+    "no end of the call": (
+        block(PING.replace("<｜tool▁call▁end｜>", "")),
+        "",
+        "",
+        [PINGED],
+    ),
+    "no end of the block": (f"{BEGIN}{PING}\nok", "", "ok", [PINGED]),
+    "an empty block": (BEGIN + END, "", BEGIN + END, []),
+    "text in the block": (f"{BEGIN}now{END}", "", f"{BEGIN}now{END}", []),
+    "another kind": (block(call("{}", kind="plugin")), "", block(call("{}", kind="plugin")), []),
+    "an empty name": (block(call("{}", "")), "", block(call("{}", "")), []),
+    "no arguments": (block(call("")), "", block(call("")), []),
+    "an array for arguments": (block(call("[1]")), "", block(call("[1]")), []),
+    "text for arguments": (block(call("city: Paris")), "", block(call("city: Paris")), []),
+    "arguments that stop being JSON": (
+        block(call('{"a": x}')),
+        "",
+        f"x}}\n```<｜tool▁call▁end｜>{END}",
+        [("ping", '{"a": ')],
+    ),
+    "a call after one that is none": (f"{block('no')}{block(PING)}", "", f"{BEGIN}no{END}", [PINGED]),
+    "one that is none after a call": (block(PING, call("")), "", call("") + END, [PINGED]),
+    "tags of outputs are content": ("<｜tool▁outputs▁begin｜>", "", "<｜tool▁outputs▁begin｜>", []),
+    "a separator alone is content": ("a<｜tool▁sep｜>b", "", "a<｜tool▁sep｜>b", []),
+    "cut off in the tag": ("ok <｜tool▁ca", "", "ok <｜tool▁ca", []),
+    "cut off in the kind": (until(block(PING), "func"), "", until(block(PING), "func"), []),
+    "cut off in the name": (until(block(PING), "pin"), "", until(block(PING), "pin"), []),
+    "cut off after the name": (until(block(PING), "ping\n"), "", "", [("ping", "", "cut")]),
+    "cut off in the fence": (until(block(PING), "```js"), "", "", [("ping", "", "cut")]),
+    "cut off in the arguments": (until(block(WEATHER), "Pa"), "", "", [("get_weather", '{"city": "Pa', "cut")]),
+    "cut off after the arguments": (until(block(WEATHER), '"}'), "", "", [CALLED]),
+    "cut off in the second call": (
+        until(block(PING, WEATHER), "Pa"),
+        "",
+        "",
+        [PINGED, ("get_weather", '{"city": "Pa', "cut")],
+    ),
+    "cut off in the end": (block(PING)[:-4], "", "", [PINGED]),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_case(check, case):
+    check(FORM, *case)
+
+
+@pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
+def test_reasoning_that_the_prompt_begins(check, case):
+    check(FORM, *case, begun=True)

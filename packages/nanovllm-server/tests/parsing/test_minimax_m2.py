@@ -1,0 +1,98 @@
+"""MiniMax-M2: reasoning that the prompt begins, calls as elements in one block."""
+
+import pytest
+
+from nanovllm_models.chat_formats import MINIMAX_M2, THINK, ChatFormat
+
+FORM = ChatFormat(THINK, MINIMAX_M2)
+WEATHER = '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+CALLED = ("get_weather", '{"city": "Paris"}')
+PING = '<invoke name="ping"></invoke>'
+PINGED = ("ping", "{}")
+TWO = '<invoke name="get_weather"><parameter name="city">Rome</parameter><parameter name="days">2</parameter></invoke>'
+
+
+def block(calls):
+    return f"<minimax:tool_call>\n{calls}</minimax:tool_call>"
+
+
+def search(key, value):
+    return block(f'<invoke name="search">\n<parameter name="{key}">{value}</parameter>\n</invoke>\n')
+
+
+# What it shows: text, reasoning, content, calls. The prompt has begun to reason.
+BEGUN = {
+    "nothing": ("", "", "", []),
+    "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
+    "reasoning without end": ("Hm.\nHello.", "Hm.\nHello.", "", []),
+    "a call in reasoning is reasoning": (f"Hm.\n{block(PING)}", f"Hm.\n{block(PING)}", "", []),
+    "no reasoning": ("</think>Hello.", "", "Hello.", []),
+    "reasoning, begun again": ("<think>Hm.</think>Hello.", "Hm.", "Hello.", []),
+    "one call": (f"Hm.\n</think>\n\n{block(WEATHER)}", "Hm.", "", [CALLED]),
+    "text, then a call": (f"Hm.\n</think>\n\nI look.\n{block(WEATHER)}", "Hm.", "I look.", [CALLED]),
+    "cut off in the call": (f"Hm.</think>{block(TWO)[:70]}", "Hm.", "", [("get_weather", "", "cut")]),
+}
+
+# It has not.
+CASES = {
+    "plain text": (" <b>a</b> ", "", " <b>a</b> ", []),
+    "reasoning all the same": (f"<think>Hm.</think>\n{block(PING)}", "Hm.", "", [PINGED]),
+    "one call": (block(WEATHER), "", "", [CALLED]),
+    "several calls in a block": (block(WEATHER + PING + WEATHER), "", "", [CALLED, PINGED, CALLED]),
+    "several blocks": (f"{block(WEATHER)}\n{block(PING)}", "", "", [CALLED, PINGED]),
+    "text around blocks": (f"1\n{block(WEATHER)}\n2\n{block(PING)}\n", "", "1\n2", [CALLED, PINGED]),
+    "no parameters": (block(PING), "", "", [PINGED]),
+    "two parameters": (block(TWO), "", "", [("get_weather", '{"city": "Rome", "days": 2}')]),
+    "a string keeps its line breaks": (search("query", "\n"), "", "", [("search", r'{"query": "\n"}')]),
+    "a string that looks like a number": (search("query", "007"), "", "", [("search", '{"query": "007"}')]),
+    "an integer": (search("limit", "7"), "", "", [("search", '{"limit": 7}')]),
+    "an integer with space around": (search("limit", " 7 "), "", "", [("search", '{"limit": 7}')]),
+    "an integer that is none": (search("limit", "007"), "", "", [("search", '{"limit": "007"}')]),
+    "a boolean": (search("exact", "false"), "", "", [("search", '{"exact": false}')]),
+    "an array": (search("tags", "[1, [2]]"), "", "", [("search", '{"tags": [1, [2]]}')]),
+    "an object": (search("filter", "{}"), "", "", [("search", '{"filter": {}}')]),
+    "an object with tags": (
+        search("filter", '{"a": "</invoke>"}'),
+        "",
+        "",
+        [("search", '{"filter": {"a": "</invoke>"}}')],
+    ),
+    "tags and quotes": (search("query", '<a b="c"></a>'), "", "", [("search", r'{"query": "<a b=\"c\"></a>"}')]),
+    "unicode": (search("clé", "é😀"), "", "", [("search", '{"clé": "é😀"}')]),
+    "null": (search("note", "null"), "", "", [("search", '{"note": null}')]),
+    "no schema": (search("other", "1e3"), "", "", [("search", '{"other": 1e3}')]),
+    "a function that there isn't": (block('<invoke name="no"></invoke>'), "", "", [("no", "{}")]),
+    "no block": (f"Now: {WEATHER}ok", "", "Now:\nok", [CALLED]),
+    "no block and no such function": ('<invoke name="no"></invoke>', "", '<invoke name="no"></invoke>', []),
+    "a block without a call": (block("none "), "", block("none "), []),
+    "a block that ends at once": (block(""), "", block(""), []),
+    "an empty name": (block('<invoke name=""></invoke>'), "", block('<invoke name=""></invoke>'), []),
+    "text among the calls": (block(PING + "and "), "", "and </minimax:tool_call>", [PINGED]),
+    "text for parameters": (block('<invoke name="ping">x</invoke>'), "", block('<invoke name="ping">x</invoke>'), []),
+    "end tags as content": ("a</invoke></minimax:tool_call>", "", "a</invoke></minimax:tool_call>", []),
+    "no end of the call": (
+        block('<invoke name="ping"><parameter name="a">1</parameter>') + ".",
+        "",
+        ".",
+        [("ping", '{"a": 1}')],
+    ),
+    "a name that is too long": (block(f'<invoke name="{"n" * 257}">'), "", block(f'<invoke name="{"n" * 257}">'), []),
+    "a name that is not": (block(f'<invoke name="{"n" * 256}"></invoke>'), "", "", [("n" * 256, "{}")]),
+    "cut off in the tag": ("ok <minimax:tool", "", "ok <minimax:tool", []),
+    "cut off in the name": (block(PING)[:30], "", block(PING)[:30], []),
+    "cut off after the name": (block(PING)[:40], "", "", [("ping", "", "cut")]),
+    "cut off in a value": (block(TWO)[:-60], "", "", [("get_weather", '{"city": "Rome"', "cut")]),
+    "cut off in the second call": (block(WEATHER + TWO)[:-100], "", "", [CALLED, ("get_weather", "", "cut")]),
+    "cut off before the end": (f"<minimax:tool_call>{WEATHER}", "", "", [CALLED]),
+    "cut off in the end": (f"<minimax:tool_call>{WEATHER}</mini", "", "", [CALLED]),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_case(check, case):
+    check(FORM, *case)
+
+
+@pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
+def test_reasoning_that_the_prompt_begins(check, case):
+    check(FORM, *case, begun=True)
