@@ -15,10 +15,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.status import EngineInfo
 from nanovllm_core.request import Request, RequestOutput, TokenLogprobs
+from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
 from nanovllm_server.detokenize import BYTES_OF_CHARACTERS, Vocabulary
+from nanovllm_server.dialect import Dialect
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.render import Renderer
@@ -46,19 +48,22 @@ def make_backend() -> Tokenizer:
 
 @dataclass
 class ScriptedTokenizer:
-    """The tokenizer that the renderer sees. Its template knows every role but "tool"."""
+    """The tokenizer that the renderer sees. Its template knows every role but "tool", and the value `opening`."""
 
     backend: Tokenizer
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
+    given: list[tuple[Any, Any]] = field(default_factory=list)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        self.rendered.append(messages)
+    def render_chat(self, messages, *, tools=None, template_values=None) -> str:
+        self.rendered.append(list(messages))
+        self.given.append((tools, template_values))
         if any(message["role"] == "tool" for message in messages):
             raise TemplateError("this template has no tools")
-        return "".join(f"<|start|>{message['role']}:{message['content']}" for message in messages)
+        turns = "".join(f"<|start|>{message['role']}:{message['content']}" for message in messages)
+        return turns + (template_values or {}).get("opening", "")
 
 
 class ScriptedEngine(Engine):
@@ -180,6 +185,7 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Vo
         engine=engine,
         renderer=Renderer(tokenizer),
         vocabulary=vocabulary,
+        dialect=Dialect(ChatFormat(None, None), vocabulary),
         names=("scripted", "alias"),
         gate=Gate(8, sheet),
         metrics=Metrics("scripted", lambda: engine.stats, sheet),

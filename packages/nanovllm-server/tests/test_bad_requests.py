@@ -13,6 +13,13 @@ def message(**fields):
     return {"messages": [{**USER, **fields}]}
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def tool(**fields):
+    return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
+
+
 BAD = [
     # fields, param
     ({"model": None}, "model"),
@@ -109,8 +116,35 @@ BAD = [
     ({"user": 5}, "user"),
     ({"metadata": "x"}, "metadata"),
     ({"tools": []}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": {}}, "tools"),
+    ({"tools": ["f"]}, "tools[0]"),
+    ({"tools": [TOOL, {}]}, "tools[1].type"),
+    ({"tools": [{**TOOL, "type": "custom"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    (tool(name=None), "tools[0].function.name"),
+    (tool(name=""), "tools[0].function.name"),
+    (tool(name="a b"), "tools[0].function.name"),
+    (tool(name="é"), "tools[0].function.name"),
+    (tool(name="f" * 257), "tools[0].function.name"),
+    (tool(description=1), "tools[0].function.description"),
+    (tool(parameters=[]), "tools[0].function.parameters"),
+    (tool(strict=True), "tools[0].function.strict"),
+    (tool(strict="yes"), "tools[0].function.strict"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"tools": [TOOL]}, "tools"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
     ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ({"reasoning_effort": 1}, "reasoning_effort"),
+    ({"include_reasoning": "no"}, "include_reasoning"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"max_reasoning_tokens": 5}, "max_reasoning_tokens"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": "json"}, "response_format"),
     ({"continue_final_message": True}, "continue_final_message"),
@@ -158,7 +192,16 @@ async def test_old_constraint_names_its_successor(post, name, successor):
 
 async def test_values_that_ask_for_nothing_are_accepted(post):
     harmless = {name: values[0] for table in (LATER, FOREIGN) for name, values in table.items() if values}
-    response = await post(**harmless, tools=None, structured_outputs=None, metadata={"a": "b"}, store=True, user="u")
+    response = await post(
+        **harmless,
+        tool_choice="none",
+        parallel_tool_calls=True,
+        tools=None,
+        structured_outputs=None,
+        metadata={"a": "b"},
+        store=True,
+        user="u",
+    )
     assert response.status_code == 200
 
 

@@ -136,6 +136,12 @@ async def test_stop_string(post, engine, service):
     assert service.gate.active == 0
 
 
+async def test_stop_strings_do_not_count_before_min_tokens(post, engine):
+    engine.reply = [*b"a!b!c"]
+    (choice,) = (await (await post(stop="!", min_tokens=3)).get_json())["choices"]
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("a!b", "!")
+
+
 async def test_stop_token(post):
     body = await (await post(stop_token_ids=[ord("o")])).get_json()
     (choice,) = body["choices"]

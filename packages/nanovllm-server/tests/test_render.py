@@ -19,7 +19,7 @@ class TemplateTokenizer:
         assert not add_special_tokens
         return [ord(character) for character in text]
 
-    def render_chat(self, messages, *, add_generation_prompt=True):
+    def render_chat(self, messages, *, tools=None, template_values=None):
         return "".join(self._template(message["role"], message["content"]) for message in messages)
 
 
@@ -43,7 +43,7 @@ def strict(*known):
 )
 async def test_developer_is_system_unless_the_template_knows_better(template, expected):
     renderer = Renderer(TemplateTokenizer(template))
-    assert "".join(map(chr, await renderer.render(CONVERSATION))) == expected
+    assert (await renderer.render(CONVERSATION)).text == expected
     renderer.close()
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("torch", "triton", "flash", "cutedsl", "fastest")
 GRAPH_MODES = ("none", "full_decode_only", "full")
+REASONING_PARSERS = ("auto", "none", "think")
+TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 # There when a container or machine has a GPU; asking torch would take seconds.
@@ -44,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     http.add_argument("--http-workers", type=_integer(1), help="processes that serve HTTP; by device and cores")
     http.add_argument("--max-queue", type=_integer(0), default=1024, help="sequences that may wait; more get a 429")
     http.add_argument("--chat-template", type=Path, help="file with a Jinja template to use instead of the model's")
+    http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how the model reasons")
+    http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="how the model calls tools")
     model = flags.add_argument_group("model")
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs")
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
@@ -114,6 +118,8 @@ def _settings(options: argparse.Namespace) -> "Settings":
         load_format=options.load_format,
         dtype=_choice(options.dtype),
         chat_template=options.chat_template,
+        reasoning_parser=_choice(options.reasoning_parser),
+        tool_call_parser=_choice(options.tool_call_parser),
         max_queue=options.max_queue,
         log_format=options.log_format,
         log_level=options.log_level,

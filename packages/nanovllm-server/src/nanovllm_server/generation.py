@@ -87,7 +87,12 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far."""
         prompt_tokens = self._requests[0].num_prompt_tokens
-        return Usage(prompt_tokens, self._cached_tokens, sum(choice.num_tokens for choice in self._choices))
+        return Usage(
+            prompt_tokens,
+            self._cached_tokens,
+            sum(choice.num_tokens for choice in self._choices),
+            sum(choice.num_reasoning_tokens for choice in self._choices),
+        )
 
     @property
     def finish_reasons(self) -> list[str]:

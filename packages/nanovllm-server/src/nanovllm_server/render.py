@@ -1,4 +1,4 @@
-"""Messages in, prompt token ids out: the chat template and the tokenizer, off the event loop.
+"""Messages in, a prompt out: the chat template and the tokenizer, off the event loop.
 
 This room must not know HTTP, engines or what becomes of the prompt.
 """
@@ -6,16 +6,36 @@ This room must not know HTTP, engines or what becomes of the prompt.
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 import orjson
 
-from nanovllm_models.errors import TemplateError
+from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.messages import Message, ToolCall
 
 # Two, so that one enormous prompt doesn't hold up the others.
 NUM_THREADS = 2
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model reads, as text and as tokens."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How a template wants an assistant's message that calls tools: its content, and arguments as JSON in a string."""
+
+    content: str | None = ""
+    arguments_as_text: bool = False
 
 
 class ChatTokenizer(Protocol):
@@ -25,7 +45,13 @@ class ChatTokenizer(Protocol):
         """Text to token ids."""
         ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Tools | None = None,
+        template_values: Mapping[str, Any] | None = None,
+    ) -> str:
         """Messages to the text of a prompt. Raises TemplateError."""
         ...
 
@@ -37,41 +63,70 @@ class Renderer:
         self._tokenizer = tokenizer
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
         self._developer_role = "developer" if self._knows_developers() else "system"
+        self._call_style = self._find_call_style()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
 
-    async def render(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt of a conversation. Raises ApiError (400) when the template refuses it."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._render, messages)
+    async def render(
+        self, messages: Sequence[Message], tools: Tools | None = None, template_values: Mapping[str, JSON] | None = None
+    ) -> Prompt:
+        """The prompt of a conversation, with tools as requests define them and further values for the template.
+
+        Raises ApiError (400) when the template refuses it.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._render, messages, tools, template_values or {})
 
     def close(self) -> None:
         """End the threads, once they are done with what they are at."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _rendered(self, *messages: Mapping[str, Any]) -> str | None:
+        try:
+            return self._tokenizer.render_chat(messages)
+        except TemplateError:
+            return None
+
     def _knows_developers(self) -> bool:
         # A template that writes any role's name into the prompt doesn't know the role, and neither does its model.
-        def rendered(role: str) -> str | None:
-            try:
-                return self._tokenizer.render_chat([{"role": role, "content": "."}, {"role": "user", "content": "."}])
-            except TemplateError:
-                return None
-
-        as_developer, as_nobody = rendered("developer"), rendered("nobody")
+        user = {"role": "user", "content": "."}
+        as_developer = self._rendered({"role": "developer", "content": "."}, user)
+        as_nobody = self._rendered({"role": "nobody", "content": "."}, user)
         return as_developer is not None and (
             as_nobody is None or as_developer != as_nobody.replace("nobody", "developer")
         )
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
+    def _find_call_style(self) -> CallStyle:
+        # Some templates fail at one style, others leave the call out or write None.
+        call = ToolCall("call_0", "namely", '{"key": "valued"}')
+        for content, as_text in product(("", None), (False, True)):
+            style = CallStyle(content, as_text)
+            rendered = self._rendered(
+                {"role": "user", "content": "."},
+                {"role": "assistant", "content": content, "tool_calls": [_plain_call(call, style)]},
+                {"role": "tool", "content": ".", "tool_call_id": "call_0"},
+            )
+            if rendered is not None and "namely" in rendered and "valued" in rendered:
+                return style
+        return CallStyle()
+
+    def _render(self, messages: Sequence[Message], tools: Tools | None, template_values: Mapping[str, JSON]) -> Prompt:
         plain = [self._plain(message) for message in messages]
         try:
-            text = self._tokenizer.render_chat(plain, add_generation_prompt=True)
+            text = self._tokenizer.render_chat(plain, tools=tools, template_values=template_values)
+        except TemplateValueError as error:
+            message = f"chat_template_kwargs: {error}"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value") from error
         except TemplateError as error:
             raise ApiError(400, f"messages: {error}", param="messages", code="template_error") from error
         # The template writes the special tokens itself.
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return Prompt(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def _plain(self, message: Message) -> dict[str, Any]:
         role = self._developer_role if message.role == "developer" else message.role
-        plain: dict[str, Any] = {"role": role, "content": message.content}
+        content = message.content
+        if not content and message.role == "assistant":
+            content = self._call_style.content if message.tool_calls else ""
+        plain: dict[str, Any] = {"role": role, "content": content}
         if message.name is not None:
             plain["name"] = message.name
         if message.tool_call_id is not None:
@@ -80,14 +135,17 @@ class Renderer:
             # Templates know one name or the other.
             plain["reasoning"] = plain["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+            plain["tool_calls"] = [_plain_call(call, self._call_style) for call in message.tool_calls]
         return plain
 
 
-def _plain_call(call: ToolCall) -> dict[str, Any]:
-    # Templates write arguments as JSON themselves. What is no JSON, as of a call that was cut off, goes in as it is.
-    try:
-        arguments = orjson.loads(call.arguments)
-    except orjson.JSONDecodeError:
-        arguments = call.arguments
+def _plain_call(call: ToolCall, style: CallStyle) -> dict[str, Any]:
+    # Some clients send nothing for a call without arguments.
+    arguments: Any = call.arguments or "{}"
+    if not style.arguments_as_text:
+        # What is no JSON, as of a call that was cut off, goes in as it is.
+        try:
+            arguments = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            arguments = call.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -8,16 +8,17 @@ from dataclasses import dataclass, field, replace
 
 from nanovllm_core import Engine, Request, RequestError, SamplingParams
 from nanovllm_server.admission import Gate
-from nanovllm_server.choice import Choice
+from nanovllm_server.choice import Choice, Wishes
 from nanovllm_server.detokenize import Vocabulary
+from nanovllm_server.dialect import Dialect
 from nanovllm_server.generation import Generation
 from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
-from nanovllm_server.protocol.error import ApiError, show, unavailable
+from nanovllm_server.protocol.error import ApiError, show, unavailable, unsupported
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
-from nanovllm_server.render import Renderer
+from nanovllm_server.render import Prompt, Renderer
 
 INT64_MAX = (1 << 63) - 1
 
@@ -29,6 +30,7 @@ class Service:
     engine: Engine
     renderer: Renderer
     vocabulary: Vocabulary
+    dialect: Dialect
     names: tuple[str, ...]
     gate: Gate
     metrics: Metrics
@@ -64,11 +66,17 @@ class Service:
             )
         if self.engine.dead is not None:
             raise unavailable(f"the engine is dead: {self.engine.dead}", "engine_dead")
+        if chat.tools is not None and not self.dialect.has_calls:
+            raise unsupported(
+                "tools",
+                "tools are not supported: nothing is known of how this model calls them; a server started with "
+                "--tool-call-parser is told",
+            )
         exchange.on_end.append(self.gate.admit(chat.n))
-        token_ids = await self.renderer.render(chat.messages)
-        requests = self._requests(chat, token_ids, exchange.arrival)
-        choices = [Choice(index, self.vocabulary, chat.sampling, chat.stop) for index in range(chat.n)]
-        generation = Generation(self.engine, requests, choices, self.metrics)
+        definitions = None if chat.tools is None else chat.tools.definitions
+        prompt = await self.renderer.render(chat.messages, definitions, chat.template_values)
+        requests = self._requests(chat, prompt.token_ids, exchange.arrival)
+        generation = Generation(self.engine, requests, self._choices(chat, prompt), self.metrics)
         self.running.add(generation)
         exchange.on_end.append(lambda: self._end(generation, exchange))
         self.metrics.queue_time.observe_since(exchange.arrival)
@@ -83,6 +91,19 @@ class Service:
             completion_tokens=usage.completion_tokens,
             finish_reason=",".join(generation.finish_reasons),
         )
+
+    def _choices(self, chat: ChatRequest, prompt: Prompt) -> list[Choice]:
+        tools = None if chat.tools is None else chat.tools.schemas
+        wishes = Wishes(
+            stops=chat.stop,
+            tags=self.dialect.tags(tools),
+            include_reasoning=chat.include_reasoning,
+            parallel_calls=chat.tools is None or chat.tools.parallel,
+        )
+        return [
+            Choice(index, self.vocabulary, chat.sampling, self.dialect.parser(prompt.text, tools), wishes)
+            for index in range(chat.n)
+        ]
 
     def _requests(self, chat: ChatRequest, token_ids: list[int], arrival: float) -> list[Request]:
         self._check_room(chat, len(token_ids))

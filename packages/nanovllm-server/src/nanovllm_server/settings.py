@@ -25,6 +25,7 @@ class Settings:
     model: a checkpoint directory or file; None for the model that comes with the project. names: under which requests
     may ask for it; None for its own. http_workers: processes that serve HTTP. max_queue: sequences that may wait beyond
     those that the engine runs at once. dtype: of the model; None for the checkpoint's own, `engine` leaves it open.
+    reasoning_parser, tool_call_parser: the format's name or "none"; None for what the model's template says.
     """
 
     model: Path | None
@@ -36,6 +37,8 @@ class Settings:
     load_format: LoadFormat
     dtype: DType | None
     chat_template: Path | None
+    reasoning_parser: str | None
+    tool_call_parser: str | None
     max_queue: int
     log_format: LogFormat
     log_level: str

@@ -11,7 +11,7 @@ from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.response import Delta, Envelope, finish_choice, role_choice, text_choice
+from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -61,17 +61,9 @@ class ChatStream:
         yield DONE
 
     def _events(self, delta: Delta) -> bytes:
-        if delta.text and delta.finish_reason is None and delta.index in self._started:
-            return self._event(text_choice(delta))
-        choices: list[JSON] = []
-        if delta.index not in self._started:
-            self._started.add(delta.index)
-            choices.append(role_choice(delta.index))
-        if delta.text:
-            choices.append(text_choice(delta))
-        if delta.finish_reason is not None:
-            choices.append(finish_choice(delta))
-        return b"".join(map(self._event, choices))
+        first = delta.index not in self._started
+        self._started.add(delta.index)
+        return b"".join([self._event(choice) for choice in stream_choices(delta, first=first)])
 
     def _event(self, choice: JSON) -> bytes:
         return self._head + orjson.dumps(choice) + self._tail

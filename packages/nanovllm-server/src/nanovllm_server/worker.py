@@ -15,10 +15,12 @@ from hypercorn.typing import ASGIFramework
 
 import nanovllm_models
 from nanovllm_core import ConfigError, Engine, EngineClient, EngineDeadError
+from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
 from nanovllm_server.crew import Assignment, Failed, Order
 from nanovllm_server.detokenize import Vocabulary, VocabularyError
+from nanovllm_server.dialect import Dialect
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import unavailable
@@ -99,6 +101,7 @@ async def _start(assignment: Assignment) -> Service:
             nanovllm_models.load_tokenizer, assignment.model, chat_template=assignment.template
         )
         vocabulary = Vocabulary(tokenizer.backend)
+        dialect = Dialect(_chat_format(assignment, tokenizer), vocabulary)
         renderer = Renderer(tokenizer)
         engine: Engine = await connecting
     except BaseException:
@@ -111,12 +114,22 @@ async def _start(assignment: Assignment) -> Service:
         engine=engine,
         renderer=renderer,
         vocabulary=vocabulary,
+        dialect=dialect,
         names=names,
         gate=Gate(engine.info.max_num_seqs + settings.max_queue, sheet),
         metrics=Metrics(names[0], lambda: engine.stats, sheet),
         logger=get_logger("nanovllm"),
         api_key=settings.api_key,
         defaults=assignment.defaults,
+    )
+
+
+def _chat_format(assignment: Assignment, tokenizer: nanovllm_models.Tokenizer) -> nanovllm_models.ChatFormat:
+    found = nanovllm_models.find_format(assignment.model, tokenizer.chat_template)
+    reasoning, calls = assignment.settings.reasoning_parser, assignment.settings.tool_call_parser
+    return nanovllm_models.ChatFormat(
+        found.reasoning if reasoning is None else REASONING_FORMATS.get(reasoning),
+        found.tool_calls if calls is None else TOOL_CALL_FORMATS.get(calls),
     )
 
 

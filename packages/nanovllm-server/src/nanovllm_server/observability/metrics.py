@@ -75,7 +75,7 @@ class Metrics(Collector):
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKENS)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens of a request's output.", TOKENS)
-        self.finished: Tally[str] = Tally(sheet, ("stop", "length", "abort"))
+        self.finished: Tally[str] = Tally(sheet, ("stop", "length", "tool_calls", "abort"))
         self.http = Tally(sheet, tuple(product((*PATHS, OTHER_PATH), STATUSES)))
         self._registry = CollectorRegistry()
         self._registry.register(self)

@@ -20,7 +20,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. `content` is None only when the assistant called tools instead of talking."""
+    """One message. `content` is None only when the assistant called tools or reasoned instead of talking."""
 
     role: str
     content: str | None
@@ -51,12 +51,14 @@ def _message(fields: Fields) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    calls = _tool_calls(fields) if role == "assistant" else ()
-    content = _content(fields, optional=bool(calls))
     if role != "assistant":
+        content = _content(fields, optional=False)
         return Message(role=role, content=content, name=fields.text("name"), tool_call_id=fields.text("tool_call_id"))
+    calls = _tool_calls(fields)
     # Two names for the same text: DeepSeek's clients send the second one back.
-    reasoning = fields.text("reasoning") or fields.text("reasoning_content")
+    names = ("reasoning", "reasoning_content")
+    reasoning = next((text for text in map(fields.text, names) if text), None)
+    content = _content(fields, optional=bool(calls or reasoning))
     fields.text("refusal")
     if fields.raw("function_call") is not None:
         path = fields.path("function_call")

@@ -14,6 +14,7 @@ from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.fields import Fields, is_number
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.messages import Message, parse_messages
+from nanovllm_server.protocol.tools import Toolbox, parse_tools
 from nanovllm_server.protocol.unsupported import refuse_unsupported
 
 INT64 = 1 << 63
@@ -21,6 +22,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_ID_LENGTH = 256
+EFFORTS = ("none", "minimal", "low", "medium", "high")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +49,16 @@ class Limits:
 class ChatRequest:
     """A chat completion request that holds what its types say.
 
+    tools: what the model may call; None for nothing. template_values: further names for the chat template.
     max_tokens_field: the name under which `sampling.max_tokens` came, for refusals. request_id: the client's own.
     unknown: paths of fields that nobody knows.
     """
 
     model: str
     messages: tuple[Message, ...]
+    tools: Toolbox | None
+    template_values: dict[str, JSON]
+    include_reasoning: bool
     sampling: SamplingParams
     n: int
     stop: tuple[str, ...]
@@ -80,6 +86,9 @@ def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) 
     return ChatRequest(
         model=model,
         messages=messages,
+        tools=parse_tools(body),
+        template_values=_template_values(body),
+        include_reasoning=body.boolean("include_reasoning") is not False,
         sampling=sampling,
         n=1 if n is None else n,
         stop=_stop(body),
@@ -111,7 +120,18 @@ def _accept_unused(body: Fields) -> None:
     body.boolean("store")
     body.text("service_tier")
     body.text("prompt_cache_key")
-    body.boolean("parallel_tool_calls")
+
+
+def _template_values(body: Fields) -> dict[str, JSON]:
+    effort = body.one_of("reasoning_effort", EFFORTS)
+    values: dict[str, JSON] = {}
+    if effort is not None:
+        # Templates know one or the other.
+        values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    own = body.raw("chat_template_kwargs")
+    if own is not None and not isinstance(own, dict):
+        raise body.wrong("chat_template_kwargs", "an object")
+    return {**values, **(own or {})}
 
 
 def _sampling(body: Fields, limits: Limits, defaults: SamplingDefaults) -> tuple[SamplingParams, str]:

@@ -4,7 +4,7 @@ This room must not know how text and log-probabilities were come by: it gets the
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,18 +15,29 @@ from nanovllm_server.protocol.json import JSON
 
 SYSTEM_FINGERPRINT = f"nanovllm-async-{__version__}"
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    """What became known of the `index`-th tool call of a choice: first its id and name, later more of its arguments."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
     """What became known of one choice at once. A finish reason comes with the last one.
 
-    logprobs: OpenAI's objects, one a token, when asked for. stop_reason: the stop string or stop token id that ended
-    the choice; None when the model did, by its end-of-sequence token.
+    text: of the content. logprobs: OpenAI's objects, one a token, when asked for. stop_reason: the stop string or stop
+    token id that ended the choice; None when the model did, by its end-of-sequence token.
     """
 
     index: int
     text: str
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
     logprobs: tuple[JSON, ...] | None = None
     finish_reason: Finish | None = None
     stop_reason: str | int | None = None
@@ -34,11 +45,12 @@ class Delta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request; those of the output are summed over its choices."""
+    """Tokens of one request; those of the output are summed over its choices, and reasoning is part of it."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int
 
     def body(self) -> dict[str, JSON]:
         """The usage object."""
@@ -47,7 +59,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -98,30 +110,28 @@ class Clock:
         return self._last
 
 
-def role_choice(index: int) -> JSON:
-    """The first thing a stream says of a choice: who speaks."""
-    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-
-
-def text_choice(delta: Delta) -> JSON:
-    """A piece of a choice in a stream."""
-    return {
-        "index": delta.index,
-        "delta": {"content": delta.text},
-        "logprobs": _logprobs(delta.logprobs),
-        "finish_reason": None,
-    }
-
-
-def finish_choice(delta: Delta) -> JSON:
-    """The last thing a stream says of a choice. Takes the log-probabilities with it when no text came with them."""
-    return {
-        "index": delta.index,
-        "delta": {},
-        "logprobs": None if delta.text else _logprobs(delta.logprobs),
-        "finish_reason": delta.finish_reason,
-        "stop_reason": delta.stop_reason,
-    }
+def stream_choices(delta: Delta, *, first: bool) -> list[JSON]:
+    """What a stream says of a delta, one thing at a time. first: nothing has been said of its choice yet."""
+    bodies: list[JSON] = []
+    if delta.reasoning:
+        bodies.append(_reasoning(delta.reasoning))
+    if delta.text:
+        bodies.append({"content": delta.text})
+    bodies.extend({"tool_calls": [_call_delta(call)]} for call in delta.calls)
+    logprobs = _logprobs(delta.logprobs)
+    choices: list[JSON] = []
+    if first:
+        # As the whole answer has it: null unless there is content, or nothing else either.
+        content = None if delta.reasoning or (delta.calls and not delta.text) else ""
+        choices.append(_choice(delta.index, {"role": "assistant", "content": content}, None))
+    for body in bodies:
+        choices.append(_choice(delta.index, body, logprobs))
+        logprobs = None
+    if delta.finish_reason is not None:
+        last = _choice(delta.index, {}, logprobs)
+        last.update(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        choices.append(last)
+    return choices
 
 
 def models_body(names: Sequence[str], created: int, max_model_len: int) -> dict[str, JSON]:
@@ -147,15 +157,57 @@ def _whole(deltas: Sequence[Delta]) -> JSON:
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
     return {
         "index": last.index,
-        "message": {
-            "role": "assistant",
-            "content": "".join(delta.text for delta in deltas),
-            "refusal": None,
-        },
+        "message": _message(deltas),
         "logprobs": None if last.logprobs is None else {"content": entries, "refusal": None},
         "finish_reason": last.finish_reason,
         "stop_reason": last.stop_reason,
     }
+
+
+def _message(deltas: Sequence[Delta]) -> dict[str, JSON]:
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    calls = _whole_calls(call for delta in deltas for call in delta.calls)
+    content: str | None = "".join(delta.text for delta in deltas)
+    if not content and (reasoning or calls):
+        content = None
+    message: dict[str, JSON] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message.update(_reasoning(reasoning))
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _whole_calls(deltas: Iterable[CallDelta]) -> list[JSON]:
+    begun: dict[int, CallDelta] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        begun.setdefault(delta.index, delta)
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": "".join(arguments[index])},
+        }
+        for index, call in begun.items()
+    ]
+
+
+def _call_delta(call: CallDelta) -> JSON:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function: JSON = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _reasoning(text: str) -> dict[str, JSON]:
+    # The second name is DeepSeek's, which its clients read.
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _choice(index: int, delta: JSON, logprobs: JSON) -> dict[str, JSON]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
 def _logprobs(entries: tuple[JSON, ...] | None) -> JSON:

@@ -12,14 +12,9 @@ NOTHING: tuple[JSON, ...] = ()
 
 # Field: the values, beside null, that ask for nothing.
 LATER: dict[str, tuple[JSON, ...]] = {
-    "tools": NOTHING,
-    "tool_choice": ("none",),
     "response_format": ({"type": "text"},),
     "structured_outputs": NOTHING,
-    "reasoning_effort": NOTHING,
-    "include_reasoning": (True,),
     "max_reasoning_tokens": NOTHING,
-    "chat_template_kwargs": ({},),
     "documents": NOTHING,
     "bad_words": ([],),
     "prompt_logprobs": NOTHING,
