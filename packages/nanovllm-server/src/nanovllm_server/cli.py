@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     configure_logs(options.log_format, options.log_level)
     try:
-        return asyncio.run(run(_settings(options)))
+        return asyncio.run(run(settings(options)))
     except (SettingsError, ConfigError, ModelError) as error:
         return _fail(str(error), 2)
     except (EngineDeadError, OSError, RuntimeError) as error:
@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _settings(options: argparse.Namespace) -> "Settings":
+def settings(options: argparse.Namespace) -> "Settings":
+    """What the flags say, and the environment. Raises SettingsError."""
     from nanovllm_core import EngineConfig
     from nanovllm_server.settings import Settings, SettingsError
 

@@ -6,8 +6,8 @@ This room must not know HTTP, engines or what becomes of the prompt.
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Protocol
 
 import orjson
@@ -28,14 +28,6 @@ class Prompt:
 
     text: str
     token_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class CallStyle:
-    """How a template wants an assistant's message that calls tools: its content, and arguments as JSON in a string."""
-
-    content: str | None = ""
-    arguments_as_text: bool = False
 
 
 class ChatTokenizer(Protocol):
@@ -63,7 +55,7 @@ class Renderer:
         self._tokenizer = tokenizer
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
         self._developer_role = "developer" if self._knows_developers() else "system"
-        self._call_style = self._find_call_style()
+        self._takes_text = self._wants_text()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
 
     async def render(
@@ -95,19 +87,18 @@ class Renderer:
             as_nobody is None or as_developer != as_nobody.replace("nobody", "developer")
         )
 
-    def _find_call_style(self) -> CallStyle:
-        # Some templates fail at one style, others leave the call out or write None.
-        call = ToolCall("call_0", "namely", '{"key": "valued"}')
-        for content, as_text in product(("", None), (False, True)):
-            style = CallStyle(content, as_text)
+    def _wants_text(self) -> bool:
+        # Most templates write the arguments of a call as they see fit, some only put them in as text.
+        def written(*, as_text: bool) -> bool:
+            call = _plain_call(ToolCall("call_0", "f", '{"key": "valued"}'), as_text=as_text)
             rendered = self._rendered(
                 {"role": "user", "content": "."},
-                {"role": "assistant", "content": content, "tool_calls": [_plain_call(call, style)]},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "content": ".", "tool_call_id": "call_0"},
             )
-            if rendered is not None and "namely" in rendered and "valued" in rendered:
-                return style
-        return CallStyle()
+            return rendered is not None and "valued" in rendered
+
+        return written(as_text=True) and not written(as_text=False)
 
     def _render(self, messages: Sequence[Message], tools: Tools | None, template_values: Mapping[str, JSON]) -> Prompt:
         plain = [self._plain(message) for message in messages]
@@ -123,10 +114,8 @@ class Renderer:
 
     def _plain(self, message: Message) -> dict[str, Any]:
         role = self._developer_role if message.role == "developer" else message.role
-        content = message.content
-        if not content and message.role == "assistant":
-            content = self._call_style.content if message.tool_calls else ""
-        plain: dict[str, Any] = {"role": role, "content": content}
+        # Templates that look into the content fail where there is none.
+        plain: dict[str, Any] = {"role": role, "content": message.content or ""}
         if message.name is not None:
             plain["name"] = message.name
         if message.tool_call_id is not None:
@@ -135,17 +124,15 @@ class Renderer:
             # Templates know one name or the other.
             plain["reasoning"] = plain["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            plain["tool_calls"] = [_plain_call(call, self._call_style) for call in message.tool_calls]
+            plain["tool_calls"] = [_plain_call(call, as_text=self._takes_text) for call in message.tool_calls]
         return plain
 
 
-def _plain_call(call: ToolCall, style: CallStyle) -> dict[str, Any]:
+def _plain_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
     # Some clients send nothing for a call without arguments.
     arguments: Any = call.arguments or "{}"
-    if not style.arguments_as_text:
+    if not as_text:
         # What is no JSON, as of a call that was cut off, goes in as it is.
-        try:
+        with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            arguments = call.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -101,7 +101,7 @@ async def _start(assignment: Assignment) -> Service:
             nanovllm_models.load_tokenizer, assignment.model, chat_template=assignment.template
         )
         vocabulary = Vocabulary(tokenizer.backend)
-        dialect = Dialect(_chat_format(assignment, tokenizer), vocabulary)
+        dialect = Dialect(chat_format(assignment, tokenizer.chat_template), vocabulary)
         renderer = Renderer(tokenizer)
         engine: Engine = await connecting
     except BaseException:
@@ -124,8 +124,9 @@ async def _start(assignment: Assignment) -> Service:
     )
 
 
-def _chat_format(assignment: Assignment, tokenizer: nanovllm_models.Tokenizer) -> nanovllm_models.ChatFormat:
-    found = nanovllm_models.find_format(assignment.model, tokenizer.chat_template)
+def chat_format(assignment: Assignment, template: str) -> nanovllm_models.ChatFormat:
+    """What the model writes, given its chat template: as the settings say, else as it is. Raises ModelError."""
+    found = nanovllm_models.find_format(assignment.model, template)
     reasoning, calls = assignment.settings.reasoning_parser, assignment.settings.tool_call_parser
     return nanovllm_models.ChatFormat(
         found.reasoning if reasoning is None else REASONING_FORMATS.get(reasoning),
