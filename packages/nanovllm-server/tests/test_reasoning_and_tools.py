@@ -93,6 +93,7 @@ def chunks_of(data):
 def joined(chunks):
     """A stream as the whole answer has it, by what the contract says of deltas."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     message = {"refusal": None, **choices[0]["delta"]}
     assert set(choices[0]["delta"]) == {"role", "content"}
     for choice in choices[1:]:
@@ -119,21 +120,34 @@ def joined(chunks):
         {
             "index": 0,
             "message": message,
-            "logprobs": None,
+            "logprobs": {"content": entries, "refusal": None} if entries else None,
             "finish_reason": choices[-1]["finish_reason"],
             "stop_reason": choices[-1]["stop_reason"],
         }
     )
 
 
-@pytest.mark.parametrize("fields", [{}, {"max_tokens": 40}, {"stop": ["."]}, {"parallel_tool_calls": False}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_tokens": 40},
+        {"stop": ["."]},
+        {"parallel_tool_calls": False},
+        {"include_reasoning": False},
+        {"logprobs": True, "top_logprobs": 1},
+        {"tools": None},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("burst", [1, 4, 500])
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 async def test_a_stream_says_the_same_as_the_whole(ask, post, speak, engine, answer, burst, fields):
     speak(*answer)
     choice, usage = await ask(**fields)
     engine.burst = burst
-    response = await post(tools=TOOLS, stream=True, stream_options={"include_usage": True}, **fields)
+    streamed = {"tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}, **fields}
+    response = await post(**streamed)
     chunks = chunks_of(await response.get_data())
     assert joined(chunks) == choice
     assert chunks[-1]["usage"] == usage
@@ -203,6 +217,9 @@ async def test_reasoning_is_left_out_when_nobody_wants_it(ask, speak):
     choice, usage = await ask(include_reasoning=False)
     assert choice["message"] == {"role": "assistant", "content": "Hello.", "refusal": None}
     assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+    speak(QWEN, "<think>\nHm.")
+    choice, _ = await ask(include_reasoning=False)
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
 
 
 async def test_a_call(ask, speak):

@@ -136,6 +136,7 @@ class Choice:
             logprobs=None if self._top is None else tuple(self._entries),
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
+            in_reasoning=self.finish_reason is not None and self._parser.in_reasoning,
         )
         self._entries, self._reasoning, self._text, self._calls = [], [], [], []
         return delta

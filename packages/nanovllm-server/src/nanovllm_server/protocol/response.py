@@ -31,7 +31,8 @@ class Delta(msgspec.Struct, frozen=True):
     """What became known of one choice at once. A finish reason comes with the last one.
 
     text: of the content. logprobs: OpenAI's objects, one a token, when asked for. stop_reason: the stop string or stop
-    token id that ended the choice; None when the model did, by its end-of-sequence token.
+    token id that ended the choice; None when the model did, by its end-of-sequence token. in_reasoning: it ended before
+    any content could come.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Delta(msgspec.Struct, frozen=True):
     logprobs: tuple[JSON, ...] | None = None
     finish_reason: Finish | None = None
     stop_reason: str | int | None = None
+    in_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def stream_choices(delta: Delta, *, first: bool) -> list[JSON]:
     choices: list[JSON] = []
     if first:
         # As the whole answer has it: null unless there is content, or nothing else either.
-        content = None if delta.reasoning or (delta.calls and not delta.text) else ""
+        content = None if delta.reasoning or delta.in_reasoning or (delta.calls and not delta.text) else ""
         choices.append(_choice(delta.index, {"role": "assistant", "content": content}, None))
     for body in bodies:
         choices.append(_choice(delta.index, body, logprobs))
@@ -168,7 +170,7 @@ def _message(deltas: Sequence[Delta]) -> dict[str, JSON]:
     reasoning = "".join(delta.reasoning for delta in deltas)
     calls = _whole_calls(call for delta in deltas for call in delta.calls)
     content: str | None = "".join(delta.text for delta in deltas)
-    if not content and (reasoning or calls):
+    if not content and (reasoning or calls or deltas[-1].in_reasoning):
         content = None
     message: dict[str, JSON] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:
