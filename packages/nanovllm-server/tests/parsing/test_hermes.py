@@ -134,6 +134,12 @@ CASES = {
         "",
         [("ping", "{}")],
     ),
+    "arguments that are not quite JSON": (
+        '<tool_call>{"name": "ping", "arguments": {a: True, \'b\': None}}</tool_call>',
+        "",
+        "",
+        [("ping", "{a: True, 'b': None}")],
+    ),
     "arguments that stop being JSON": (
         '<tool_call>{"name": "ping", "arguments": {"a": 1\n</tool_call>ok',
         "",

@@ -76,7 +76,7 @@ class CallReader(ABC, Generic[Format]):
         """Say a call whose arguments, a JSON object, come next."""
         self.begin(name)
         whole = yield from self.source.json(self.report.arguments)
-        # What is no JSON ends the arguments too; only the end of all text leaves the call open.
+        # A tag ends the arguments too; only the end of all text leaves the call open.
         if whole or (yield from self.source.peek()):
             self.report.end_call(self.form.separator)
 
@@ -131,12 +131,10 @@ class JsonReader(CallReader[JsonCalls]):
             elif key is None or not (wrapped or key == "type") or (yield from source.value()) is None:
                 return (yield from self.cut(name, arguments or ""))
             yield from source.space()
-            if (yield from source.literal("}")):
+            if name is not None and (yield from source.literal("}")):
                 break
             if not (yield from source.literal(",")):
                 return (yield from self.cut(name, arguments or ""))
-        if name is None:
-            return False
         self.begin(name)
         self.report.arguments(arguments or "{}")
         self.report.end_call(self.form.separator)

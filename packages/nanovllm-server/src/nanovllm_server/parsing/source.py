@@ -18,9 +18,10 @@ Reading: TypeAlias = Generator[None, None, Value]
 
 # Beyond that a name is none.
 MAX_NAME = 256
-# What JSON has in numbers, true, false and null, and what it has outside of strings.
+# What JSON has in numbers, true, false and null.
 SCALARS = frozenset("+-.0123456789truefalsnE")
-PLAIN_JSON = SCALARS | frozenset(SPACE + '{}[]:,"')
+# What nothing that is meant to be JSON has outside of strings; tags and fences begin with it.
+NO_JSON = "<`;"
 
 
 class Nesting:
@@ -163,15 +164,15 @@ class Source:
     def json(self, sink: Callable[[str], None], max_length: int | None = None) -> Reading[bool]:
         """Read the JSON object, array or string that comes next, to `sink` as it comes; whether it was all there.
 
-        Ends before the first character that JSON can't have outside of strings. With `max_length`, ends after so many
-        characters too, and before the end of the line. Looks only at strings and brackets.
+        Looks only at strings and brackets, so that what a model gets wrong between them is passed on. Ends before a
+        character of NO_JSON; with `max_length`, also after so many characters and before the end of the line.
         """
         nesting, length = Nesting(), 0
+        ends_string = "" if max_length is None else "\n"
         while True:
             text = self._text
             for at in range(self._at, len(text)):
-                wrong = text[at] not in PLAIN_JSON if not nesting.in_string else max_length and text[at] == "\n"
-                if wrong:
+                if text[at] in (ends_string if nesting.in_string else NO_JSON):
                     sink(self._take(at))
                     return False
                 nesting.step(text[at])

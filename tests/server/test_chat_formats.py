@@ -1,0 +1,42 @@
+"""A server process reads what its chat template has the model write, or what its flags say."""
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FLAGS = ("--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--served-model-name", "tiny")
+FIELDS = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "seed": 1}
+TOOLS = [{"type": "function", "function": {"name": "ping"}}]
+# Its prompts begin to reason unless told not to, and it shows tools in a way of its own.
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools | tojson }}"
+    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{# </think> #}"
+)
+
+
+async def test_the_template_and_the_flags_say_what_the_model_writes(run_server, tiny_model, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    flags = (*FLAGS, "--chat-template", str(template))
+    with run_server(tiny_model, *flags, "--tool-call-parser", "hermes") as server:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as sdk:
+            extra = {"ignore_eos": True}
+            answer = await sdk.chat.completions.create(**FIELDS, tools=TOOLS, extra_body=extra)
+            message = answer.choices[0].message
+            assert (message.content, answer.choices[0].finish_reason) == (None, "length")
+            assert message.reasoning
+            assert answer.usage.completion_tokens_details.reasoning_tokens == 9
+            stream = await sdk.chat.completions.create(**FIELDS, tools=TOOLS, stream=True, extra_body=extra)
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+            assert "".join(delta.reasoning for delta in deltas if hasattr(delta, "reasoning")) == message.reasoning
+            assert not any(delta.content for delta in deltas)
+            answer = await sdk.chat.completions.create(**FIELDS, reasoning_effort="none", extra_body=extra)
+            assert answer.choices[0].message.content
+            assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+    with run_server(tiny_model, *flags, "--reasoning-parser", "none") as server:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as sdk:
+            answer = await sdk.chat.completions.create(**FIELDS, extra_body=extra)
+            assert answer.choices[0].message.content
+            with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
+                await sdk.chat.completions.create(**FIELDS, tools=TOOLS)
