@@ -105,11 +105,12 @@ class Choice:
         if self._stops is not None and self.num_tokens > self._min_tokens:
             text = self._stops.push(text)
             self._over = self._stops.found is not None
-        self._text.append(text)
+        if text:
+            self._text.append(text)
 
     def _flush_stops(self) -> None:
-        if self._stops is not None:
-            self._text.append(self._stops.flush())
+        if self._stops is not None and (text := self._stops.flush()):
+            self._text.append(text)
 
     def _count_reasoning(self) -> None:
         if self._parser.reasoned and not self._reasoning_ended:
