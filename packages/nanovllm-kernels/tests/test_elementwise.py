@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm_kernels import fp8
 from nanovllm_kernels.elementwise import QKNorm, pack_norm, plan_rotation, rms_norm, rope_and_cache, silu_and_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -77,6 +78,50 @@ def test_rope_and_cache(num_tokens, heads, dims, dtype, with_norm):
     assert torch.equal(values, v)
     others = torch.ones(64, dtype=torch.bool).index_fill_(0, slots, False)
     assert (kv_cache.view(64, -1)[others] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_numbers_are_within_half_a_step(dtype):
+    sizes = torch.tensor([1e-30, 1e-6, 1.0, 447.9, 448.0, 448.1, 1e4]).view(-1, 1)
+    x = (torch.randn(7, 64).clamp(-1, 1) * sizes).to(dtype)
+    x[:, 0] = sizes[:, 0].to(dtype)
+    numbers, exponents = fp8.quantize(x)
+    found = fp8.dequantize(numbers, exponents, torch.float32).double()
+    # Three bits behind the first, and what is small beside the head's largest in steps of 2^-9 of the scale.
+    steps = torch.maximum(x.double().abs() * 2**-4, (exponents.double() - 127).exp2().unsqueeze(-1) * 2**-10)
+    assert ((found - x.double()).abs() <= steps).all()
+    tops = numbers[1:].float().abs().amax(-1)
+    # The first is below what the least scale reaches.
+    assert ((tops >= 224) & (tops <= 448)).all()
+    assert torch.equal(fp8.dequantize(numbers, exponents, torch.bfloat16).double(), found)
+
+
+def test_fp8_of_nothing_is_nothing():
+    assert not fp8.dequantize(*fp8.quantize(torch.zeros(2, 3, 16)), torch.float16).any()
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_and_fp8_cache(page_size, dtype):
+    num_kv_heads, head_dim, num_tokens = 3, 64, 7
+    qkv = torch.randn(num_tokens, 9 + 2 * num_kv_heads, head_dim).to(dtype)
+    rotation = plan_rotation(torch.randn(50, head_dim), torch.randint(0, 50, (num_tokens,)))
+    slots = torch.randperm(4 * page_size)[:num_tokens]
+    plain = torch.zeros((4, page_size, 2 * num_kv_heads, head_dim), dtype=dtype)
+    expected = rope_and_cache(qkv.clone(), rotation, slots, plain)
+
+    kv_cache = torch.full(plain.shape, 7.0).to(fp8.DTYPE)
+    kv_scales = fp8.make_scales(kv_cache)
+    assert torch.equal(rope_and_cache(qkv, rotation, slots, kv_cache, kv_scales=kv_scales), expected)
+
+    numbers, exponents = fp8.quantize(plain.view(-1, 2 * num_kv_heads, head_dim)[slots])
+    found = kv_cache.view(-1, 2 * num_kv_heads, head_dim).view(torch.uint8)
+    assert torch.equal(found[slots], numbers.view(torch.uint8))
+    scales = kv_scales.transpose(1, 2).reshape(-1, 2 * num_kv_heads)
+    assert torch.equal(scales[slots], exponents)
+    others = torch.ones(4 * page_size, dtype=torch.bool).index_fill_(0, slots, False)
+    assert (kv_cache.view(4 * page_size, -1)[others].float() == 7).all()
+    assert (scales[others] == 127).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

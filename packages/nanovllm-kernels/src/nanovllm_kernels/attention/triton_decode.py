@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.attention import tiles
-from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks
+from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks, narrow_queries
 from nanovllm_kernels.platform import can_overlap_launches
 
 
@@ -51,6 +51,7 @@ def plan_units(
 def paged_decode(
     q: Tensor,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -64,7 +65,7 @@ def paged_decode(
     page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     num_reqs, num_units = starts.shape[0] - 1, owners.shape[0]
     group = num_heads // num_kv_heads
-    config = tiles.tile_config(head_dim, q.element_size(), group, 1)
+    config = tiles.tile_config(head_dim, tiles.number_size(q.element_size(), kv_cache.element_size()), group, 1)
     padded = tiles.next_power_of_2(head_dim)
     overlap = can_overlap_launches(q.device)
     partial = q.new_empty((num_units, num_heads, head_dim), dtype=torch.float32)
@@ -72,6 +73,7 @@ def paged_decode(
     _attend_unit[(num_kv_heads, num_units)](
         q,
         kv_cache,
+        kv_cache if kv_scales is None else kv_scales,
         block_tables,
         seq_lens,
         query_start_loc,
@@ -91,6 +93,7 @@ def paged_decode(
         PAGE_SIZE=page_size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        QUANTIZED=kv_scales is not None,
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -155,6 +158,7 @@ def _plan_units(
 def _attend_unit(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     block_tables_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
@@ -174,6 +178,7 @@ def _attend_unit(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One request's query heads of one key-value head against one unit of its keys."""
@@ -200,12 +205,15 @@ def _attend_unit(
     dim_mask = dims < HEAD_DIM
     mask = row_mask[:, None] & dim_mask[None, :]
     q = tl.load(q_ptr + token * q_stride_token + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    if QUANTIZED:
+        q, scale_log2 = narrow_queries(q, scale_log2)
     acc, running_max, running_sum = attend_blocks(
         tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32),
         tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
         tl.zeros([BLOCK_M], dtype=tl.float32),
         q,
         kv_ptr + kv_head * HEAD_DIM,
+        scales_ptr + kv_head * PAGE_SIZE,
         block_tables_ptr + request.to(tl.int64) * table_stride,
         tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1),
         dims,
@@ -220,6 +228,7 @@ def _attend_unit(
         PAGE_SIZE,
         BLOCK_N,
         True,
+        QUANTIZED,
     )
     acc = acc / running_sum[:, None]
     if num_units == 1:

@@ -59,7 +59,12 @@ def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
 
 
 def rope_and_cache(
-    qkv: Tensor, rotation: Rotation, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None = None
+    qkv: Tensor,
+    rotation: Rotation,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    qk_norm: QKNorm | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache, all in place.
 
@@ -69,18 +74,19 @@ def rope_and_cache(
         2021, in GPT-NeoX's order).
     slot_mapping: int64 [T], where in the cache each token goes, page * page_size + offset; no slot of a real token may
         occur twice.
-    kv_cache: [N, P, 2 Hkv, D], contiguous: in each slot the key heads, then the value heads.
+    kv_cache: [N, P, 2 Hkv, D], contiguous: in each slot the key heads, then the value heads. Of the dtype of `qkv`, or
+        of float8_e4m3fn: then they are quantised on their way, as `fp8.quantize` does.
     qk_norm: what query and key heads go through first, if anything.
+    kv_scales: uint8 [N, 2 Hkv, P], contiguous, for the scales of a quantised cache, and None for another.
     Returns the rotated queries [T, Hq, D], a view of `qkv`. Computed in float32; rounded once, on a CPU after the norm
     as well.
     """
     num_q_heads = qkv.shape[1] - kv_cache.shape[2]
     if not qkv.is_cuda:
-        reference.rope_and_cache(qkv, rotation.rows, slot_mapping, kv_cache, qk_norm)
-    elif qk_norm is None:
-        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, None, None, 0.0)
+        reference.rope_and_cache(qkv, rotation.rows, slot_mapping, kv_cache, kv_scales, qk_norm)
     else:
-        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, *qk_norm)
+        norm = (None, None, 0.0) if qk_norm is None else qk_norm
+        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, kv_scales, *norm)
     return qkv[:, :num_q_heads]
 
 
@@ -101,20 +107,21 @@ def _rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 _rms_norm_op.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
-@torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("qkv", "kv_cache"))
+@torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("qkv", "kv_cache", "kv_scales"))
 def _rope_and_cache_op(
     qkv: Tensor,
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
 ) -> None:
     from nanovllm_kernels.elementwise import triton_rope
 
-    triton_rope.rope_and_cache(qkv, cos_sin, positions, slot_mapping, kv_cache, q_weight, k_weight, eps)
+    triton_rope.rope_and_cache(qkv, cos_sin, positions, slot_mapping, kv_cache, kv_scales, q_weight, k_weight, eps)
 
 
 @torch.library.custom_op("nanovllm::silu_and_mul", mutates_args=())

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanovllm_kernels import fp8
+
 
 class RotationRows(NamedTuple):
     """Factors of a head's first rot dimensions, float32 [T, 1, rot]: x * cos + (x with its halves swapped) * sin."""
@@ -45,10 +47,15 @@ def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationRows:
 
 
 def rope_and_cache(
-    qkv: Tensor, rows: RotationRows, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: _QKNorm | None
+    qkv: Tensor,
+    rows: RotationRows,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+    qk_norm: _QKNorm | None,
 ) -> None:
     """See the package's `rope_and_cache`."""
-    _, _, num_cached, head_dim = kv_cache.shape
+    _, page_size, num_cached, head_dim = kv_cache.shape
     num_q_heads, num_kv_heads = qkv.shape[1] - num_cached, num_cached // 2
     if qk_norm is not None:
         queries, keys = qkv[:, :num_q_heads], qkv[:, num_q_heads : num_q_heads + num_kv_heads]
@@ -58,7 +65,13 @@ def rope_and_cache(
     turned = qkv[:, : num_q_heads + num_kv_heads, :rot]
     swapped = turned.roll(rot // 2, -1)
     torch.addcmul(turned * rows.cos, swapped, rows.sin, out=turned)
-    kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv[:, num_q_heads:])
+    if kv_scales is None:
+        kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv[:, num_q_heads:])
+        return
+    numbers, exponents = fp8.quantize(qkv[:, num_q_heads:])
+    # Of float8 torch copies no rows on a CPU, but of bytes.
+    kv_cache.view(torch.uint8).view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
+    kv_scales[slot_mapping // page_size, :, slot_mapping % page_size] = exponents
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
