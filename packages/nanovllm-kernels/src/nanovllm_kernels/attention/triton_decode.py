@@ -15,7 +15,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.attention import tiles
-from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks, narrow_queries
+from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks
+from nanovllm_kernels.attention.triton_tile_fp8 import attend_fp8_blocks, narrow_queries
 from nanovllm_kernels.platform import can_overlap_launches
 
 
@@ -205,31 +206,63 @@ def _attend_unit(
     dim_mask = dims < HEAD_DIM
     mask = row_mask[:, None] & dim_mask[None, :]
     q = tl.load(q_ptr + token * q_stride_token + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    k_ptr = kv_ptr + kv_head * HEAD_DIM
+    table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
+    positions = tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1)
     if QUANTIZED:
         q, scale_log2 = narrow_queries(q, scale_log2)
-    acc, running_max, running_sum = attend_blocks(
-        tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32),
-        tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
-        tl.zeros([BLOCK_M], dtype=tl.float32),
-        q,
-        kv_ptr + kv_head * HEAD_DIM,
-        scales_ptr + kv_head * PAGE_SIZE,
-        block_tables_ptr + request.to(tl.int64) * table_stride,
-        tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1),
-        dims,
-        dim_mask,
-        begin,
-        end,
-        end,
-        scale_log2,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        PAGE_SIZE,
-        BLOCK_N,
-        True,
-        QUANTIZED,
-    )
+        scales_ptr += kv_head * PAGE_SIZE
+        even = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+        odd = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+        even, odd, running_max, running_sum = attend_fp8_blocks(
+            even,
+            odd,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            scales_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+        )
+        acc = tl.interleave(even, odd)
+    else:
+        acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
+        acc, running_max, running_sum = attend_blocks(
+            acc,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+        )
     acc = acc / running_sum[:, None]
     if num_units == 1:
         out_ptr += token * (NUM_KV_HEADS * GROUP * HEAD_DIM)

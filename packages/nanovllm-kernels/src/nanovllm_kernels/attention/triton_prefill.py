@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.attention import tiles
-from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks, narrow_queries
+from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks
+from nanovllm_kernels.attention.triton_tile_fp8 import attend_fp8_blocks, narrow_queries
 from nanovllm_kernels.platform import describe
 
 
@@ -156,8 +157,6 @@ def _attend(
         mask=row_mask[:, None] & dim_mask[None, :],
         other=0.0,
     )
-    if QUANTIZED:
-        q, scale_log2 = narrow_queries(q, scale_log2)
 
     # The tile sees up to its last query; splits share that evenly, in whole blocks.
     last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
@@ -166,61 +165,109 @@ def _attend(
     begin = split * split_len
     end = tl.minimum(end, begin + split_len)
 
-    acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
     k_ptr = kv_ptr + kv_head * HEAD_DIM
-    scales_ptr += kv_head * PAGE_SIZE
     # Blocks that every query sees whole need no mask.
     full_end = tl.minimum(end, (seq_len - query_len + first_query + 1) // BLOCK_N * BLOCK_N)
-    acc, running_max, running_sum = attend_blocks(
-        acc,
-        running_max,
-        running_sum,
-        q,
-        k_ptr,
-        scales_ptr,
-        table_ptr,
-        positions,
-        dims,
-        dim_mask,
-        begin,
-        full_end,
-        end,
-        scale_log2,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        PAGE_SIZE,
-        BLOCK_N,
-        False,
-        QUANTIZED,
-    )
-    begin = tl.maximum(begin, full_end)
-    acc, running_max, running_sum = attend_blocks(
-        acc,
-        running_max,
-        running_sum,
-        q,
-        k_ptr,
-        scales_ptr,
-        table_ptr,
-        positions,
-        dims,
-        dim_mask,
-        begin,
-        end,
-        end,
-        scale_log2,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        PAGE_SIZE,
-        BLOCK_N,
-        True,
-        QUANTIZED,
-    )
+    rest = tl.maximum(begin, full_end)
+    if QUANTIZED:
+        q, scale_log2 = narrow_queries(q, scale_log2)
+        scales_ptr += kv_head * PAGE_SIZE
+        even = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+        odd = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+        even, odd, running_max, running_sum = attend_fp8_blocks(
+            even,
+            odd,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            scales_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            full_end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            False,
+        )
+        even, odd, running_max, running_sum = attend_fp8_blocks(
+            even,
+            odd,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            scales_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            rest,
+            end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+        )
+        acc = tl.interleave(even, odd)
+    else:
+        acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
+        acc, running_max, running_sum = attend_blocks(
+            acc,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            full_end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            False,
+        )
+        acc, running_max, running_sum = attend_blocks(
+            acc,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            rest,
+            end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+        )
 
     safe_sum = tl.where(running_sum > 0, running_sum, 1.0)
     acc = acc / safe_sum[:, None]
