@@ -7,7 +7,7 @@ import torch
 
 from nanovllm_kernels.platform import describe, has_cuda
 
-ROOMS = ("attention", "batch", "elementwise", "gemm", "ladder", "platform", "sampling")
+ROOMS = ("attention", "batch", "elementwise", "fp8", "gemm", "ladder", "platform", "sampling")
 
 
 def test_a_cpu_has_no_gpu_numbers():

@@ -76,6 +76,7 @@ class ScriptedEngine(Engine):
                 max_num_batched_tokens=64,
                 block_size=16,
                 num_blocks=64,
+                kv_cache_dtype="float32",
                 kv_cache_bytes=1 << 20,
                 prefix_caching=True,
                 attention_backend="torch",
@@ -182,7 +183,7 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Vo
         vocabulary=vocabulary,
         names=("scripted", "alias"),
         gate=Gate(8, sheet),
-        metrics=Metrics("scripted", lambda: engine.stats, sheet),
+        metrics=Metrics("scripted", engine.info, lambda: engine.stats, sheet),
         logger=get_logger("nanovllm"),
     )
     yield service

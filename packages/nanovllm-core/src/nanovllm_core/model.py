@@ -29,12 +29,14 @@ class ForwardContext:
     attention: lengths and block tables, as the attention kernels want them. slot_mapping: int64 [num_tokens], the cache
     slot (block * block_size + offset) each token's keys and values go to. kv_caches: one a PagedSpec, in the order of
     `CausalLM.cache_specs`, each [num_blocks, block_size, 2 * num_kv_heads, head_dim]: in each slot the key heads, then
-    the value heads.
+    the value heads. kv_scales: where the caches are FP8 one each, uint8 [num_blocks, 2 * num_kv_heads, block_size], of
+    every head of every slot (see `nanovllm_kernels.fp8`), else none.
     """
 
     attention: AttentionBatch
     slot_mapping: Tensor
     kv_caches: tuple[Tensor, ...]
+    kv_scales: tuple[Tensor, ...] = ()
 
 
 class CausalLM(Protocol):

@@ -64,6 +64,12 @@ def has_cute() -> bool:
 
 
 @functools.cache
+def has_fp8() -> bool:
+    """Whether this machine's GPU turns e4m3 into other numbers and back: Ada, Hopper and newer."""
+    return has_cuda() and _capability() >= (8, 9)
+
+
+@functools.cache
 def describe(device: torch.device) -> DeviceInfo:
     """What `device` is and can do. Raises RuntimeError for a CUDA device that isn't there."""
     if device.type == "cuda":

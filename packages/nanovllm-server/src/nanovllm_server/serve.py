@@ -189,8 +189,8 @@ def banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
         f"nanovllm-server {__version__}\n"
         f"  address  {url}{workers}\n"
         f"  model    {', '.join(names)} ({info.dtype} on {info.device}, attention: {info.attention_backend})\n"
-        f"  cache    {info.kv_cache_tokens} tokens ({info.kv_cache_bytes / (1 << 30):.2f} GiB), context "
-        f"{info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
+        f"  cache    {info.kv_cache_tokens} tokens ({info.kv_cache_bytes / (1 << 30):.2f} GiB of {info.kv_cache_dtype}), "
+        f"context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
         f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f'-d \'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
     )

@@ -12,7 +12,7 @@ from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.request import Request, RequestOutput
-from nanovllm_kernels.platform import has_cute, has_flash_attention
+from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         has_cuda=torch.cuda.is_available(),
         has_flash_attention=has_flash_attention(),
         has_cute=has_cute(),
+        has_fp8=has_fp8(),
     )
     return await EngineLoop.build(spec, resolved)
 

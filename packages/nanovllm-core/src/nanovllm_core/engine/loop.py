@@ -91,6 +91,7 @@ class EngineLoop:
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             num_blocks=runner.num_blocks,
+            kv_cache_dtype=str(config.kv_cache_dtype).removeprefix("torch."),
             kv_cache_bytes=runner.kv_cache_bytes,
             prefix_caching=config.prefix_caching,
             attention_backend=config.attention_backend,

@@ -20,6 +20,7 @@ from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewRow, ScheduledRow, StepPlan
+from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import plan_batch
 from nanovllm_kernels.batch import build_inputs, commit_tokens
 from nanovllm_kernels.platform import describe
@@ -50,14 +51,14 @@ class Runner:
         )
         specs = self._model.cache_specs()
         self._num_heads = specs[0].num_heads
-        self._kv_caches = self._allocate(0)
+        self._kv_caches, self._kv_scales = self._allocate(0)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, config.max_num_seqs, config.max_num_batched_tokens))
         free_bytes = free_for_cache(config, self.device, self._rehearse)
         self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
-        block_bytes = bytes_per_block(specs, config.block_size, config.dtype)
+        block_bytes = bytes_per_block(specs, config.block_size, config.kv_cache_dtype)
         self.num_blocks, self.max_model_len = plan_cache(config, free_bytes, block_bytes)
-        self._kv_caches = self._allocate(self.num_blocks)
+        self._kv_caches, self._kv_scales = self._allocate(self.num_blocks)
         self.kv_cache_bytes = block_bytes * (self.num_blocks + 1)
         self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=sys.stderr.isatty())
 
@@ -137,7 +138,7 @@ class Runner:
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
         )
-        ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches)
+        ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches, self._kv_scales)
         hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
         if not with_logits:
             return Logits(hidden[:0], batch.seq_lens)
@@ -197,14 +198,15 @@ class Runner:
         shape = BatchShape(len(lengths), sum(lengths), None)
         self.launch(StepPlan(0, new_rows, [], scheduled, shape, max_seq_len=max(lengths))).choices()
 
-    def _allocate(self, num_blocks: int) -> tuple[Tensor, ...]:
-        """A cache of `num_blocks` blocks and the null block for every layer that wants one."""
+    def _allocate(self, num_blocks: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """A cache of `num_blocks` blocks and the null block for every layer that wants one, and its scales, if any."""
         config = self._config
-        return tuple(
+        caches = tuple(
             torch.zeros(
                 (num_blocks + 1, config.block_size, 2 * spec.num_kv_heads, spec.head_dim),
-                dtype=config.dtype,
+                dtype=config.kv_cache_dtype,
                 device=self.device,
             )
             for spec in self._model.cache_specs()
         )
+        return caches, tuple(map(fp8.make_scales, caches)) if config.kv_cache_dtype == fp8.DTYPE else ()

@@ -56,5 +56,6 @@ def attend(
     `ctx.kv_caches` is this layer's. qk_norm: what query and key heads go through before their rotation.
     """
     kv_cache = ctx.kv_caches[cache_index]
-    q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm)
-    return paged_attention(q, kv_cache, ctx.attention, scale=q.shape[-1] ** -0.5).flatten(1)
+    kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
+    q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales)
+    return paged_attention(q, kv_cache, ctx.attention, scale=q.shape[-1] ** -0.5, kv_scales=kv_scales).flatten(1)

@@ -171,6 +171,7 @@ def _engine_config(options: argparse.Namespace) -> "EngineConfig":
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.gpu_memory_utilization,
         cpu_cache_gib=options.cpu_cache_gib,
+        kv_cache_dtype=options.kv_cache_dtype,
         # Random prompts share nothing else, and looking for it costs time.
         prefix_caching=options.program == "throughput" and options.prefix_len > 0,
         depth=options.depth,
@@ -222,6 +223,7 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
     ours = program.add_argument_group("engine").add_argument
     ours("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
+    ours("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
     ours("--depth", type=int, choices=(1, 2), default=2, help="steps in flight")
     peer = program.add_argument_group("peer").add_argument
     peer(
