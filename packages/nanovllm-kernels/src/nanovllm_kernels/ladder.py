@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import paged_attention, plan_batch
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
@@ -101,11 +102,17 @@ def decode_inputs(batch: int, context: int, page_size: int) -> tuple[torch.Tenso
     return random(batch, NUM_HEADS, HEAD_DIM), kv_cache, tables, seq_lens
 
 
-def decode(batch: int, context: int, page_size: int) -> Work:
-    """Decode attention by Triton."""
+def decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
+    """Decode attention by Triton, over a cache of bf16 or of FP8."""
 
     def make(_: int) -> Callable[[], object]:
         q, kv_cache, tables, seq_lens = decode_inputs(batch, context, page_size)
+        kv_scales = None
+        if in_fp8:
+            # Any numbers but NaN, and none above 2.
+            kv_cache = torch.randint(0, 256, kv_cache.shape, device="cuda", dtype=torch.uint8)
+            kv_cache = kv_cache.bitwise_and_(0xBF).view(fp8.DTYPE)
+            kv_scales = fp8.make_scales(kv_cache)
         starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
         planned = plan_batch(
             tables,
@@ -118,10 +125,12 @@ def decode(batch: int, context: int, page_size: int) -> Work:
             kv_cache=kv_cache,
             backend="triton",
         )
-        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5)
+        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5, kv_scales=kv_scales)
 
-    cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
-    return Work(f"decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+    cost = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if in_fp8 else HEAD_DIM * 2)
+    return Work(
+        f"{'FP8 ' if in_fp8 else ''}decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost
+    )
 
 
 def cute_decode(batch: int, context: int, page_size: int) -> Work:
@@ -323,6 +332,7 @@ def ladder() -> Iterator[Work]:
         for batch in (1, 8, 64, 256):
             for context in (512, 2048, 8192, 32768):
                 yield decode(batch, context, page_size)
+                yield decode(batch, context, page_size, in_fp8=True)
                 if has_cute():
                     yield cute_decode(batch, context, page_size)
                 if has_flash_attention():
