@@ -18,7 +18,7 @@ QUESTIONS = [
     "Why is the sky blue?",
 ]
 OUTPUT, STRIDE = 48, 4
-# Nats. Twice what was found over 160 places in the answers to twenty questions (0.009 in float32, 0.011 in bfloat16).
+# Nats. Twice what was found over 160 places in the answers to twenty questions (0.009).
 MOST_DIVERGENCE = 0.02
 
 pytestmark = pytest.mark.slow
@@ -64,8 +64,8 @@ def divergence(plain: dict[int, float], quantised: dict[int, float]) -> float:
     return sum(math.exp(logprob) * (logprob - quantised.get(token, rest)) for token, logprob in plain.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_distributions_stay_close(default_model, prompts, device, dtype):
+async def test_distributions_stay_close(default_model, prompts, device):
+    dtype = torch.float32
     answers = await run(default_model, device, dtype, "auto", prompts, max_tokens=OUTPUT)
     places = [
         prompt + tokens(answer)[:count]

@@ -241,17 +241,34 @@ def test_plan_of_units():
 @pytest.mark.parametrize(("group", "page_size"), [(1, 16), (8, 32), (16, 64)])
 @pytest.mark.parametrize("dtype", ["BFloat16", "Float16"])
 def test_cute_decode(head_dim, group, page_size, dtype, tmp_path):
+    ptx = compile_cute(head_dim, group, page_size, dtype, dtype, tmp_path)
+    assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl")
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(("group", "page_size"), [(1, 16), (8, 64)])
+@pytest.mark.parametrize("dtype", ["BFloat16", "Float16"])
+def test_cute_decode_of_fp8(head_dim, group, page_size, dtype, tmp_path):
+    ptx = compile_cute(head_dim, group, page_size, dtype, "Uint8", tmp_path)
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16" in ptx
+    assert "cvt.rn.f16x2.e4m3x2" in ptx
+
+
+def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
     import cutlass
 
     from nanovllm_kernels.attention import cute_decode
     from nanovllm_kernels.attention.cute_tile import Shape
 
-    shape = Shape(getattr(cutlass, dtype), head_dim, group, page_size, *cute_decode.RINGS[head_dim])
+    ring = cute_decode.FP8_RINGS[head_dim] if cached == "Uint8" else cute_decode.RINGS[head_dim]
+    shape = Shape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
     # Rings, barriers, the warps' statistics and where they are, each rounded up; the first KiB is the system's.
-    assert shape.warps * (shape.stages * (shape.slot_bytes + 8) + 128 + 4) + 256 <= SHARED_MEMORY - 1024
+    slot = shape.slot_bytes + shape.scale_bytes + 8
+    assert shape.warps * (shape.stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
     assert compiled.__cubin__
     ptx = compiled.__ptx__
     assert ".target sm_90a" in ptx
     assert "cp.async.bulk.tensor" in ptx
-    assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx
+    return ptx

@@ -194,8 +194,8 @@ def _wants_fp8(config: EngineConfig, device: Device, backend: AttentionBackend, 
         return False
     if device == "cuda" and not has_fp8:
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more: use 'auto'")
-    if backend in ("flash", "cutedsl"):
-        raise ConfigError(f"kv_cache_dtype 'fp8' can't be read by attention_backend '{backend}': use 'triton'")
+    if backend == "flash":
+        raise ConfigError("kv_cache_dtype 'fp8' can't be read by attention_backend 'flash': use 'fastest' or 'triton'")
     return True
 
 

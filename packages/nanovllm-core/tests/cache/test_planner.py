@@ -30,7 +30,7 @@ def test_fp8_is_refused_where_it_cannot_be_read():
     with pytest.raises(ConfigError, match="kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9"):
         resolve(EngineConfig(kv_cache_dtype="fp8"), **{**FACTS, "has_fp8": False})
     flash = EngineConfig(kv_cache_dtype="fp8", attention_backend="flash")
-    with pytest.raises(ConfigError, match="attention_backend 'flash': use 'triton'"):
+    with pytest.raises(ConfigError, match="attention_backend 'flash': use 'fastest'"):
         resolve(flash, has_flash_attention=True, **FACTS)
     resolve(replace(flash, kv_cache_dtype="auto"), has_flash_attention=True, **FACTS)
     assert resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), **FACTS).kv_cache_dtype == torch.float8_e4m3fn

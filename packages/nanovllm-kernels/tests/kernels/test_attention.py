@@ -23,6 +23,7 @@ def run(batch, *, blindly=False, backend="triton"):
         num_heads=batch.q.shape[1],
         kv_cache=batch.kv_cache,
         backend=backend,
+        dtype=batch.q.dtype,
     )
     return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale, kv_scales=batch.kv_scales)
 
@@ -237,3 +238,23 @@ def test_backends(device, paged_batch, naive_attention, dtype, head_dim, page_si
         for blindly in (False, True):
             out = run(batch, blindly=blindly, backend=backend)
             torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_cute(), reason="needs the extra cutedsl and a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fp8_cache_by_the_fastest(device, paged_batch, quantized, naive_attention, dtype, head_dim):
+    batch = paged_batch(
+        [(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)],
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        page_size=16,
+        dtype=dtype,
+        device=device,
+    )
+    batch = quantized(batch)
+    for blindly in (False, True):
+        out = run(batch, blindly=blindly, backend="fastest")
+        torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)

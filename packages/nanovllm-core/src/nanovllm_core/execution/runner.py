@@ -137,6 +137,7 @@ class Runner:
             num_heads=self._num_heads,
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
+            dtype=self._config.dtype,
         )
         ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches, self._kv_scales)
         hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
