@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +10,7 @@ from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import Request, RequestOutput
+from nanovllm_core.request import Request, StepOutputs
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 _log = logging.getLogger(__name__)
@@ -59,12 +58,12 @@ class AsyncEngine(Engine):
         finally:
             self._die(reason)
 
-    def _emit(self, outputs: Sequence[RequestOutput], stats: EngineStats) -> None:
+    def _emit(self, outputs: StepOutputs, stats: EngineStats) -> None:
         self.stats = stats
         self._streams.dispatch(outputs)
 
     def _submit(self, request: Request) -> None:
         self._loop.submit(request)
 
-    def _abort(self, key: str) -> None:
+    def _abort(self, key: int) -> None:
         self._loop.abort(key)

@@ -7,6 +7,7 @@ plan is as it is.
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from nanovllm_core.execution.sampler import Sampled, StepHandle, draw, with_logp
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewRow, ScheduledRow, StepPlan
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import plan_batch
 from nanovllm_kernels.batch import build_inputs, commit_tokens
@@ -78,17 +79,17 @@ class Runner:
                 step.rows,
                 step.query_start_loc,
                 num_tokens=plan.shape.num_tokens,
-                num_decodes=sum(1 for entry in plan.scheduled if entry.num_tokens == 1),
-                max_query_len=max(entry.num_tokens for entry in plan.scheduled),
+                num_decodes=int(np.count_nonzero(plan.scheduled.num_tokens == 1)),
+                max_query_len=int(plan.scheduled.num_tokens.max()),
                 max_seq_len=plan.max_seq_len,
-                with_logits=bool(step.sampled),
+                with_logits=step.sampled.size > 0,
             )
             return self._choose(step, logits, begin)
 
     def _replay(self, step: StepInputs, captured: CapturedStep, begin: torch.cuda.Event | None) -> StepHandle:
         captured.forward.replay()
         count = len(step.rows)
-        if step.needs in captured.draws and max(step.num_logprobs, default=-1) < 0:
+        if step.needs in captured.draws and step.most_logprobs < 0:
             graph, tokens = captured.draws[step.needs]
             graph.replay()
             return StepHandle(Sampled(tokens[:count], None, None, None), step.sampled, step.num_logprobs, begin)
@@ -96,13 +97,13 @@ class Runner:
         return self._choose(step, found, begin)
 
     def _choose(self, step: StepInputs, found: Logits, begin: torch.cuda.Event | None) -> StepHandle:
-        if not step.sampled:
+        if not step.sampled.size:
             # What is passed for the tokens isn't read.
             self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
-            return StepHandle(None, (), (), begin)
+            return StepHandle(None, step.sampled, step.num_logprobs, begin)
         tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
-        sampled = with_logprobs(tokens, found.logits, step.num_logprobs)
+        sampled = with_logprobs(tokens, found.logits, step.most_logprobs)
         return StepHandle(sampled, step.sampled, step.num_logprobs, begin)
 
     def _forward(
@@ -195,9 +196,10 @@ class Runner:
         new_rows = [
             NewRow(row, [0] * length, length, 0, sampling, seed=0, stop_ids=()) for row, length in enumerate(lengths)
         ]
-        scheduled = [ScheduledRow(row, length, samples=True) for row, length in enumerate(lengths)]
-        shape = BatchShape(len(lengths), sum(lengths), None)
-        self.launch(StepPlan(0, new_rows, [], scheduled, shape, max_seq_len=max(lengths))).choices()
+        count = len(lengths)
+        scheduled = ScheduledRows(np.arange(count), np.array(lengths), np.ones(count, np.bool_))
+        shape = BatchShape(count, sum(lengths), None)
+        self.launch(StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len=max(lengths))).wait()
 
     def _allocate(self, num_blocks: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """A cache of `num_blocks` blocks and the null block for every layer that wants one, and its scales, if any."""

@@ -3,14 +3,16 @@
 This room must not know which request a row belongs to.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.scheduling.plan import TokenChoice
+from nanovllm_core.request import TokenLogprobs
+from nanovllm_core.scheduling.plan import StepTokens
 from nanovllm_kernels.sampling import apply_bias, apply_penalties, logprobs, sample
 
 
@@ -50,9 +52,8 @@ def draw(logits: Tensor, rows: Tensor, positions: Tensor, table: RequestTable, n
     )
 
 
-def with_logprobs(tokens: Tensor, logits: Tensor, num_logprobs: Sequence[int]) -> Sampled:
-    """`tokens` [n] with log-probabilities, if anyone asked, of the model's own distribution [n, vocab]."""
-    most = max(num_logprobs, default=-1)
+def with_logprobs(tokens: Tensor, logits: Tensor, most: int) -> Sampled:
+    """`tokens` [n] with up to `most` log-probabilities, -1 for none, of the model's own distribution [n, vocab]."""
     if most < 0:
         return Sampled(tokens, None, None, None)
     found = logprobs(logits, tokens, most)
@@ -62,12 +63,16 @@ def with_logprobs(tokens: Tensor, logits: Tensor, num_logprobs: Sequence[int]) -
 class StepHandle:
     """A step in flight: its tokens are on their way to the host.
 
-    sampled: of every request of the step, None when none samples. which: the requests that do. num_logprobs: of each.
-    begin, end: on CUDA, when the device began the step, if anyone wants to know, and when it ended.
+    sampled: of every request of the step, None when none samples. which: int64, the requests that do. num_logprobs:
+    int64, of each. begin, end: on CUDA, when the device began the step, if anyone wants to know, and when it ended.
     """
 
     def __init__(
-        self, sampled: Sampled | None, which: Sequence[int], num_logprobs: Sequence[int], begin: torch.cuda.Event | None
+        self,
+        sampled: Sampled | None,
+        which: NDArray[np.int64],
+        num_logprobs: NDArray[np.int64],
+        begin: torch.cuda.Event | None,
     ):
         self._which = which
         self._num_logprobs = num_logprobs
@@ -82,28 +87,31 @@ class StepHandle:
 
     @property
     def ready(self) -> bool:
-        """Whether `choices` would return without waiting for the device."""
+        """Whether the device has ended the step, or nobody wants to know."""
         return self.end is None or self.end.query()
 
-    def choices(self) -> list[TokenChoice]:
-        """Wait for the device, and return one choice for each request that sampled."""
+    def wait(self) -> None:
+        """Wait until it has."""
         if self.end is not None:
             self.end.synchronize()
+
+    def tokens(self) -> StepTokens:
+        """What was sampled; to be called when the step has ended."""
         sampled = self._sampled
         if sampled is None:
-            return []
-        tokens = sampled.tokens.tolist()
+            return StepTokens(np.zeros(0, np.int32), ())
+        tokens = sampled.tokens.numpy()[self._which]
         if sampled.chosen is None or sampled.top_ids is None or sampled.top_logprobs is None:
-            return [TokenChoice(tokens[index]) for index in self._which]
+            return StepTokens(tokens, ())
         chosen, ids, values = sampled.chosen.tolist(), sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
-        choices: list[TokenChoice] = []
-        for index, count in zip(self._which, self._num_logprobs, strict=True):
-            if count < 0:
-                choices.append(TokenChoice(tokens[index]))
-            else:
-                top = tuple(zip(ids[index][:count], values[index][:count], strict=True))
-                choices.append(TokenChoice(tokens[index], chosen[index], top))
-        return choices
+        return StepTokens(
+            tokens,
+            [
+                (index, TokenLogprobs(chosen[at], tuple(zip(ids[at][:count], values[at][:count], strict=True))))
+                for index, (at, count) in enumerate(zip(self._which.tolist(), self._num_logprobs.tolist(), strict=True))
+                if count >= 0
+            ],
+        )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

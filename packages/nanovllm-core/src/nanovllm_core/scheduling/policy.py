@@ -14,7 +14,11 @@ def waiting_score(request: Request) -> Score:
     return (0 if request.num_preemptions else 1, request.priority, request.arrival_time)
 
 
-def victim_score(request: Request) -> Score:
+def urgency(request: Request) -> tuple[int, float]:
+    """Among running requests: by priority, then by arrival."""
+    return (request.priority, request.arrival_time)
+
+
+def victim_score(request: Request, *, prefilling: bool) -> Score:
     """Whose blocks to take when memory runs out: the highest. Unfinished prefills first, then the least urgent."""
-    prefilling = request.num_computed_tokens < request.num_tokens - 1
-    return (int(prefilling), request.priority, request.arrival_time)
+    return (int(prefilling), *urgency(request))
