@@ -8,8 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from nanovllm_core import Engine, EngineDeadError, Request, RequestOutput
-from nanovllm_core.engine.engine import OpenRequest
+from nanovllm_core import Engine, EngineDeadError, OpenRequest, Request, RequestOutput
 from nanovllm_server.choice import Choice
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.response import Delta, Usage

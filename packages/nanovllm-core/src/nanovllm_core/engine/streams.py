@@ -88,12 +88,12 @@ class Reader:
         self._dead = reason
         self.wake()
 
-    async def wait(self) -> None:
-        """Wait for something to take, there being nothing. Raises EngineDeadError."""
+    def wait(self) -> asyncio.Future[None]:
+        """Something to wait for, there being nothing to take now. Raises EngineDeadError."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        return waiter
 
 
 class RequestStreams:
