@@ -172,7 +172,7 @@ class EngineServer:
         at_rest = not (stats.num_requests_running or stats.num_requests_waiting)
         for number, client in tuple(self._clients.items()):
             if number in parts or at_rest or now - client.heard > STATS_SECONDS:
-                self._send(number, wire.Step(parts.get(number) or StepOutputs(), stats))
+                self._send(number, wire.Step(parts.get(number, StepOutputs()), stats))
 
     def _send(self, number: int, message: wire.ToClient) -> None:
         client = self._clients[number]

@@ -134,15 +134,9 @@ class Scheduler:
         rows.steps_in_flight[scheduled] -= 1
         wanted = ~rows.over[scheduled]
         if self.cache.prefix_caching:
-            blocks_before, blocks = (
-                (step.ends - num_tokens) // self.cache.block_size,
-                step.ends // self.cache.block_size,
-            )
-            filled = wanted & (blocks > blocks_before)
-            for request, end in zip(rows.of(scheduled[filled]), step.ends[filled].tolist(), strict=True):
-                self.cache.commit(request, end)
+            self._commit(scheduled[wanted], num_tokens[wanted], step.ends[wanted])
         outputs = self._append(scheduled[samples], wanted[samples], found)
-        # Not those that have just ended and given back their rows, which are nobody's now.
+        # Some have just ended and given theirs back: such a row is nobody's.
         for request in rows.of(scheduled[~rows.running[scheduled]]):
             self._release_when_idle(request)
         return outputs
@@ -173,17 +167,17 @@ class Scheduler:
     def _decodes_by_urgency(self, decodes: Rows, new_blocks: NewBlocks) -> Rows:
         """Those of `decodes` that take part although blocks are short: the most urgent get theirs first."""
         rows = self.rows
-        chosen: list[int] = []
+        chosen: set[int] = set()
         for request in sorted(rows.of(decodes), key=urgency):
             row = request.row
             # One may have been preempted for one before it in this very pass.
             if request.status is RequestStatus.RUNNING and (
                 rows.num_tokens[row] <= rows.capacity[row] or self._grow_by_force(request, chosen, new_blocks)
             ):
-                chosen.append(row)
+                chosen.add(row)
         return np.array(sorted(chosen), np.int64)
 
-    def _grow_by_force(self, request: Request, chosen: Sequence[int], new_blocks: NewBlocks) -> bool:
+    def _grow_by_force(self, request: Request, chosen: set[int], new_blocks: NewBlocks) -> bool:
         """Get a block for a decode, from less urgent requests if need be; False if it must sit this step out."""
         while not self._grow([request], new_blocks):
             # Blocks are on their way back with a step in flight: take nobody else's meanwhile.
@@ -285,6 +279,13 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.tokens += num_tokens
         return ScheduledStep(plan, ends)
+
+    def _commit(self, scheduled: Rows, num_tokens: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Let later prompts find the blocks that a step filled."""
+        size = self.cache.block_size
+        filled = np.flatnonzero(ends // size > (ends - num_tokens) // size)
+        for request, end in zip(self.rows.of(scheduled[filled]), ends[filled].tolist(), strict=True):
+            self.cache.commit(request, end)
 
     def _append(self, sampled: Rows, wanted: NDArray[np.bool_], found: StepTokens) -> StepOutputs:
         """Take in the tokens of the rows `sampled`, but of those only that are `wanted`."""
