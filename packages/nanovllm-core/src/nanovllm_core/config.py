@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 Device = Literal["cpu", "cuda"]
 AttentionBackend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 PrefixHash = Literal["fast", "sha256"]
-# What is replayed from CUDA graphs: nothing, steps in which every request decodes, or mixed ones of few tokens too.
-GraphMode = Literal["none", "full_decode_only", "full"]
+# What is replayed from CUDA graphs: nothing; steps in which every request decodes; mixed ones of not too many tokens
+# too, in pieces between which attention is launched; or these, and whole where their tokens are few.
+GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 PAGE_SIZES = (16, 32, 64)
 GIB = 1 << 30

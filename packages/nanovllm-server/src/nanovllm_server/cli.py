@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("torch", "triton", "flash", "cutedsl", "fastest")
-GRAPH_MODES = ("none", "full_decode_only", "full")
+GRAPH_MODES = ("none", "full_decode_only", "piecewise", "full")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 # There when a container or machine has a GPU; asking torch would take seconds.
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, that nobody can forge")
     engine.add_argument(
         "--graph-mode",
-        choices=("auto", "none", "full_decode_only", "full"),
+        choices=("auto", *GRAPH_MODES),
         default="auto",
         help="steps replayed from CUDA graphs",
     )

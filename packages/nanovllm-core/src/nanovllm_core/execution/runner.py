@@ -6,13 +6,14 @@ plan is as it is.
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm_core.cache.planner import bytes_per_block, plan_cache
 from nanovllm_core.config import ResolvedConfig
-from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
+from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Launch, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
 from nanovllm_core.execution.sampler import Sampled, StepHandle, draw, with_logprobs
@@ -20,12 +21,25 @@ from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewRow, ScheduledRow, StepPlan
-from nanovllm_kernels.attention import plan_batch
+from nanovllm_kernels.attention import AttentionBatch, plan_batch
 from nanovllm_kernels.batch import build_inputs, commit_tokens
 from nanovllm_kernels.platform import describe
 
 # What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
 CAPTURED_NEEDS = (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
+
+
+class _Bounds(NamedTuple):
+    """What the host knows of a batch's lengths, see `plan_batch`."""
+
+    num_decodes: int | None
+    max_query_len: int
+    max_seq_len: int
+
+
+def _bounds(plan: StepPlan) -> _Bounds:
+    num_decodes = sum(1 for entry in plan.scheduled if entry.num_tokens == 1)
+    return _Bounds(num_decodes, max(entry.num_tokens for entry in plan.scheduled), plan.max_seq_len)
 
 
 class Runner:
@@ -72,27 +86,32 @@ class Runner:
             step = self._table.apply(plan)
             captured = self.graphs.dispatch(plan.shape)
             if captured is not None:
-                return self._replay(step, captured, begin)
+                return self._replay(plan, step, captured, begin)
             logits = self._forward(
                 step.rows,
                 step.query_start_loc,
                 num_tokens=plan.shape.num_tokens,
-                num_decodes=sum(1 for entry in plan.scheduled if entry.num_tokens == 1),
-                max_query_len=max(entry.num_tokens for entry in plan.scheduled),
-                max_seq_len=plan.max_seq_len,
+                bounds=_bounds(plan),
                 with_logits=bool(step.sampled),
             )
             return self._choose(step, logits, begin)
 
-    def _replay(self, step: StepInputs, captured: CapturedStep, begin: torch.cuda.Event | None) -> StepHandle:
-        captured.forward.replay()
+    def _replay(
+        self, plan: StepPlan, step: StepInputs, captured: CapturedStep, begin: torch.cuda.Event | None
+    ) -> StepHandle:
         count = len(step.rows)
+
+        def plan_attention(found: Logits) -> AttentionBatch:
+            bounds = _bounds(plan)
+            block_tables = found.block_tables[:count, : -(-bounds.max_seq_len // self._config.block_size)]
+            return self._plan_attention(block_tables, found.seq_lens[:count], step.query_start_loc, bounds)
+
+        captured.replay(plan.shape.num_tokens, plan_attention)
         if step.needs in captured.draws and max(step.num_logprobs, default=-1) < 0:
             graph, tokens = captured.draws[step.needs]
             graph.replay()
             return StepHandle(Sampled(tokens[:count], None, None, None), step.sampled, step.num_logprobs, begin)
-        found = Logits(captured.logits.logits[:count], captured.logits.seq_lens[:count])
-        return self._choose(step, found, begin)
+        return self._choose(step, Logits(*(tensor[:count] for tensor in captured.found)), begin)
 
     def _choose(self, step: StepInputs, found: Logits, begin: torch.cuda.Event | None) -> StepHandle:
         if not step.sampled:
@@ -110,10 +129,9 @@ class Runner:
         query_start_loc: Tensor,
         *,
         num_tokens: int,
-        num_decodes: int | None,
-        max_query_len: int,
-        max_seq_len: int,
+        bounds: _Bounds,
         with_logits: bool = True,
+        launch: Launch = None,
     ) -> Logits:
         table, block_size = self._table, self._config.block_size
         batch = build_inputs(
@@ -124,39 +142,44 @@ class Runner:
             table.block_table,
             block_size,
             num_tokens,
-            -(-max_seq_len // block_size),
+            -(-bounds.max_seq_len // block_size),
         )
-        attention = plan_batch(
-            batch.block_tables,
-            batch.seq_lens,
+        attention = self._plan_attention(batch.block_tables, batch.seq_lens, query_start_loc, bounds)
+        ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches, launch)
+        hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
+        logits = self._model.compute_logits(hidden.index_select(0, batch.last)) if with_logits else hidden[:0]
+        return Logits(logits, batch.seq_lens, batch.block_tables)
+
+    def _plan_attention(
+        self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: _Bounds
+    ) -> AttentionBatch:
+        return plan_batch(
+            block_tables,
+            seq_lens,
             query_start_loc,
-            num_decodes=num_decodes,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+            num_decodes=bounds.num_decodes,
+            max_query_len=bounds.max_query_len,
+            max_seq_len=bounds.max_seq_len,
             num_heads=self._num_heads,
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
         )
-        ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches)
-        hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
-        if not with_logits:
-            return Logits(hidden[:0], batch.seq_lens)
-        return Logits(self._model.compute_logits(hidden.index_select(0, batch.last)), batch.seq_lens)
 
     def _commit(self, rows: Tensor, query_start_loc: Tensor, samples: Tensor, tokens: Tensor, needs: Needs) -> None:
         table = self._table
         counts = table.counts if needs & Needs.PENALTY else None
         commit_tokens(rows, query_start_loc, tokens, samples, table.tokens, table.num_computed, counts)
 
-    def _forward_padded(self, shape: GraphShape) -> Logits:
+    def _forward_padded(self, shape: GraphShape, launch: Launch) -> Logits:
         buffer = self._table.buffer
+        # Attention that is launched is planned at each replay: the less of it in the graph, the better.
+        num_decodes = None if launch is None else 0
         return self._forward(
             buffer.rows[: shape.num_reqs],
             buffer.query_start_loc[: shape.num_reqs + 1],
             num_tokens=shape.num_tokens,
-            num_decodes=None,
-            max_query_len=shape.max_query_len,
-            max_seq_len=self._config.max_model_len,
+            bounds=_Bounds(num_decodes, shape.max_query_len, self._config.max_model_len),
+            launch=launch,
         )
 
     def _draw_padded(self, needs: int, found: Logits) -> Tensor:
