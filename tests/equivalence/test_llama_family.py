@@ -55,9 +55,11 @@ SETTINGS = {
 }
 
 GPU_SETTINGS = {
-    "launched kernel by kernel": {"graph_mode": "none", **PLENTY},
+    "neither compiled nor captured": {"compile": False, "graph_mode": "none", **PLENTY},
     "only decodes from graphs": {"graph_mode": "full_decode_only", "max_num_batched_tokens": 40, **PLENTY},
     "graphs, depth 1": {"depth": 1, **PLENTY},
+    "not compiled": {"compile": False, **PLENTY},
+    "compiled, launched kernel by kernel": {"compile": True, "graph_mode": "none", **PLENTY},
     "mixed steps in pieces": {"graph_mode": "piecewise", **PLENTY},
     "mixed steps in pieces, chunked": {"graph_mode": "piecewise", "max_num_batched_tokens": 80, **PLENTY},
 }

@@ -51,6 +51,7 @@ class EngineConfig:
     seed: the base of the seeds of requests that bring none.
     attention_backend: by default the fastest of what is installed, for prompts and for decodes.
     graph_mode: what is replayed from CUDA graphs; by default everything that can be.
+    compile: use torch.compile between attention operators; by default on a GPU.
     forbid_sync: for debugging: fail when launching a step waits for the GPU.
     trace: write what each step spends its time on to this file, for Perfetto or chrome://tracing.
     """
@@ -71,6 +72,7 @@ class EngineConfig:
     seed: int = 0
     attention_backend: AttentionBackend | None = None
     graph_mode: GraphMode | None = None
+    compile: bool | None = None
     forbid_sync: bool = False
     trace: Path | None = None
 
@@ -99,6 +101,7 @@ class ResolvedConfig:
     seed: int
     attention_backend: AttentionBackend
     graph_mode: GraphMode
+    compile: bool
     forbid_sync: bool
     trace: Path | None
 
@@ -157,6 +160,7 @@ def resolve(
         seed=config.seed,
         attention_backend=backend,
         graph_mode=_resolve_graphs(config.graph_mode, backend),
+        compile=_resolve_compile(config.compile, backend),
         forbid_sync=config.forbid_sync,
         trace=config.trace,
     )
@@ -187,6 +191,15 @@ def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphM
             )
         return "none"
     return mode or "full"
+
+
+def _resolve_compile(wanted: bool | None, backend: AttentionBackend) -> bool:
+    # A CPU's products are packed in layouts of their own, which no compiler sees through.
+    if backend == "torch":
+        if wanted:
+            raise ConfigError("compile needs a GPU and an attention_backend other than 'torch': leave it off")
+        return False
+    return wanted is not False
 
 
 def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:

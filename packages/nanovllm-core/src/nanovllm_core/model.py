@@ -60,11 +60,15 @@ class CausalLM(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Where and how a model is to be built."""
+    """Where and how a model is to be built.
+
+    compile: use torch.compile on what lies between attention operators; a model may have nothing to gain by it.
+    """
 
     device: torch.device
     dtype: torch.dtype
     parallel: ParallelContext
+    compile: bool = False
 
 
 @dataclass(frozen=True, slots=True)

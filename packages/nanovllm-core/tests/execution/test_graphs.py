@@ -171,6 +171,16 @@ def test_graphs_need_kernels_that_never_wait():
         resolve(EngineConfig(device="cpu", graph_mode="full"), has_cuda=True, **facts)
 
 
+def test_compiling_is_for_a_gpu():
+    facts = {"max_position": 64, "model_dtype": torch.float32, "has_cuda": True}
+    assert resolve(EngineConfig(), **facts).compile
+    assert not resolve(EngineConfig(compile=False), **facts).compile
+    assert not resolve(EngineConfig(device="cpu"), **facts).compile
+    assert not resolve(EngineConfig(attention_backend="torch"), **facts).compile
+    with pytest.raises(ConfigError, match="compile needs a GPU"):
+        resolve(EngineConfig(device="cpu", compile=True), **facts)
+
+
 PROMPTS = ([*range(7, 51)], [*range(30, 54)], [*range(60, 73)])
 CHUNKS = (40, 20, 9)
 

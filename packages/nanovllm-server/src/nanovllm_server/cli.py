@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="steps replayed from CUDA graphs",
     )
+    engine.add_argument("--no-compile", action="store_true", help="no torch.compile between attention operators")
     engine.add_argument("--depth", type=int, choices=(1, 2), default=2, help="steps in flight; 1 is for debugging")
     logs = flags.add_argument_group("logs")
     logs.add_argument("--trace", type=Path, metavar="FILE", help="write the engine's steps there, for Perfetto")
@@ -131,6 +132,7 @@ def _settings(options: argparse.Namespace) -> "Settings":
             seed=options.seed,
             attention_backend=_choice(options.attention_backend),
             graph_mode=_choice(options.graph_mode),
+            compile=False if options.no_compile else None,
             trace=options.trace,
         ),
     )

@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from nanovllm_core.cache.planner import bytes_per_block, plan_cache
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Launch, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
-from nanovllm_core.execution.sampler import Sampled, StepHandle, draw, with_logprobs
+from nanovllm_core.execution.sampler import Sampled, StepHandle, draw, gather, with_logprobs
+from nanovllm_core.layers.compiled import compiled
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
@@ -27,6 +29,8 @@ from nanovllm_kernels.platform import describe
 
 # What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
 CAPTURED_NEEDS = (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
+# Rows that the compiler is shown; what it makes takes any number, but is laid out with this one in mind.
+COMPILED_ROWS = 256
 
 
 class _Bounds(NamedTuple):
@@ -53,7 +57,7 @@ class Runner:
         self.device = torch.device(config.device)
         self.device_name = describe(self.device).name
         self._config = config
-        self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext()))
+        self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))
         self._table = RequestTable(
             config.max_num_seqs,
             config.max_model_len,
@@ -65,6 +69,9 @@ class Runner:
         specs = self._model.cache_specs()
         self._num_heads = specs[0].num_heads
         self._kv_caches = self._allocate(0)
+        self._gather_settings = compiled(gather, least_rows=1) if config.compile else gather
+        show = sys.stderr.isatty()
+        self._compile(progress=show)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, config.max_num_seqs, config.max_num_batched_tokens))
         free_bytes = free_for_cache(config, self.device, self._rehearse)
         self._table.buffer.clear()
@@ -73,7 +80,7 @@ class Runner:
         self.num_blocks, self.max_model_len = plan_cache(config, free_bytes, block_bytes)
         self._kv_caches = self._allocate(self.num_blocks)
         self.kv_cache_bytes = block_bytes * (self.num_blocks + 1)
-        self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=sys.stderr.isatty())
+        self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=show)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -118,7 +125,7 @@ class Runner:
             # What is passed for the tokens isn't read.
             self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
             return StepHandle(None, (), (), begin)
-        tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs)
+        tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs, self._gather_settings)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
         sampled = with_logprobs(tokens, found.logits, step.num_logprobs)
         return StepHandle(sampled, step.sampled, step.num_logprobs, begin)
@@ -185,9 +192,19 @@ class Runner:
     def _draw_padded(self, needs: int, found: Logits) -> Tensor:
         buffer, count = self._table.buffer, found.logits.shape[0]
         rows = buffer.rows[:count]
-        tokens = draw(found.logits, rows, found.seq_lens, self._table, Needs(needs))
+        tokens = draw(found.logits, rows, found.seq_lens, self._table, Needs(needs), self._gather_settings)
         self._commit(rows, buffer.query_start_loc[: count + 1], buffer.samples[:count], tokens, Needs(needs))
         return tokens
+
+    def _compile(self, *, progress: bool) -> None:
+        """Run everything that is compiled, with several rows and with one, so that no step waits for a compiler."""
+        if not self._config.compile:
+            return
+        self._table.buffer.clear()
+        num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
+        several = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
+        for shape in tqdm((several, GraphShape(1, 1, 1, "none")), desc="compiling", disable=not progress):
+            self._draw_padded(Needs.RANDOM, self._forward_padded(shape, None))
 
     def _now(self) -> torch.cuda.Event | None:
         if self.device.type == "cpu":

@@ -2,7 +2,8 @@
 
 This room must not know which layer a weight belongs to. For a few rows on CUDA, where a launch and the way of a small
 tensor through memory cost as much as the product, norm, product, gate and residual are one Triton kernel behind a
-custom operator; `tiles` says when, and has the figures. For more rows the pieces run one after another.
+custom operator; `tiles` says when, and has the figures. For more rows the pieces run one after another. torch.compile
+sees the pieces, whatever the rows, so that one compiled function takes any number: it is for more rows than few.
 
 Measured on two cores with AMX, bf16, microseconds, plain `F.linear` against the packed product (rows = tokens):
 
@@ -122,6 +123,10 @@ def linear(
         return _project_split_op(x, weight, bias, residual, counters)
     if residual is None:
         return functional.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        # A sum in float32 is nothing that the compiler moves into the product, which would then begin with a copy of
+        # the residual: it joins the norm that follows.
+        return (functional.linear(x, weight, bias).float() + residual.float()).to(residual.dtype)
     if bias is None and x.is_cuda:
         return residual.addmm_(x, weight.t())
     return functional.linear(x, weight, bias).add_(residual)
@@ -180,7 +185,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
 
 def _runs_as_rows(x: Tensor, weight: Tensor) -> bool:
     """Whether the few-row kernel takes this product, and is the faster way."""
-    if not x.is_cuda or x.dim() != 2:
+    if torch.compiler.is_compiling() or not x.is_cuda or x.dim() != 2:
         return False
     return weight.is_contiguous() and tiles.pays(x.shape[0], *weight.shape)
 
