@@ -71,7 +71,7 @@ def rms_norm_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the package's `rms_norm`: what a compiler is to see of it."""
     numbers = x.float()
     scale = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + eps)
-    return (numbers * scale * weight[: x.shape[-1]].float()).to(x.dtype)
+    return (numbers * scale * weight.narrow(0, 0, x.shape[-1]).float()).to(x.dtype)
 
 
 def silu_and_mul_formula(x: Tensor) -> Tensor:
