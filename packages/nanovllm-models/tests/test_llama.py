@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nanovllm_models
 from nanovllm_core.layers import compiled
+from nanovllm_models import llama
 
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], list(range(40))]
 LLAMA3 = {
@@ -94,6 +95,7 @@ def test_same_logits_and_tokens_as_transformers(fields, tmp_path, session):
 def test_what_is_compiled_is_compiled_once_for_all_layers_and_steps(name, tmp_path, session, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compiled, "BACKEND", counter)
+    monkeypatch.setattr(llama, "LEAST_ROWS", 9)
     make_checkpoint(tmp_path, **VARIANTS[name])
     spec = nanovllm_models.load(tmp_path)
     plain, fast = session(spec), session(spec, compiled=True)

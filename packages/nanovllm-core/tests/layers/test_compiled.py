@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanovllm_core.layers import compiled as module
-from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
+from nanovllm_core.layers.compiled import compiled
 
 
 @pytest.fixture(autouse=True)
@@ -29,17 +29,17 @@ def mixed(rows, others, weights):
 
 def test_one_serves_any_number_of_rows(counter):
     weights = (torch.randn(8), torch.randn(1))
-    fast = compiled(mixed)
-    for num_rows in (LEAST_ROWS - 1, 64, 8, 9, 16, 1, 1000):
+    fast = compiled(mixed, 9)
+    for num_rows, count in [(8, 0), (64, 1), (8, 1), (9, 1), (16, 1), (1, 1), (1000, 1)]:
         rows, others = torch.randn(num_rows, 8), torch.randn(num_rows, 8)
         for found, expected in zip(fast(rows, others, weights), mixed(rows, others, weights), strict=True):
             torch.testing.assert_close(found, expected)
-        assert counter.frame_count == (num_rows >= LEAST_ROWS or counter.frame_count)
+        assert counter.frame_count == count
 
 
 def test_a_single_row_is_compiled_where_it_is_wanted(counter):
     weights = (torch.randn(8),)
-    fast = compiled(mixed, least_rows=1)
+    fast = compiled(mixed, 1)
     with torch._dynamo.config.patch(recompile_limit=2):
         for num_rows in (16, 1, 2, 300, 1):
             rows = torch.randn(num_rows, 8)
@@ -48,7 +48,7 @@ def test_a_single_row_is_compiled_where_it_is_wanted(counter):
 
 
 def test_each_is_compiled_for_itself(counter):
-    made = [(compiled(mixed), torch.randn(width)) for width in (4, 8, 12)]
+    made = [(compiled(mixed, 9), torch.randn(width)) for width in (4, 8, 12)]
     for _ in range(2):
         for fast, weight in made:
             rows = torch.randn(20, len(weight))
@@ -57,9 +57,9 @@ def test_each_is_compiled_for_itself(counter):
 
 
 def test_what_is_compiled_is_kept_where_that_can_be(tmp_path, monkeypatch):
-    compiled(mixed)
+    compiled(mixed, 9)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("NANOVLLM_CACHE", "/proc/nowhere")
-    compiled(mixed)
+    compiled(mixed, 9)
     assert not os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith("/proc")

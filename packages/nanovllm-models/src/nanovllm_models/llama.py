@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from nanovllm_core.layers.attention import Heads, QKNorm, attend, qkv_parts
-from nanovllm_core.layers.compiled import compiled
+from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
@@ -137,7 +137,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(LlamaLayer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self._between = compiled(between) if build.compile else between
+        self._between = compiled(between, LEAST_ROWS) if build.compile else between
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Token ids [T] -> hidden states [T, hidden]."""

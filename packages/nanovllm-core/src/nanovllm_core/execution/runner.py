@@ -30,7 +30,7 @@ from nanovllm_kernels.platform import describe
 # What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
 CAPTURED_NEEDS = (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
 # Rows that the compiler is shown; what it makes takes any number, but is laid out with this one in mind.
-COMPILED_ROWS = 256
+COMPILED_ROWS = 1024
 
 
 class _Bounds(NamedTuple):

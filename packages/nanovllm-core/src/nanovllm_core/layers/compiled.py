@@ -1,8 +1,7 @@
 """torch.compile for what lies between attention operators: one function for any number of rows, shared by all layers.
 
-Inductor fuses what is elementwise with the norms around it, and leaves products to cuBLAS. For few rows there is
-nothing for it to do: kernels that have norm, product and gate in one take them. This room must not know what a compiled
-function computes.
+Inductor fuses what is elementwise with the norms around it, and leaves products to cuBLAS. This room must not know what
+a compiled function computes.
 """
 
 import os
@@ -14,17 +13,17 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from nanovllm_kernels.gemm import OWN_ROWS
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 BACKEND = "inductor"
-# Up to eight rows go to the few-row kernel, where their weight is small enough.
-LEAST_ROWS = 9
+# Fewer rows have kernels of their own, where their weight has the shape for it, with norm, gate or residual in them.
+LEAST_ROWS = OWN_ROWS + 1
 
 
-def compiled(
-    function: Callable[Concatenate[Tensor, P], R], least_rows: int = LEAST_ROWS
-) -> Callable[Concatenate[Tensor, P], R]:
+def compiled(function: Callable[Concatenate[Tensor, P], R], least_rows: int) -> Callable[Concatenate[Tensor, P], R]:
     """A module's `function`, compiled for calls whose first argument has `least_rows` rows or more; for fewer as it is.
 
     Every argument that is a tensor has that number of rows, which may be any from call to call. Of all others (modules,
