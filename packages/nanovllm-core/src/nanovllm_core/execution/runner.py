@@ -177,10 +177,11 @@ class Runner:
         counts = table.counts if needs & Needs.PENALTY else None
         commit_tokens(rows, query_start_loc, tokens, samples, table.tokens, table.num_computed, counts)
 
-    def _forward_padded(self, shape: GraphShape, launch: Launch) -> Logits:
+    def _forward_padded(self, shape: GraphShape, launch: Launch = None, *, num_decodes: int | None = None) -> Logits:
         buffer = self._table.buffer
-        # Attention that is launched is planned at each replay: the less of it in the graph, the better.
-        num_decodes = None if launch is None else 0
+        if launch is not None:
+            # Attention that is launched is planned at each replay: the less of it in the graph, the better.
+            num_decodes = 0
         return self._forward(
             buffer.rows[: shape.num_reqs],
             buffer.query_start_loc[: shape.num_reqs + 1],
@@ -197,14 +198,17 @@ class Runner:
         return tokens
 
     def _compile(self, *, progress: bool) -> None:
-        """Run everything that is compiled, with several rows and with one, so that no step waits for a compiler."""
-        if not self._config.compile:
+        """Run what is compiled when first used, for each kind of step that has kernels of its own: many rows and one,
+        each with attention for lengths that the host doesn't know and for prompts of known ones.
+        """
+        if self._config.attention_backend == "torch":
             return
         self._table.buffer.clear()
         num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
         several = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
         for shape in tqdm((several, GraphShape(1, 1, 1, "none")), desc="compiling", disable=not progress):
-            self._draw_padded(Needs.RANDOM, self._forward_padded(shape, None))
+            self._draw_padded(Needs.RANDOM, self._forward_padded(shape))
+            self._forward_padded(shape, num_decodes=0)
 
     def _now(self) -> torch.cuda.Event | None:
         if self.device.type == "cpu":
