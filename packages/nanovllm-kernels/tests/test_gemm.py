@@ -40,6 +40,25 @@ def test_linear_adds_a_residual(dtype, with_bias, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_compiler_sees_the_same_functions(dtype, with_bias, device):
+    def layer(x, norm, gate_up, down, gate_up_bias, down_bias):
+        hidden = norm_gate_up(x, norm, 1e-5, gate_up, gate_up_bias)
+        return norm_linear(linear(hidden, down, down_bias, x), norm, 1e-5, gate_up)
+
+    shapes = [(12, 64), (64,), (96, 64), (64, 48), (96,), (64,)]
+    x, norm, *others = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+    *weights, gate_up_bias, down_bias = (each * 0.3 for each in others)
+    biases = (gate_up_bias, down_bias) if with_bias else (None, None)
+    expected = layer(x.clone(), pack_norm(norm), *weights, *biases)
+    seen = torch.compile(layer, fullgraph=True, backend="eager")(x, pack_norm(norm), *weights, *biases)
+    tolerance = {"rtol": 2**-5, "atol": 8e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    assert seen.dtype == dtype
+    torch.testing.assert_close(seen, expected, **tolerance)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 16, 100, 300])

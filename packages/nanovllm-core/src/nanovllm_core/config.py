@@ -20,8 +20,9 @@ AttentionBackend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 # Numbers of the KV cache: like the activations, or of one byte.
 KVCacheDtype = Literal["auto", "fp8"]
 PrefixHash = Literal["fast", "sha256"]
-# What is replayed from CUDA graphs: nothing, steps in which every request decodes, or mixed ones of few tokens too.
-GraphMode = Literal["none", "full_decode_only", "full"]
+# What is replayed from CUDA graphs: nothing; steps in which every request decodes; mixed ones of not too many tokens
+# too, in pieces between which attention is launched; or these, and whole where their tokens are few.
+GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 PAGE_SIZES = (16, 32, 64)
 GIB = 1 << 30
@@ -54,6 +55,7 @@ class EngineConfig:
     seed: the base of the seeds of requests that bring none.
     attention_backend: by default the fastest of what is installed, for prompts and for decodes.
     graph_mode: what is replayed from CUDA graphs; by default everything that can be.
+    compile: use torch.compile between attention operators; by default on a GPU.
     forbid_sync: for debugging: fail when launching a step waits for the GPU.
     trace: write what each step spends its time on to this file, for Perfetto or chrome://tracing.
     """
@@ -75,6 +77,7 @@ class EngineConfig:
     seed: int = 0
     attention_backend: AttentionBackend | None = None
     graph_mode: GraphMode | None = None
+    compile: bool | None = None
     forbid_sync: bool = False
     trace: Path | None = None
 
@@ -104,6 +107,7 @@ class ResolvedConfig:
     seed: int
     attention_backend: AttentionBackend
     graph_mode: GraphMode
+    compile: bool
     forbid_sync: bool
     trace: Path | None
 
@@ -167,6 +171,7 @@ def resolve(
         seed=config.seed,
         attention_backend=backend,
         graph_mode=_resolve_graphs(config.graph_mode, backend),
+        compile=_resolve_compile(config.compile, backend),
         forbid_sync=config.forbid_sync,
         trace=config.trace,
     )
@@ -208,6 +213,15 @@ def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphM
             )
         return "none"
     return mode or "full"
+
+
+def _resolve_compile(wanted: bool | None, backend: AttentionBackend) -> bool:
+    # A CPU's products are packed in layouts of their own, which no compiler sees through.
+    if backend == "torch":
+        if wanted:
+            raise ConfigError("compile needs a GPU and an attention_backend other than 'torch': leave it off")
+        return False
+    return wanted is not False
 
 
 def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:

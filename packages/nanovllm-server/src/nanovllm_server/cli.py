@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("torch", "triton", "flash", "cutedsl", "fastest")
-GRAPH_MODES = ("none", "full_decode_only", "full")
+GRAPH_MODES = ("none", "full_decode_only", "piecewise", "full")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 # There when a container or machine has a GPU; asking torch would take seconds.
@@ -64,10 +64,11 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, that nobody can forge")
     engine.add_argument(
         "--graph-mode",
-        choices=("auto", "none", "full_decode_only", "full"),
+        choices=("auto", *GRAPH_MODES),
         default="auto",
         help="steps replayed from CUDA graphs",
     )
+    engine.add_argument("--no-compile", action="store_true", help="no torch.compile between attention operators")
     engine.add_argument("--depth", type=int, choices=(1, 2), default=2, help="steps in flight; 1 is for debugging")
     logs = flags.add_argument_group("logs")
     logs.add_argument("--trace", type=Path, metavar="FILE", help="write the engine's steps there, for Perfetto")
@@ -133,6 +134,7 @@ def _settings(options: argparse.Namespace) -> "Settings":
             seed=options.seed,
             attention_backend=_choice(options.attention_backend),
             graph_mode=_choice(options.graph_mode),
+            compile=False if options.no_compile else None,
             trace=options.trace,
         ),
     )

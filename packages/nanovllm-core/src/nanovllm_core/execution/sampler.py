@@ -3,6 +3,7 @@
 This room must not know which request a row belongs to.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,30 +26,34 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor | None
 
 
-def draw(logits: Tensor, rows: Tensor, positions: Tensor, table: RequestTable, needs: Needs) -> Tensor:
+Gather = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+def gather(rows: Tensor, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of each of `columns` [R] what it says of `rows` int32 [n]: [n] each."""
+    return tuple(column.index_select(0, rows) for column in columns)
+
+
+def draw(
+    logits: Tensor, rows: Tensor, positions: Tensor, table: RequestTable, needs: Needs, gather_settings: Gather
+) -> Tensor:
     """Choose a token for each row of `logits` [n, vocab], of the requests in `rows` int32 [n]: int32 [n].
 
     positions: int32 [n], which the tokens will have. needs: of all rows together; may ask for more than any needs.
+    gather_settings: `gather`, or what was compiled of it.
     """
     if needs & Needs.PENALTY:
-        logits = apply_penalties(
-            logits,
-            rows,
-            table.counts,
-            *(each.index_select(0, rows) for each in (table.repetition, table.presence, table.frequency)),
-        )
+        penalties = gather(rows, (table.repetition, table.presence, table.frequency))
+        logits = apply_penalties(logits, rows, table.counts, *penalties)
     if needs & Needs.BIAS:
         logits = apply_bias(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
+    settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)
+    if needs & Needs.RANDOM:
+        settings = gather_settings(rows, settings)
+    temperature, top_k, top_p, min_p, seeds = settings
+    all_greedy, any_filter = not needs & Needs.RANDOM, bool(needs & Needs.FILTER)
     return sample(
-        logits,
-        table.temperature.index_select(0, rows),
-        table.top_k.index_select(0, rows),
-        table.top_p.index_select(0, rows),
-        table.min_p.index_select(0, rows),
-        table.seeds.index_select(0, rows),
-        positions,
-        all_greedy=not needs & Needs.RANDOM,
-        any_filter=bool(needs & Needs.FILTER),
+        logits, temperature, top_k, top_p, min_p, seeds, positions, all_greedy=all_greedy, any_filter=any_filter
     )
 
 

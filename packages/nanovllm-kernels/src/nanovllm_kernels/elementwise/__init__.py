@@ -1,7 +1,8 @@
 """Operators whose cost is their traffic: norms, rotary embedding with the cache write, SwiGLU.
 
-This room must not know attention or models. On CUDA each is one Triton kernel behind a custom operator, so that
-torch.compile traces through it; elsewhere it is the plain torch of `reference`.
+This room must not know attention or models. On CUDA each is one Triton kernel behind a custom operator; elsewhere it is
+the plain torch of `reference`. While torch.compile traces, norm and SwiGLU are their formulas, which it fuses with what
+is around them, and the rotation with its cache write remains an operator that it traces through.
 """
 
 from typing import NamedTuple
@@ -44,6 +45,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: [T, H] or [T, n, D], the last dimension contiguous, the others with any stride. weight: [H] or [D], of the dtype
     of `x`, or what `pack_norm` made of it. Returns a contiguous tensor like `x`; computed in float32, rounded once.
     """
+    if torch.compiler.is_compiling():
+        return reference.rms_norm_formula(x, weight, eps)
     if x.is_cuda:
         return _rms_norm_op(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
@@ -92,6 +95,8 @@ def rope_and_cache(
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU's gate (Shazeer 2020): `silu(x[:, :I]) * x[:, I:]` for contiguous x [T, 2 I]; returns [T, I]."""
+    if torch.compiler.is_compiling():
+        return reference.silu_and_mul_formula(x)
     if x.is_cuda:
         return _silu_and_mul_op(x)
     return reference.silu_and_mul(x)

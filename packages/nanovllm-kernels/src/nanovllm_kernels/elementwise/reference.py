@@ -78,3 +78,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See the package's `silu_and_mul`. Here the SiLU is rounded to the dtype of `x` before the product."""
     gate, up = x.chunk(2, -1)
     return functional.silu(gate).mul_(up)
+
+
+def rms_norm_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See the package's `rms_norm`: what a compiler is to see of it."""
+    numbers = x.float()
+    scale = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + eps)
+    return (numbers * scale * weight.narrow(0, 0, x.shape[-1]).float()).to(x.dtype)
+
+
+def silu_and_mul_formula(x: Tensor) -> Tensor:
+    """See the package's `silu_and_mul`: what a compiler is to see of it."""
+    gate, up = x.float().chunk(2, -1)
+    return (functional.silu(gate) * up).to(x.dtype)

@@ -2,7 +2,8 @@
 
 This room must not know which layer a weight belongs to. For a few rows on CUDA, where a launch and the way of a small
 tensor through memory cost as much as the product, norm, product, gate and residual are one Triton kernel behind a
-custom operator; `tiles` says when, and has the figures. For more rows the pieces run one after another.
+custom operator; `tiles` says when, and has the figures. For more rows the pieces run one after another. torch.compile
+sees the pieces whatever the rows, so that one compiled function takes any number; it is for more rows than OWN_ROWS.
 
 Measured on two cores with AMX, bf16, microseconds, plain `F.linear` against the packed product (rows = tokens):
 
@@ -32,6 +33,8 @@ from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import tiles
 from nanovllm_kernels.platform import can_pack_bf16, can_pack_fp16
 
+# For more rows on CUDA every product is a library's.
+OWN_ROWS = tiles.SPLIT_ROWS
 PLANNED_ROWS = 8
 # Up to so many rows a CPU multiplies by the fp16 copy of a weight; and only weights of small models get one.
 FEW_ROWS = 3
@@ -116,6 +119,8 @@ def linear(
             return out if residual is None else residual.add_(out)
         counters = weight.counters
         weight = weight.data
+    if torch.compiler.is_compiling():
+        return _linear_formula(x, weight, bias, residual)
     if _runs_as_rows(x, weight):
         return _project_rows_op(x, None, 0.0, weight, bias, residual, False, False)
     if counters is not None and x.dim() == 2 and 0 < x.shape[0] <= tiles.SPLIT_ROWS:
@@ -125,6 +130,16 @@ def linear(
     if bias is None and x.is_cuda:
         return residual.addmm_(x, weight.t())
     return functional.linear(x, weight, bias).add_(residual)
+
+
+def _linear_formula(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """See `linear`: what a compiler is to see of it."""
+    out = functional.linear(x, weight, bias)
+    if residual is None:
+        return out
+    # A sum in float32 joins the norm that follows. Any other would be moved into the product, which would then have to
+    # begin with a copy of the residual.
+    return (out.float() + residual.float()).to(residual.dtype)
 
 
 def norm_linear(
@@ -180,7 +195,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
 
 def _runs_as_rows(x: Tensor, weight: Tensor) -> bool:
     """Whether the few-row kernel takes this product, and is the faster way."""
-    if not x.is_cuda or x.dim() != 2:
+    if torch.compiler.is_compiling() or not x.is_cuda or x.dim() != 2:
         return False
     return weight.is_contiguous() and tiles.pays(x.shape[0], *weight.shape)
 
