@@ -96,6 +96,13 @@ def test_fp8_numbers_are_within_half_a_step(dtype):
     assert torch.equal(fp8.dequantize(numbers, exponents, torch.bfloat16).double(), found)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_fp8_number_is_what_torch_says(dtype):
+    numbers = torch.arange(256).to(torch.uint8)[torch.arange(256) % 128 < 127].view(fp8.DTYPE)
+    ones = torch.full((), 127, dtype=torch.uint8)
+    assert torch.equal(fp8.dequantize(numbers, ones, dtype).float(), numbers.float())
+
+
 def test_fp8_of_nothing_is_nothing():
     assert not fp8.dequantize(*fp8.quantize(torch.zeros(2, 3, 16)), torch.float16).any()
 

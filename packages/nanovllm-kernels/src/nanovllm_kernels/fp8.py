@@ -11,6 +11,8 @@ DTYPE = torch.float8_e4m3fn
 # Bytes a head of one token takes beside its numbers.
 SCALE_BYTES = 1
 EXPONENT_BIAS = 127
+# e4m3's own.
+NARROW_BIAS = 7
 # The largest e4m3 is 1.75 * 2^8.
 LARGEST_EXPONENT = 8
 BEYOND_LARGEST = (1 << 23) - 1 - 0x600000
@@ -37,8 +39,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `quantize`, in `dtype`: exact in float32 and bfloat16."""
+    """The inverse of `quantize`, in `dtype`: exact in float32 and bfloat16. NaN comes out as a number."""
     # Scales of values may be below what float16 has.
-    wide = torch.float32 if dtype == torch.float16 else dtype
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     scales = (exponents.int() << 23).view(torch.float32).to(wide)
-    return (numbers.to(wide) * scales.unsqueeze(-1)).to(dtype)
+    return _widen(numbers, wide).mul_(scales.unsqueeze(-1)).to(dtype)
+
+
+def _widen(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 in float32 or bfloat16. torch's own conversion takes each by itself on a CPU, and four times as long."""
+    whole, shift = (torch.int16, 4) if dtype == torch.bfloat16 else (torch.int32, 20)
+    # Exponent and mantissa in the wider ones' places, the sign in its own and in four bits too many.
+    bits = numbers.view(torch.int8).to(whole).bitwise_left_shift_(shift).bitwise_and_(~(0x78 << (shift + 4)))
+    return bits.view(dtype).mul_(2.0 ** (EXPONENT_BIAS - NARROW_BIAS))
