@@ -135,8 +135,13 @@ def _decode(q: Tensor, kv_cache: Tensor, group: DecodeGroup, scale: float) -> Te
     num_kv_heads = num_cached // 2
     if group.mask is not None:
         kv_cache = kv_cache.view(-1, num_cached * head_dim)
-    kv = _gather(kv_cache, group.index).view(num_reqs, -1, num_cached, head_dim)
-    k, v = kv[:, : group.longest].transpose(1, 2).chunk(2, 1)
+    kv = _gather(kv_cache, group.index)
+    # Two calls instead of the five that `view`, a slice, `transpose` and `chunk` would take.
+    shape = (num_reqs, num_kv_heads, group.longest, head_dim)
+    strides = (kv.numel() // num_reqs, head_dim, num_cached * head_dim, 1)
+    first = kv.storage_offset()
+    k = kv.as_strided(shape, strides, first)
+    v = kv.as_strided(shape, strides, first + num_kv_heads * head_dim)
     grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = functional.scaled_dot_product_attention(grouped, k, v, group.mask, scale=scale)
     return out.reshape(num_reqs, num_heads, head_dim)
