@@ -161,9 +161,9 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
         return torch.mm(x, table.t(), out_dtype=torch.float32)
     if weight.few is not None and x.shape[0] <= FEW_ROWS:
         return _packed().product_of_few(x.float(), weight.few)
-    rough = linear(x, weight)
+    # The search for the largest takes a quarter of the time in float32.
+    rough = linear(x, weight).float()
     leaders = _leaders(rough, REFINED_LOGITS)
-    rough = rough.float()
     rows = functional.embedding(leaders, table).float()
     return rough.scatter_(1, leaders, torch.bmm(rows, x.float().unsqueeze(-1)).squeeze(-1))
 
