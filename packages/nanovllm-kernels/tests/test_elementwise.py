@@ -41,8 +41,10 @@ def test_rms_norm_of_heads_within_a_projection():
     torch.testing.assert_close(rms_norm(heads, weight, 1e-5), rms_norm(heads.contiguous(), weight, 1e-5))
 
 
-def test_a_packed_norm_is_the_same_norm():
-    x, weight = torch.randn(5, 576), torch.randn(576)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_norm_is_the_same_norm(dtype):
+    x, weight = torch.randn(5, 576), torch.randn(576).to(dtype)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), normed(x, weight, 1e-5), rtol=1e-6, atol=1e-7)
     assert torch.equal(rms_norm(x, pack_norm(weight), 1e-5), rms_norm(x, weight, 1e-5))
 
 
@@ -52,12 +54,14 @@ def test_a_packed_norm_is_the_same_norm():
     heads=st.sampled_from([(1, 1), (9, 3), (8, 2)]),
     dims=st.sampled_from([(64, 64), (80, 32), (128, 128), (96, 96)]),
     dtype=st.sampled_from(DTYPES),
+    float32_qkv=st.booleans(),
     with_norm=st.booleans(),
 )
-def test_rope_and_cache(num_tokens, heads, dims, dtype, with_norm):
+def test_rope_and_cache(num_tokens, heads, dims, dtype, float32_qkv, with_norm):
     (num_heads, num_kv_heads), (head_dim, rot) = heads, dims
     # A wider row behind each token's heads: tokens may have any stride.
-    wide = torch.randn(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim).to(dtype)
+    wide = torch.randn(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim)
+    wide = wide if float32_qkv else wide.to(dtype)
     qkv = wide[:, :-1]
     q, k, v = qkv.clone().split((num_heads, num_kv_heads, num_kv_heads), 1)
     cos_sin = torch.randn(50, rot)
@@ -72,10 +76,11 @@ def test_rope_and_cache(num_tokens, heads, dims, dtype, with_norm):
         q, k = normed(q, norm.q_weight, norm.eps), normed(k, norm.k_weight, norm.eps)
     # Two terms that may cancel, each from a number that a norm has rounded.
     close = {"rtol": 2 * RELATIVE[dtype], "atol": 8 * RELATIVE[dtype] if with_norm else 1e-6}
+    assert out.dtype == dtype
     torch.testing.assert_close(out.double(), rotated(q, cos_sin, positions), **close)
     keys, values = kv_cache.view(64, -1, head_dim)[slots].chunk(2, 1)
     torch.testing.assert_close(keys.double(), rotated(k, cos_sin, positions), **close)
-    assert torch.equal(values, v)
+    assert torch.equal(values, v.to(dtype))
     others = torch.ones(64, dtype=torch.bool).index_fill_(0, slots, False)
     assert (kv_cache.view(64, -1)[others] == 7).all()
 

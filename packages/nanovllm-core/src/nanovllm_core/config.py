@@ -37,7 +37,8 @@ class EngineConfig:
     """Settings of one engine. `None` means: choose for me.
 
     device: where the model runs; by default CUDA when there is a GPU.
-    dtype: of weights and activations; by default the checkpoint's own.
+    dtype: of weights, KV cache and activations; by default the checkpoint's own. On a CPU some activations of a bf16
+        model are float32.
     max_model_len: most tokens (prompt + output) a request may hold; by default what the model was trained for, less
         when the cache is smaller than that.
     max_num_seqs: most requests running at once.

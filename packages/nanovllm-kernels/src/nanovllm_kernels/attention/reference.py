@@ -155,8 +155,13 @@ def _decode(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group: Decode
     num_cached = kv_cache.shape[2]
     num_kv_heads = num_cached // 2
     gather = _gather if group.mask is None else _gather_slots
-    kv = gather(kv_cache, kv_scales, group.index, q.dtype).view(num_reqs, -1, num_cached, head_dim)
-    k, v = kv[:, : group.longest].transpose(1, 2).chunk(2, 1)
+    kv = gather(kv_cache, kv_scales, group.index, q.dtype)
+    # Two calls instead of the five that `view`, a slice, `transpose` and `chunk` would take.
+    shape = (num_reqs, num_kv_heads, group.longest, head_dim)
+    strides = (kv.numel() // num_reqs, head_dim, num_cached * head_dim, 1)
+    first = kv.storage_offset()
+    k = kv.as_strided(shape, strides, first)
+    v = kv.as_strided(shape, strides, first + num_kv_heads * head_dim)
     grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = functional.scaled_dot_product_attention(grouped, k, v, group.mask, scale=scale)
     return out.reshape(num_reqs, num_heads, head_dim)
