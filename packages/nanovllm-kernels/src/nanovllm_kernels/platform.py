@@ -81,9 +81,9 @@ def describe(device: torch.device) -> DeviceInfo:
 def residual_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the residual stream, [T, hidden_size], of a model with weights of `dtype` on `device`.
 
-    On a CPU float32 beside bf16 weights, else theirs. A bf16 stream is rounded twice a layer, and two tokens' logits are
-    often nearer than the error that comes of it; and norms and products of few rows, which a CPU computes in float32
-    anyway, would convert it back and forth.
+    On a CPU float32 beside bf16 weights, else theirs. A bf16 stream is rounded twice a layer, and two tokens' logits
+    are often nearer than the error that comes of it; and norms and products of few rows, which a CPU computes in
+    float32 anyway, would convert it back and forth.
     """
     return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
 
