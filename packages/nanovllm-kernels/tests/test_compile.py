@@ -139,7 +139,7 @@ def attention_constants(config, head_dim, group):
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("one_query", [True, False])
-@pytest.mark.parametrize(("dtype", "cached"), [(BFLOAT, BFLOAT), (FLOAT, FLOAT), (BFLOAT, FP8)])
+@pytest.mark.parametrize(("dtype", "cached"), [(BFLOAT, BFLOAT), (FLOAT, FLOAT), (BFLOAT, FP8), (FLOAT, FP8)])
 def test_attention(head_dim, one_query, dtype, cached):
     from nanovllm_kernels.attention import tiles, triton_decode, triton_prefill
 
@@ -158,10 +158,12 @@ def test_attention(head_dim, one_query, dtype, cached):
         kernel = triton_prefill._attend
         constants |= {"BLOCK_Q": config.block_m // group, "SPLIT": True}
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
-    assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
+    # Tiles for FP8 are meant for queries of 16 bits; of 32, fewer CTAs run at a time.
+    at_once = 1 if (dtype, cached) == (FLOAT, FP8) else config.ctas_per_sm
+    assert compiled.metadata.shared * at_once <= SHARED_MEMORY
     if dtype == BFLOAT:
         assert ("mma.sync" if one_query else "wgmma.mma_async") in compiled.asm["ptx"]
-    if cached == FP8:
+    if (dtype, cached) == (BFLOAT, FP8):
         # In hardware, and one instruction for two numbers.
         assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
 

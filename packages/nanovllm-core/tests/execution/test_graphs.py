@@ -40,7 +40,7 @@ def test_decodes_are_padded_by_few(most):
 def test_mixed_steps_are_padded_by_few():
     sizes = mixed_sizes(10_000)
     assert sizes[0] == graphs_module.MIN_MIXED_TOKENS
-    assert sizes[-1] == graphs_module.MAX_MIXED_TOKENS
+    assert sizes[-1] == graphs_module.MIXED_TOKENS
     assert all(after - before <= min(before, graphs_module.MIXED_STEP) for before, after in pairwise(sizes))
     assert mixed_sizes(700) == [64, 128, 256, 512]
     assert mixed_sizes(50) == []

@@ -21,10 +21,9 @@ from tqdm import tqdm
 from nanovllm_core.config import GraphMode
 from nanovllm_core.model import Attention
 from nanovllm_core.scheduling.plan import BatchShape
+from nanovllm_core.scheduling.policy import MIXED_TOKENS
 from nanovllm_kernels.attention import AttentionBatch
 
-# A mixed step of more tokens keeps the device busy for longer than the host needs to launch it kernel by kernel.
-MAX_MIXED_TOKENS = 2048
 MIN_MIXED_TOKENS = 64
 # In the mode "full", mixed steps of more tokens are captured in pieces: their attention gains more by kernels made for
 # prompts than it loses by being launched.
@@ -111,10 +110,13 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(most: int) -> list[int]:
-    """How many tokens mixed steps are padded to, up to `most`."""
+    """How many tokens mixed steps are padded to, up to `most`.
+
+    A larger step, of prompts alone, keeps the device busy for longer than the host needs to launch it kernel by kernel.
+    """
     sizes: list[int] = []
     size = MIN_MIXED_TOKENS
-    while size <= min(MAX_MIXED_TOKENS, most):
+    while size <= min(MIXED_TOKENS, most):
         sizes.append(size)
         size += min(size, MIXED_STEP)
     return sizes

@@ -8,6 +8,9 @@ from nanovllm_core.request import Request
 
 Score = tuple[int, int, float]
 
+# Most tokens of a step in which somebody decodes, whose next token waits until all of them are computed.
+MIXED_TOKENS = 2048
+
 
 def waiting_score(request: Request) -> Score:
     """Resumed requests before new ones, then by priority, then by arrival."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import FinishReason, Request, RequestStatus, StepOutputs
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan, StepTokens
-from nanovllm_core.scheduling.policy import Score, urgency, victim_score
+from nanovllm_core.scheduling.policy import MIXED_TOKENS, Score, urgency, victim_score
 from nanovllm_core.scheduling.queue import WaitingQueue
 from nanovllm_core.scheduling.rows import Rows, RowTable
 
@@ -66,6 +66,8 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
         self._max_num_batched_tokens = max_num_batched_tokens
+        # Room for a block of some prompt, whoever decodes, or prompts would starve.
+        self._max_mixed_tokens = min(max_num_batched_tokens, max(MIXED_TOKENS, max_num_seqs + cache.block_size))
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self.rows = RowTable(max_num_seqs, len(self._eos_token_ids))
@@ -119,7 +121,8 @@ class Scheduler:
         new_blocks = NewBlocks()
         chunks: list[Chunk] = []
         decodes = self._schedule_decodes(new_blocks)
-        budget = self._schedule_chunks(chunks, self._max_num_batched_tokens - len(decodes))
+        most = self._max_mixed_tokens if len(decodes) else self._max_num_batched_tokens
+        budget = self._schedule_chunks(chunks, most - len(decodes))
         # Whoever was just preempted needs the next free blocks more than a newcomer does.
         if self.counters.preemptions == preemptions and self._num_preempting == 0:
             self._admit(chunks, new_rows, new_blocks, budget)

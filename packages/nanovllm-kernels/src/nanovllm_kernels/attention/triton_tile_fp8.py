@@ -14,14 +14,16 @@ import triton.language as tl
 
 @triton.jit
 def narrow_queries(q, scale_log2):
-    """(`q` in float16 over a power of two, `scale_log2` times it)."""
-    if q.dtype == tl.float32:
-        return q, scale_log2
-    wide = q.to(tl.float32)
-    top = tl.max(tl.max(tl.abs(wide), 1), 0)
-    # Its exponent alone, of a normal number.
-    power = tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
-    return (wide / power).to(tl.float16), scale_log2 * power
+    """(`q` in float16 over a power of two, `scale_log2` times it); in float32 both as they are."""
+    # With one return: a second one would be compiled too, whichever is taken.
+    if q.dtype != tl.float32:
+        wide = q.to(tl.float32)
+        top = tl.max(tl.max(tl.abs(wide), 1), 0)
+        # Its exponent alone, of a normal number.
+        power = tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
+        q = (wide / power).to(tl.float16)
+        scale_log2 *= power
+    return q, scale_log2
 
 
 @triton.jit
