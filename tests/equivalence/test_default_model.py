@@ -33,6 +33,9 @@ QUESTIONS = [
     "What is the meaning of life?",
 ]
 OUTPUT = 64
+# Of log-probabilities, in bf16: the worst of the ten likeliest tokens, over all questions. With a residual stream in
+# bf16 it is 0.097.
+MEAN_ERROR_ON_CPU = 0.09
 
 SETTINGS = {
     "as served": {},
@@ -87,18 +90,52 @@ async def test_twenty_chats_token_for_token(settings, default_model, prompts, re
         assert output == greedy_choices(reference, prompt, output)
 
 
-async def test_bf16_distributions_are_close(default_model, prompts, reference, device):
-    """Log-probabilities of the likeliest next tokens, of float32 transformers and of the engine in bf16."""
-    engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device, dtype=torch.bfloat16))
+@pytest.fixture(scope="module")
+def expected_logprobs(prompts, reference, device) -> list[torch.Tensor]:
+    """Log-probabilities of every next token after each prompt, by transformers in float32."""
+    with torch.inference_mode():
+        logits = [reference(torch.tensor([prompt], device=device)).logits[0, -1] for prompt in prompts]
+    return [each.float().log_softmax(-1).cpu() for each in logits]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_bf16_as_served_is_close_to_float32(at_once, default_model, prompts, expected_logprobs, device):
+    engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))
     sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=10)
+
+    async def errors(index: int) -> list[float]:
+        (output,) = [o async for o in engine.generate(Request(f"r{index}", prompts[index], sampling))]
+        return [abs(logprob - float(expected_logprobs[index][token])) for token, logprob in output.logprobs[0].top]
+
     try:
-        for index, prompt in enumerate(prompts[:8]):
-            (output,) = [o async for o in engine.generate(Request(f"r{index}", prompt, sampling))]
-            with torch.inference_mode():
-                logits = reference(torch.tensor([prompt], device=device)).logits[0, -1].float()
-            expected = logits.log_softmax(-1).cpu()
-            for token, logprob in output.logprobs[0].top:
-                # bf16 keeps 8 bits: a logit of 20 is good to 0.06, and thirty layers add theirs.
-                assert logprob == pytest.approx(float(expected[token]), abs=0.25)
+        if at_once:
+            found = await asyncio.gather(*(errors(index) for index in range(len(prompts))))
+        else:
+            found = [await errors(index) for index in range(len(prompts))]
+    finally:
+        await engine.stop()
+    # bf16 keeps 8 bits: a logit of 20 is good to 0.06, and thirty layers add theirs. transformers in bf16: 0.128, 0.20.
+    worst = [max(each) for each in found]
+    assert sum(worst) / len(worst) < (MEAN_ERROR_ON_CPU if device == "cpu" else 0.2)
+    assert max(worst) < 0.25
+
+
+@pytest.mark.parametrize("company", [0, 3, 7])
+async def test_bf16_as_served_knows_the_capital_of_france(company, default_model, prompts, device):
+    """Its first word hangs by 0.1 in the logits, which errors in bf16 can outweigh: alone, with copies, with others."""
+    tokenizer = load_tokenizer(default_model)
+    engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))
+    sampling = SamplingParams(temperature=0, max_tokens=16)
+
+    async def answer(name: str, prompt: list[int]) -> str:
+        outputs = engine.generate(Request(name, prompt, sampling))
+        return tokenizer.decode([token async for output in outputs for token in output.new_token_ids])
+
+    try:
+        for others in ([prompts[0]] * company, prompts[1 : company + 1]):
+            batch = [prompts[0], *others]
+            answers = await asyncio.gather(*(answer(f"r{index}", prompt) for index, prompt in enumerate(batch)))
+            same = [said for said, prompt in zip(answers, batch, strict=True) if prompt == prompts[0]]
+            assert all("Paris" in said for said in same), same
     finally:
         await engine.stop()

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
-from nanovllm_models import load
+from nanovllm_models import llama, load
 
 VOCAB = 131
 NUM_PROMPTS, OUTPUT = 16, 32
@@ -55,9 +55,13 @@ SETTINGS = {
 }
 
 GPU_SETTINGS = {
-    "launched kernel by kernel": {"graph_mode": "none", **PLENTY},
+    "neither compiled nor captured": {"compile": False, "graph_mode": "none", **PLENTY},
     "only decodes from graphs": {"graph_mode": "full_decode_only", "max_num_batched_tokens": 40, **PLENTY},
     "graphs, depth 1": {"depth": 1, **PLENTY},
+    "not compiled": {"compile": False, **PLENTY},
+    "compiled, launched kernel by kernel": {"compile": True, "graph_mode": "none", **PLENTY},
+    "mixed steps in pieces": {"graph_mode": "piecewise", **PLENTY},
+    "mixed steps in pieces, chunked": {"graph_mode": "piecewise", "max_num_batched_tokens": 80, **PLENTY},
 }
 
 
@@ -113,7 +117,9 @@ async def test_tokens_equal_transformers(checkpoint, settings, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", GPU_SETTINGS)
-async def test_graphs_change_nothing(checkpoint, settings):
+async def test_graphs_and_compiling_change_nothing(checkpoint, settings, monkeypatch):
+    # Steps here have too few rows otherwise.
+    monkeypatch.setattr(llama, "LEAST_ROWS", 9)
     await check(checkpoint, "cuda", GPU_SETTINGS[settings], preempted=False)
 
 

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
+
+from nanovllm_kernels import fp8
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class PagedBatch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    kv_scales: Tensor | None = None
 
 
 def make_batch(
@@ -59,6 +62,18 @@ def make_batch(
     )
 
 
+def make_quantized(batch: PagedBatch) -> PagedBatch:
+    """`batch` with an FP8 cache: keys of many sizes, values of more; scales of what nobody has filled are infinite."""
+    num_pages, page_size, num_cached, _ = batch.kv_cache.shape
+    generator = torch.Generator().manual_seed(num_pages)
+    sizes = torch.rand((num_pages, page_size, num_cached), generator=generator)
+    sizes[..., num_cached // 2 :] *= -15
+    kv = batch.kv_cache.float() * sizes.to(batch.q.device).exp2().unsqueeze(-1)
+    numbers, exponents = fp8.quantize(kv)
+    exponents[kv.isnan().any(-1)] = 255
+    return replace(batch, kv_cache=numbers, kv_scales=exponents.transpose(1, 2).contiguous())
+
+
 def attend_naively(batch: PagedBatch) -> Tensor:
     """One request at a time, one mask, float64: float64 [T, Hq, D]."""
     outs = []
@@ -68,7 +83,11 @@ def attend_naively(batch: PagedBatch) -> Tensor:
     for request, seq_len in enumerate(lengths):
         positions = torch.arange(seq_len, device=batch.q.device)
         blocks = batch.block_tables[request, positions // page_size].long()
-        kv = batch.kv_cache[blocks, positions % page_size].double().repeat_interleave(group, 1)
+        kv = batch.kv_cache[blocks, positions % page_size].double()
+        if batch.kv_scales is not None:
+            exponents = batch.kv_scales[blocks, :, positions % page_size].double() - fp8.EXPONENT_BIAS
+            kv = kv * exponents.exp2().unsqueeze(-1)
+        kv = kv.repeat_interleave(group, 1)
         k, v = kv.chunk(2, 1)
         q = batch.q[starts[request] : starts[request + 1]].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * batch.scale
@@ -81,6 +100,11 @@ def attend_naively(batch: PagedBatch) -> Tensor:
 @pytest.fixture
 def paged_batch() -> Callable[..., PagedBatch]:
     return make_batch
+
+
+@pytest.fixture
+def quantized() -> Callable[[PagedBatch], PagedBatch]:
+    return make_quantized
 
 
 @pytest.fixture

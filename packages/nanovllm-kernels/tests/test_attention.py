@@ -22,7 +22,7 @@ def run(batch):
         kv_cache=batch.kv_cache,
         backend="torch",
     )
-    return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale)
+    return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale, kv_scales=batch.kv_scales)
 
 
 @st.composite
@@ -38,12 +38,15 @@ def lengths(draw):
     st.sampled_from([(1, 1, 64), (9, 3, 64), (8, 8, 80), (4, 2, 96), (8, 1, 128)]),
     st.sampled_from([16, 32, 64]),
     st.sampled_from(list(TOLERANCE)),
+    st.booleans(),
 )
-def test_random_batches(paged_batch, naive_attention, requests, heads, page_size, dtype):
+def test_random_batches(paged_batch, quantized, naive_attention, requests, heads, page_size, dtype, in_fp8):
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(
         requests, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype
     )
+    if in_fp8:
+        batch = quantized(batch)
     out = run(batch)
     assert out.dtype == dtype
     assert out.is_contiguous()
@@ -64,8 +67,11 @@ def test_decodes_that_are_gathered_in_several_groups(paged_batch, naive_attentio
 
 
 @pytest.mark.parametrize("seq_len", [1, 16, 17, 200])
-def test_a_single_decode(paged_batch, naive_attention, seq_len):
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_single_decode(paged_batch, quantized, naive_attention, seq_len, in_fp8):
     batch = paged_batch([(1, seq_len)], num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, dtype=torch.float32)
+    if in_fp8:
+        batch = quantized(batch)
     torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
 
 

@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 SHARED_MEMORY = 227 * 1024
-INT32, INT64, FLOAT, BFLOAT = "*i32", "*i64", "*fp32", "*bf16"
+INT32, INT64, FLOAT, BFLOAT, FP8, BYTES = "*i32", "*i64", "*fp32", "*bf16", "*fp8e4nv", "*u8"
 STEP = dict.fromkeys(
     ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
 ) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "samples_ptr", "counts_ptr"], INT32)
@@ -30,6 +30,13 @@ BIAS = dict.fromkeys(["rows_ptr", "ids_ptr", "until_ptr"], INT32) | {
     "out_ptr": FLOAT,
     "values_ptr": FLOAT,
     "positions_ptr": INT64,
+}
+ROPE = {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64, "eps": "fp32"}
+ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "HALF": 16, "PADDED_HALF": 16} | {
+    "HEADS": 8,
+    "Q_BLOCKS": 2,
+    "PAGE_SIZE": 16,
+    "OVERLAP": True,
 }
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
 CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
@@ -55,9 +62,15 @@ KERNELS = [
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
-        {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64, "eps": "fp32"},
-        {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "HALF": 16, "PADDED_HALF": 16}
-        | {"HEADS": 8, "Q_BLOCKS": 2, "NORM": True, "OVERLAP": True},
+        ROPE,
+        ROPE_SIZES | {"NORM": True, "QUANTIZE": False},
+    ),
+    (
+        "elementwise.triton_rope",
+        "_rope_and_cache",
+        2,
+        ROPE | {"kv_cache_ptr": FP8, "kv_scales_ptr": BYTES},
+        ROPE_SIZES | {"NORM": False, "QUANTIZE": True},
     ),
     (
         "batch.triton_batch",
@@ -126,17 +139,18 @@ def attention_constants(config, head_dim, group):
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("one_query", [True, False])
-@pytest.mark.parametrize("dtype", [BFLOAT, FLOAT])
-def test_attention(head_dim, one_query, dtype):
+@pytest.mark.parametrize(("dtype", "cached"), [(BFLOAT, BFLOAT), (FLOAT, FLOAT), (BFLOAT, FP8), (FLOAT, FP8)])
+def test_attention(head_dim, one_query, dtype, cached):
     from nanovllm_kernels.attention import tiles, triton_decode, triton_prefill
 
     group = 4
-    config = tiles.tile_config(head_dim, 2 if dtype == BFLOAT else 4, group, 1 if one_query else 100)
+    size = {FLOAT: 4, BFLOAT: 2, FP8: 1}[cached]
+    config = tiles.tile_config(head_dim, size, group, 1 if one_query else 100)
     types = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr", "starts_ptr"], INT32)
     types |= dict.fromkeys(["owners_ptr", "unit_len_ptr"], INT32) | {"scale_log2": "fp32"}
-    types |= dict.fromkeys(["q_ptr", "kv_ptr"], dtype)
+    types |= {"q_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
     types |= dict.fromkeys(["out_ptr", "partial_ptr", "lse_ptr"], FLOAT)
-    constants = attention_constants(config, head_dim, group)
+    constants = attention_constants(config, head_dim, group) | {"QUANTIZED": cached == FP8}
     kernel = triton_decode._attend_unit
     if one_query:
         constants["OVERLAP"] = True
@@ -144,9 +158,14 @@ def test_attention(head_dim, one_query, dtype):
         kernel = triton_prefill._attend
         constants |= {"BLOCK_Q": config.block_m // group, "SPLIT": True}
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
-    assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
+    # Tiles for FP8 are meant for queries of 16 bits; of 32, fewer CTAs run at a time.
+    at_once = 1 if (dtype, cached) == (FLOAT, FP8) else config.ctas_per_sm
+    assert compiled.metadata.shared * at_once <= SHARED_MEMORY
     if dtype == BFLOAT:
         assert ("mma.sync" if one_query else "wgmma.mma_async") in compiled.asm["ptx"]
+    if (dtype, cached) == (BFLOAT, FP8):
+        # In hardware, and one instruction for two numbers.
+        assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
@@ -224,17 +243,34 @@ def test_plan_of_units():
 @pytest.mark.parametrize(("group", "page_size"), [(1, 16), (8, 32), (16, 64)])
 @pytest.mark.parametrize("dtype", ["BFloat16", "Float16"])
 def test_cute_decode(head_dim, group, page_size, dtype, tmp_path):
+    ptx = compile_cute(head_dim, group, page_size, dtype, dtype, tmp_path)
+    assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl")
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(("group", "page_size"), [(1, 16), (8, 64)])
+@pytest.mark.parametrize("dtype", ["BFloat16", "Float16"])
+def test_cute_decode_of_fp8(head_dim, group, page_size, dtype, tmp_path):
+    ptx = compile_cute(head_dim, group, page_size, dtype, "Uint8", tmp_path)
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16" in ptx
+    assert "cvt.rn.f16x2.e4m3x2" in ptx
+
+
+def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
     import cutlass
 
     from nanovllm_kernels.attention import cute_decode
     from nanovllm_kernels.attention.cute_tile import Shape
 
-    shape = Shape(getattr(cutlass, dtype), head_dim, group, page_size, *cute_decode.RINGS[head_dim])
+    ring = cute_decode.FP8_RINGS[head_dim] if cached == "Uint8" else cute_decode.RINGS[head_dim]
+    shape = Shape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
     # Rings, barriers, the warps' statistics and where they are, each rounded up; the first KiB is the system's.
-    assert shape.warps * (shape.stages * (shape.slot_bytes + 8) + 128 + 4) + 256 <= SHARED_MEMORY - 1024
+    slot = shape.slot_bytes + shape.scale_bytes + 8
+    assert shape.warps * (shape.stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
     assert compiled.__cubin__
     ptx = compiled.__ptx__
     assert ".target sm_90a" in ptx
     assert "cp.async.bulk.tensor" in ptx
-    assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx
+    return ptx

@@ -48,7 +48,9 @@ def workspace_for(batch):
 def run(batch, workspace, out):
     from nanovllm_kernels.attention.cute_decode import paged_decode
 
-    paged_decode(batch.q, batch.kv_cache, batch.block_tables, batch.seq_lens, batch.scale, workspace, out)
+    paged_decode(
+        batch.q, batch.kv_cache, batch.kv_scales, batch.block_tables, batch.seq_lens, batch.scale, workspace, out
+    )
 
 
 def check(batch, naive_attention):
@@ -72,6 +74,22 @@ def test_grid(paged_batch, naive_attention, dtype, head_dim, page_size, num_head
     check(with_lengths(batch, [0, *EDGES[1:4], 0, 0, *EDGES[6:-1], 0]), naive_attention)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (9, 3), (32, 8), (16, 2)])
+def test_fp8_cache(paged_batch, quantized, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
+    batch = quantized(make(paged_batch, EDGES, num_heads, num_kv_heads, head_dim, page_size, dtype))
+    check(batch, naive_attention)
+    check(with_lengths(batch, [0, *EDGES[1:4], 0, 0, *EDGES[6:-1], 0]), naive_attention)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e8])
+def test_fp8_cache_under_queries_of_any_size(paged_batch, quantized, naive_attention, size):
+    batch = quantized(make(paged_batch, EDGES, 8, 2, 128, 16))
+    check(replace(batch, q=batch.q * size, scale=batch.scale / size), naive_attention)
+
+
 @pytest.mark.parametrize("num_reqs", [1, 2, 33, 300])
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
 def test_batches(paged_batch, naive_attention, num_reqs, num_kv_heads):
@@ -83,8 +101,9 @@ def test_batches(paged_batch, naive_attention, num_reqs, num_kv_heads):
 
 @pytest.mark.parametrize("lengths", [[32768], [20000, 1, 9000], [5000, 7, 40000, 300, 33]])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
-def test_requests_in_many_parts(paged_batch, naive_attention, lengths, num_kv_heads):
+def test_requests_in_many_parts(paged_batch, quantized, naive_attention, lengths, num_kv_heads):
     check(make(paged_batch, lengths, 2 * num_kv_heads, num_kv_heads, 64, 32), naive_attention)
+    check(quantized(make(paged_batch, lengths, 2 * num_kv_heads, num_kv_heads, 128, 32)), naive_attention)
 
 
 def test_more_heads_than_sms(paged_batch, naive_attention):

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm_kernels import fp8
 from nanovllm_kernels.elementwise import QKNorm, pack_norm, plan_rotation, rms_norm, rope_and_cache, silu_and_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,8 +41,10 @@ def test_rms_norm_of_heads_within_a_projection():
     torch.testing.assert_close(rms_norm(heads, weight, 1e-5), rms_norm(heads.contiguous(), weight, 1e-5))
 
 
-def test_a_packed_norm_is_the_same_norm():
-    x, weight = torch.randn(5, 576), torch.randn(576)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_norm_is_the_same_norm(dtype):
+    x, weight = torch.randn(5, 576), torch.randn(576).to(dtype)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), normed(x, weight, 1e-5), rtol=1e-6, atol=1e-7)
     assert torch.equal(rms_norm(x, pack_norm(weight), 1e-5), rms_norm(x, weight, 1e-5))
 
 
@@ -51,12 +54,14 @@ def test_a_packed_norm_is_the_same_norm():
     heads=st.sampled_from([(1, 1), (9, 3), (8, 2)]),
     dims=st.sampled_from([(64, 64), (80, 32), (128, 128), (96, 96)]),
     dtype=st.sampled_from(DTYPES),
+    float32_qkv=st.booleans(),
     with_norm=st.booleans(),
 )
-def test_rope_and_cache(num_tokens, heads, dims, dtype, with_norm):
+def test_rope_and_cache(num_tokens, heads, dims, dtype, float32_qkv, with_norm):
     (num_heads, num_kv_heads), (head_dim, rot) = heads, dims
     # A wider row behind each token's heads: tokens may have any stride.
-    wide = torch.randn(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim).to(dtype)
+    wide = torch.randn(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim)
+    wide = wide if float32_qkv else wide.to(dtype)
     qkv = wide[:, :-1]
     q, k, v = qkv.clone().split((num_heads, num_kv_heads, num_kv_heads), 1)
     cos_sin = torch.randn(50, rot)
@@ -71,12 +76,64 @@ def test_rope_and_cache(num_tokens, heads, dims, dtype, with_norm):
         q, k = normed(q, norm.q_weight, norm.eps), normed(k, norm.k_weight, norm.eps)
     # Two terms that may cancel, each from a number that a norm has rounded.
     close = {"rtol": 2 * RELATIVE[dtype], "atol": 8 * RELATIVE[dtype] if with_norm else 1e-6}
+    assert out.dtype == dtype
     torch.testing.assert_close(out.double(), rotated(q, cos_sin, positions), **close)
     keys, values = kv_cache.view(64, -1, head_dim)[slots].chunk(2, 1)
     torch.testing.assert_close(keys.double(), rotated(k, cos_sin, positions), **close)
-    assert torch.equal(values, v)
+    assert torch.equal(values, v.to(dtype))
     others = torch.ones(64, dtype=torch.bool).index_fill_(0, slots, False)
     assert (kv_cache.view(64, -1)[others] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_numbers_are_within_half_a_step(dtype):
+    sizes = torch.tensor([1e-30, 1e-6, 1.0, 447.9, 448.0, 448.1, 1e4]).view(-1, 1)
+    x = (torch.randn(7, 64).clamp(-1, 1) * sizes).to(dtype)
+    x[:, 0] = sizes[:, 0].to(dtype)
+    numbers, exponents = fp8.quantize(x)
+    found = fp8.dequantize(numbers, exponents, torch.float32).double()
+    # Three bits behind the first, and what is small beside the head's largest in steps of 2^-9 of the scale.
+    steps = torch.maximum(x.double().abs() * 2**-4, (exponents.double() - 127).exp2().unsqueeze(-1) * 2**-10)
+    assert ((found - x.double()).abs() <= steps).all()
+    tops = numbers[1:].float().abs().amax(-1)
+    # The first is below what the least scale reaches.
+    assert ((tops >= 224) & (tops <= 448)).all()
+    assert torch.equal(fp8.dequantize(numbers, exponents, torch.bfloat16).double(), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_fp8_number_is_what_torch_says(dtype):
+    numbers = torch.arange(256).to(torch.uint8)[torch.arange(256) % 128 < 127].view(fp8.DTYPE)
+    ones = torch.full((), 127, dtype=torch.uint8)
+    assert torch.equal(fp8.dequantize(numbers, ones, dtype).float(), numbers.float())
+
+
+def test_fp8_of_nothing_is_nothing():
+    assert not fp8.dequantize(*fp8.quantize(torch.zeros(2, 3, 16)), torch.float16).any()
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_and_fp8_cache(page_size, dtype):
+    num_kv_heads, head_dim, num_tokens = 3, 64, 7
+    qkv = torch.randn(num_tokens, 9 + 2 * num_kv_heads, head_dim).to(dtype)
+    rotation = plan_rotation(torch.randn(50, head_dim), torch.randint(0, 50, (num_tokens,)))
+    slots = torch.randperm(4 * page_size)[:num_tokens]
+    plain = torch.zeros((4, page_size, 2 * num_kv_heads, head_dim), dtype=dtype)
+    expected = rope_and_cache(qkv.clone(), rotation, slots, plain)
+
+    kv_cache = torch.full(plain.shape, 7.0).to(fp8.DTYPE)
+    kv_scales = fp8.make_scales(kv_cache)
+    assert torch.equal(rope_and_cache(qkv, rotation, slots, kv_cache, kv_scales=kv_scales), expected)
+
+    numbers, exponents = fp8.quantize(plain.view(-1, 2 * num_kv_heads, head_dim)[slots])
+    found = kv_cache.view(-1, 2 * num_kv_heads, head_dim).view(torch.uint8)
+    assert torch.equal(found[slots], numbers.view(torch.uint8))
+    scales = kv_scales.transpose(1, 2).reshape(-1, 2 * num_kv_heads)
+    assert torch.equal(scales[slots], exponents)
+    others = torch.ones(4 * page_size, dtype=torch.bool).index_fill_(0, slots, False)
+    assert (kv_cache.view(4 * page_size, -1)[others].float() == 7).all()
+    assert (scales[others] == 127).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

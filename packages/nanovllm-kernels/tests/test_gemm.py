@@ -20,7 +20,7 @@ def test_linear(dtype, with_bias, num_tokens):
     tolerance = {"rtol": 2**-7, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
     for form in (weight, pack_linear(weight)):
         out = linear(x, form, bias)
-        assert out.dtype == dtype
+        assert out.dtype in (dtype, torch.float32)
         assert out.shape == (num_tokens, 40)
         torch.testing.assert_close(out.double(), expected, **tolerance)
 
@@ -40,6 +40,25 @@ def test_linear_adds_a_residual(dtype, with_bias, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_compiler_sees_the_same_functions(dtype, with_bias, device):
+    def layer(x, norm, gate_up, down, gate_up_bias, down_bias):
+        hidden = norm_gate_up(x, norm, 1e-5, gate_up, gate_up_bias)
+        return norm_linear(linear(hidden, down, down_bias, x), norm, 1e-5, gate_up)
+
+    shapes = [(12, 64), (64,), (96, 64), (64, 48), (96,), (64,)]
+    x, norm, *others = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+    *weights, gate_up_bias, down_bias = (each * 0.3 for each in others)
+    biases = (gate_up_bias, down_bias) if with_bias else (None, None)
+    expected = layer(x.clone(), pack_norm(norm), *weights, *biases)
+    seen = torch.compile(layer, fullgraph=True, backend="eager")(x, pack_norm(norm), *weights, *biases)
+    tolerance = {"rtol": 2**-5, "atol": 8e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    assert seen.dtype == dtype
+    torch.testing.assert_close(seen, expected, **tolerance)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 16, 100, 300])
@@ -55,7 +74,7 @@ def test_norm_before_a_linear(dtype, with_bias, num_rows, device):
     for form in (weight, pack_linear(weight)):
         for product, wanted in ((norm_linear, expected), (norm_gate_up, functional.silu(gate) * up)):
             out = product(x, pack_norm(norm_weight), 1e-5, form, bias)
-            assert out.dtype == dtype
+            assert out.dtype in (dtype, torch.float32)
             assert (out.double() - wanted).norm() < tolerance * wanted.norm()
 
 
@@ -89,7 +108,7 @@ def test_only_bf16_is_packed():
 def test_packing_takes_any_layout():
     weight = torch.randn(64, 40).to(torch.bfloat16).T
     x = torch.randn(2, 64).to(torch.bfloat16)
-    torch.testing.assert_close(linear(x, pack_linear(weight)), x @ weight.T, rtol=2**-7, atol=1e-2)
+    torch.testing.assert_close(linear(x, pack_linear(weight)).to(x.dtype), x @ weight.T, rtol=2**-7, atol=1e-2)
 
 
 def test_few_rows_are_multiplied_by_a_copy_of_their_own():
@@ -100,8 +119,34 @@ def test_few_rows_are_multiplied_by_a_copy_of_their_own():
     x, residual = torch.randn(9, 64).to(torch.bfloat16), torch.randn(9, 40).to(torch.bfloat16)
     many = linear(x, packed, None, residual.clone())
     few = torch.cat([linear(x[i : i + 1], packed, None, residual[i : i + 1].clone()) for i in range(9)])
-    # Both are rounded once, from sums of another order.
+    # Rounded once and twice, from sums of another order.
     torch.testing.assert_close(few, many, rtol=2**-7, atol=1e-3)
+    assert linear(x[:1], packed).dtype == (torch.bfloat16 if packed.few is None else torch.float32)
+    assert linear(x, packed).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_a_float32_residual_keeps_its_precision(num_rows, x_dtype):
+    weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
+    # Such that a bf16 sum would lose the product altogether.
+    x, residual = torch.randn(num_rows, 64).to(x_dtype), torch.randn(num_rows, 40) + 1000
+    expected = x.double() @ weight.double().T
+    for form in (weight, pack_linear(weight)):
+        out = linear(x, form, None, residual.clone())
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double() - residual.double(), expected, rtol=2**-7, atol=2e-3)
+
+
+@pytest.mark.parametrize("num_rows", [2, 7])
+def test_logits_of_float32_rows_by_a_bf16_table(num_rows):
+    table, x = torch.randn(300, 64).to(torch.bfloat16), torch.randn(num_rows, 64)
+    found = logits(x, pack_linear(table), table)
+    expected = x.double() @ table.double().T
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=0.1)
+    leaders = expected.topk(5).indices
+    torch.testing.assert_close(found.gather(1, leaders).double(), expected.gather(1, leaders), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

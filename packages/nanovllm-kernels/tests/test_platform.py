@@ -5,9 +5,9 @@ import sys
 
 import torch
 
-from nanovllm_kernels.platform import describe, has_cuda
+from nanovllm_kernels.platform import describe, has_cuda, residual_dtype
 
-ROOMS = ("attention", "batch", "elementwise", "gemm", "ladder", "platform", "sampling")
+ROOMS = ("attention", "batch", "elementwise", "fp8", "gemm", "ladder", "platform", "sampling")
 
 
 def test_a_cpu_has_no_gpu_numbers():
@@ -23,6 +23,13 @@ def test_a_gpu_is_described():
         assert info.total_memory > 1 << 30
     else:
         assert not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0)
+
+
+def test_only_a_cpu_widens_the_residual_and_only_that_of_bf16():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert residual_dtype(dtype, torch.device("cuda")) == dtype
+    assert residual_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
+    assert residual_dtype(torch.float16, torch.device("cpu")) == torch.float16
 
 
 def test_importing_and_running_on_a_cpu_takes_no_kernel_language():

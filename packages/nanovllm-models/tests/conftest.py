@@ -33,8 +33,10 @@ TINY = {
 class Session:
     """One model and one paged cache, its blocks handed out back to front so that order shows."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float32, num_blocks: int = 32):
-        self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext()))
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype = torch.float32, num_blocks: int = 32, *, compiled: bool = False
+    ):
+        self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext(), compiled))
         self._free = list(range(num_blocks))
         self._caches = tuple(
             torch.full((num_blocks, BLOCK_SIZE, 2 * spec.num_kv_heads, spec.head_dim), torch.nan, dtype=dtype)

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import nanovllm_models
+from nanovllm_core.layers import compiled
+from nanovllm_models import llama
 
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], list(range(40))]
 LLAMA3 = {
@@ -37,7 +40,7 @@ def make_checkpoint(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         max_position_embeddings=128,
         initializer_range=0.2,
@@ -86,6 +89,21 @@ def test_same_logits_and_tokens_as_transformers(fields, tmp_path, session):
             assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()
         new = [[int(found[-1].argmax())] for found in logits]
         sequences = [sequence + fresh for sequence, fresh in zip(sequences, new, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["mha, tied", "biases", "qwen3"])
+def test_what_is_compiled_is_compiled_once_for_all_layers_and_steps(name, tmp_path, session, monkeypatch):
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compiled, "BACKEND", counter)
+    monkeypatch.setattr(llama, "LEAST_ROWS", 9)
+    make_checkpoint(tmp_path, **VARIANTS[name])
+    spec = nanovllm_models.load(tmp_path)
+    plain, fast = session(spec), session(spec, compiled=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in ([PROMPTS[1]], [[5], PROMPTS[0]], [[6], [7]], [[1], list(range(20))]):
+            for found, expected in zip(fast.step(step), plain.step(step), strict=True):
+                torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert counter.frame_count == 1
 
 
 def test_chunked_prefill_gives_the_same_logits(tmp_path, session):

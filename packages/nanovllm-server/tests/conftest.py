@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.status import EngineInfo
-from nanovllm_core.request import Request, RequestOutput, TokenLogprobs
+from nanovllm_core.request import Request, StepOutputs, TokenLogprobs
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_server.admission import Gate
@@ -81,6 +81,7 @@ class ScriptedEngine(Engine):
                 max_num_batched_tokens=64,
                 block_size=16,
                 num_blocks=64,
+                kv_cache_dtype="float32",
                 kv_cache_bytes=1 << 20,
                 prefix_caching=True,
                 attention_backend="torch",
@@ -92,8 +93,8 @@ class ScriptedEngine(Engine):
         self.endless = False
         self.crash: Exception | None = None
         self.requests: list[Request] = []
-        self.aborted: list[str] = []
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.aborted: list[int] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     @property
     def num_active(self) -> int:
@@ -110,13 +111,13 @@ class ScriptedEngine(Engine):
             raise self.crash
         self.requests.append(request)
         task = asyncio.get_running_loop().create_task(self._run(request))
-        self._tasks[request.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
+        self._tasks[request.key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request.key, None))
 
-    def _abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-        if request_id in self._tasks:
-            self._tasks[request_id].cancel()
+    def _abort(self, key: int) -> None:
+        self.aborted.append(key)
+        if key in self._tasks:
+            self._tasks[key].cancel()
 
     async def _run(self, request: Request) -> None:
         sampling = request.sampling
@@ -133,22 +134,21 @@ class ScriptedEngine(Engine):
                 made -= len(new) - new.index(stop) - 1
                 new = new[: new.index(stop) + 1]
             reason = "stop" if stop is not None else "length" if made >= limit else None
-            top = sampling.logprobs
-            output = RequestOutput(
-                id=request.id,
-                new_token_ids=tuple(new),
-                num_prompt_tokens=len(request.token_ids),
-                num_cached_tokens=8,
-                num_output_tokens=made,
-                logprobs=None
-                if top is None
-                else tuple(
-                    TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(top))) for token in new
-                ),
-                finish_reason=reason,
-                stop_token=stop,
+            key, top = request.key, sampling.logprobs
+            self._streams.dispatch(
+                StepOutputs(
+                    keys=[key] * len(new),
+                    tokens=new,
+                    logprobs=[]
+                    if top is None
+                    else [
+                        (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(top))))
+                        for token in new
+                    ],
+                    begins=[(key, 8)] if made == len(new) else [],
+                    ends=[(key, reason, stop)] if reason is not None else [],
+                )
             )
-            self._streams.dispatch([output])
             if reason is not None:
                 return
 
@@ -188,7 +188,7 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Vo
         dialect=Dialect(ChatFormat(None, None), vocabulary),
         names=("scripted", "alias"),
         gate=Gate(8, sheet),
-        metrics=Metrics("scripted", lambda: engine.stats, sheet),
+        metrics=Metrics("scripted", engine.info, lambda: engine.stats, sheet),
         logger=get_logger("nanovllm"),
     )
     yield service

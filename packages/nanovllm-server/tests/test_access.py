@@ -149,6 +149,7 @@ async def test_metrics(client, post, engine):
     assert values["nanovllm:num_requests_running",] == 3
     assert values["nanovllm:kv_cache_usage_perc",] == pytest.approx(0.6)
     assert values["nanovllm:prefix_cache_hits_total",] == 7
+    assert values["nanovllm:cache_config_info", "16", "float32", "64"] == 1
     assert values["nanovllm:request_success_total", "stop"] == 1
     assert values["nanovllm:request_success_total", "length"] == 1
     assert values["nanovllm:time_to_first_token_seconds_count",] == 2

@@ -36,13 +36,13 @@ def test_what_a_dead_worker_had_let_in_is_given_back():
     replacement.admit(3)
 
 
-def test_any_worker_tells_the_metrics_of_all():
+def test_any_worker_tells_the_metrics_of_all(engine):
     memory = allocate(2)
 
     def metrics(index: int) -> Metrics:
         sheet = Sheet(memory, index)
         Gate(1, sheet)
-        return Metrics("m", EngineStats, sheet)
+        return Metrics("m", engine.info, EngineStats, sheet)
 
     one, two = metrics(0), metrics(1)
     one.count_http("/health", 200)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm_core.config import ConfigError, EngineConfig
 from nanovllm_core.engine.client import EngineAddress, EngineClient, EngineProcess
-from nanovllm_core.engine.engine import Engine
+from nanovllm_core.engine.engine import Engine, OpenRequest
 from nanovllm_core.engine.status import EngineDeadError, EngineInfo, EngineStats
 from nanovllm_core.request import Request, RequestError, RequestOutput, SamplingParams, TokenLogprobs
 
@@ -33,6 +33,7 @@ __all__ = [
     "EngineStats",
     "ForwardContext",
     "ModelSpec",
+    "OpenRequest",
     "PagedSpec",
     "ParallelContext",
     "Request",

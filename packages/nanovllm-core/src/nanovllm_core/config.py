@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 AttentionBackend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
+# Numbers of the KV cache: like the activations, or of one byte.
+KVCacheDtype = Literal["auto", "fp8"]
 PrefixHash = Literal["fast", "sha256"]
-# What is replayed from CUDA graphs: nothing, steps in which every request decodes, or mixed ones of few tokens too.
-GraphMode = Literal["none", "full_decode_only", "full"]
+# What is replayed from CUDA graphs: nothing; steps in which every request decodes; mixed ones of not too many tokens
+# too, in pieces between which attention is launched; or these, and whole where their tokens are few.
+GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 PAGE_SIZES = (16, 32, 64)
 GIB = 1 << 30
@@ -34,11 +37,14 @@ class EngineConfig:
     """Settings of one engine. `None` means: choose for me.
 
     device: where the model runs; by default CUDA when there is a GPU.
-    dtype: of weights and activations; by default the checkpoint's own.
+    dtype: of weights, KV cache and activations; by default the checkpoint's own. On a CPU some activations of a bf16
+        model are float32.
     max_model_len: most tokens (prompt + output) a request may hold; by default what the model was trained for, less
         when the cache is smaller than that.
     max_num_seqs: most requests running at once.
     max_num_batched_tokens: the token budget of one step.
+    kv_cache_dtype: "fp8" halves the KV cache, so that about twice as many tokens fit and decodes read half: keys and
+        values as e4m3, each head of each token with a scale. By default ("auto") they are of `dtype`.
     block_size: tokens a KV block holds: 16, 32 or 64.
     num_blocks: blocks in the KV cache; by default as many as memory allows (see the next two).
     gpu_memory_utilization: share of the GPU's memory that weights, activations and cache may use together.
@@ -50,6 +56,7 @@ class EngineConfig:
     seed: the base of the seeds of requests that bring none.
     attention_backend: by default the fastest of what is installed, for prompts and for decodes.
     graph_mode: what is replayed from CUDA graphs; by default everything that can be.
+    compile: use torch.compile between attention operators; by default on a GPU.
     forbid_sync: for debugging: fail when launching a step waits for the GPU.
     trace: write what each step spends its time on to this file, for Perfetto or chrome://tracing.
     """
@@ -59,6 +66,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
     block_size: int = 16
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -70,6 +78,7 @@ class EngineConfig:
     seed: int = 0
     attention_backend: AttentionBackend | None = None
     graph_mode: GraphMode | None = None
+    compile: bool | None = None
     forbid_sync: bool = False
     trace: Path | None = None
 
@@ -87,6 +96,7 @@ class ResolvedConfig:
     may_shorten: bool
     max_num_seqs: int
     max_num_batched_tokens: int
+    kv_cache_dtype: torch.dtype
     block_size: int
     num_blocks: int | None
     gpu_memory_utilization: float
@@ -98,6 +108,7 @@ class ResolvedConfig:
     seed: int
     attention_backend: AttentionBackend
     graph_mode: GraphMode
+    compile: bool
     forbid_sync: bool
     trace: Path | None
 
@@ -110,13 +121,14 @@ def resolve(
     has_cuda: bool,
     has_flash_attention: bool = False,
     has_cute: bool = False,
+    has_fp8: bool = False,
 ) -> ResolvedConfig:
     """Make every choice that `config` leaves open, and refuse what can't be honoured.
 
     max_position: the longest sequence that the model knows positions for, in tokens.
     model_dtype: the dtype of the model's checkpoint.
     has_cuda: whether this machine has a usable GPU. has_flash_attention, has_cute: and
-        FlashAttention, and CuTe DSL, for it.
+        FlashAttention, and CuTe DSL, for it. has_fp8: whether it knows FP8.
     Raises ConfigError.
     """
     # Here, as processes that only hand a configuration on need not spend seconds and memory on torch.
@@ -138,6 +150,9 @@ def resolve(
     _require(config.depth in (1, 2), "depth", config.depth, "1 or 2")
     dtype = config.dtype or model_dtype
     _require(dtype in (torch.float32, torch.bfloat16, torch.float16), "dtype", dtype, "float32, bfloat16 or float16")
+    kv_cache_dtype = dtype
+    if _wants_fp8(config, device, backend, has_fp8):
+        kv_cache_dtype = torch.float8_e4m3fn
     return ResolvedConfig(
         device=device,
         dtype=dtype,
@@ -145,6 +160,7 @@ def resolve(
         may_shorten=config.max_model_len is None,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
+        kv_cache_dtype=kv_cache_dtype,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         gpu_memory_utilization=utilization,
@@ -156,6 +172,7 @@ def resolve(
         seed=config.seed,
         attention_backend=backend,
         graph_mode=_resolve_graphs(config.graph_mode, backend),
+        compile=_resolve_compile(config.compile, backend),
         forbid_sync=config.forbid_sync,
         trace=config.trace,
     )
@@ -177,6 +194,17 @@ def _resolve_attention(
     return backend
 
 
+def _wants_fp8(config: EngineConfig, device: Device, backend: AttentionBackend, has_fp8: bool) -> bool:
+    _require(config.kv_cache_dtype in ("auto", "fp8"), "kv_cache_dtype", config.kv_cache_dtype, "'auto' or 'fp8'")
+    if config.kv_cache_dtype == "auto":
+        return False
+    if device == "cuda" and not has_fp8:
+        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more: use 'auto'")
+    if backend == "flash":
+        raise ConfigError("kv_cache_dtype 'fp8' can't be read by attention_backend 'flash': use 'fastest' or 'triton'")
+    return True
+
+
 def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphMode:
     # Plain torch reads lengths back to the host, which no graph can.
     if backend == "torch":
@@ -186,6 +214,15 @@ def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphM
             )
         return "none"
     return mode or "full"
+
+
+def _resolve_compile(wanted: bool | None, backend: AttentionBackend) -> bool:
+    # A CPU's products are packed in layouts of their own, which no compiler sees through.
+    if backend == "torch":
+        if wanted:
+            raise ConfigError("compile needs a GPU and an attention_backend other than 'torch': leave it off")
+        return False
+    return wanted is not False
 
 
 def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:

@@ -13,6 +13,9 @@ from torch import Tensor
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch
 
+# Attention of one layer: from its queries and a batch to what they see.
+Attention = Callable[[Tensor, AttentionBatch], Tensor]
+
 
 class PagedSpec(NamedTuple):
     """The KV cache that one attention layer wants, per rank, and how many query heads read it."""
@@ -29,12 +32,17 @@ class ForwardContext:
     attention: lengths and block tables, as the attention kernels want them. slot_mapping: int64 [num_tokens], the cache
     slot (block * block_size + offset) each token's keys and values go to. kv_caches: one a PagedSpec, in the order of
     `CausalLM.cache_specs`, each [num_blocks, block_size, 2 * num_kv_heads, head_dim]: in each slot the key heads, then
-    the value heads.
+    the value heads. kv_scales: where the caches are FP8 one each, uint8 [num_blocks, 2 * num_kv_heads, block_size], of
+    every head of every slot (see `nanovllm_kernels.fp8`), else none. launch: called, if there, with a layer's attention
+    and its queries, in place of the attention itself: while a step is captured in pieces, between which attention is
+    launched anew each time.
     """
 
     attention: AttentionBatch
     slot_mapping: Tensor
     kv_caches: tuple[Tensor, ...]
+    kv_scales: tuple[Tensor, ...] = ()
+    launch: Callable[[Attention, Tensor], Tensor] | None = None
 
 
 class CausalLM(Protocol):
@@ -55,11 +63,15 @@ class CausalLM(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Where and how a model is to be built."""
+    """Where and how a model is to be built.
+
+    compile: use torch.compile on what lies between attention operators; a model may have nothing to gain by it.
+    """
 
     device: torch.device
     dtype: torch.dtype
     parallel: ParallelContext
+    compile: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,14 +114,15 @@ class RequestStatus(Enum):
 class Request:
     """One sequence from prompt to last token.
 
-    Its sender fills the first group. The rest belongs to the engine: `num_computed_tokens` chases `num_tokens`, which
-    counts the tokens known to the host and `num_placeholders` more that were sampled on the device and have not
-    reached the host yet.
+    Its sender fills the first group. The rest belongs to the engine; what changes in every step of a running request
+    is not here but in the scheduler's rows.
 
-    id: chosen by the sender, unique among the requests in the engine.
+    id: chosen by the sender, unique among its requests in the engine.
     token_ids: the prompt; the engine works on a copy, to which it appends what it makes.
     cache_salt: requests with different salts never share cached blocks.
     priority: lower is served first; among equals, whoever came first.
+    key: what the engine calls it, never used twice by any client of an engine.
+    row: where its state is while it runs, -1 for nowhere.
     """
 
     id: str
@@ -131,12 +132,10 @@ class Request:
     priority: int = 0
     arrival_time: float = 0.0
 
+    key: int = field(init=False, default=0)
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
-    num_computed_tokens: int = field(init=False, default=0)
-    num_placeholders: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    steps_in_flight: int = field(init=False, default=0)
     row: int = field(init=False, default=-1)
     block_ids: list[int] = field(init=False, default_factory=list[int])
     block_hashes: list[BlockHash] = field(init=False, default_factory=list[BlockHash])
@@ -149,18 +148,8 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens there are, those on their way from the device included."""
-        return len(self.token_ids) + self.num_placeholders
 
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens made so far that the host knows."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-
-# Structs, not dataclasses: a step makes one for every request, and they cross the wire (as arrays, without names).
+# Structs, not dataclasses: they cross the wire (as arrays, without names), or are made for every request of a step.
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position: of the chosen token, and of the likeliest ones, best first."""
 
@@ -168,8 +157,23 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...]
 
 
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
+    """What one step made for many requests, by their keys, as columns: few objects, however many the requests.
+
+    keys, tokens: each new token and whose it is, those of one request in order. logprobs: one entry for each new token
+    of those that asked. begins: requests whose first token is here, and how many of their prompt's tokens were found in
+    the prefix cache. ends: requests whose last token is here, why they ended, and the id that ended them, if one did.
+    """
+
+    keys: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[tuple[int, TokenLogprobs]] = []
+    begins: list[tuple[int, int]] = []
+    ends: list[tuple[int, FinishReason, int | None]] = []
+
+
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step made for one request.
+    """What was made for one request since its reader last looked.
 
     new_token_ids: one, or several when its reader was slow. logprobs: one entry a new token, when asked for.
     finish_reason: set on the last output. stop_token: the id that ended it, when one did.

@@ -11,8 +11,13 @@ def manager(num_blocks: int = 8, *, prefix_hash: str = "fast", watermark: float 
 
 def admitted(cache: CacheManager, name: str, tokens: list[int], salt: str = "") -> Request:
     request = Request(name, list(tokens), cache_salt=salt)
-    assert cache.admit(request, keep_watermark=False)
+    assert cache.admit(request, keep_watermark=False) is not None
     return request
+
+
+def found(cache: CacheManager, tokens: list[int], salt: str = "") -> int | None:
+    """How many tokens of a prompt need not be computed."""
+    return cache.admit(Request("x", list(tokens), cache_salt=salt), keep_watermark=False)
 
 
 def finish(cache: CacheManager, request: Request) -> None:
@@ -61,38 +66,50 @@ def test_a_block_in_use_is_shared_and_freed_by_its_last_holder():
 def test_a_prompt_finds_full_blocks_but_always_computes_its_last_token():
     cache = manager()
     finish(cache, admitted(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8]))
-    assert admitted(cache, "b", [1, 2, 3, 4, 5, 6, 7, 8]).num_computed_tokens == 4
-    assert admitted(cache, "c", [1, 2, 3, 4, 5, 6, 7, 8, 9]).num_computed_tokens == 8
-    assert admitted(cache, "d", [9, 2, 3, 4, 5, 6, 7, 8, 9]).num_computed_tokens == 0
+    assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8]) == 4
+    assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
+    assert found(cache, [9, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
 
 
 @pytest.mark.parametrize("prefix_hash", ["fast", "sha256"])
 def test_salts_keep_tenants_apart(prefix_hash: str):
     cache = manager(prefix_hash=prefix_hash)
     finish(cache, admitted(cache, "a", [1, 2, 3, 4, 5], "one"))
-    assert admitted(cache, "b", [1, 2, 3, 4, 5], "two").num_computed_tokens == 0
-    assert admitted(cache, "c", [1, 2, 3, 4, 5], "one").num_computed_tokens == 4
+    assert found(cache, [1, 2, 3, 4, 5], "two") == 0
+    assert found(cache, [1, 2, 3, 4, 5], "one") == 4
 
 
 def test_blocks_of_a_step_still_in_flight_are_not_found():
     cache = manager()
     request = admitted(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     cache.commit(request, 4)
-    assert admitted(cache, "b", [1, 2, 3, 4, 5, 6, 7, 8, 9]).num_computed_tokens == 4
+    assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
 
 
 def test_what_does_not_fit_changes_nothing():
     cache = manager(num_blocks=2, watermark=0.5)
     request = Request("a", [1] * 8)
-    assert not cache.admit(request, keep_watermark=True)
+    assert cache.admit(request, keep_watermark=True) is None
     assert cache.pool.num_free == 2
-    assert cache.admit(request, keep_watermark=False)
-    assert not cache.grow(request, 9)
+    assert cache.admit(request, keep_watermark=False) == 0
+    assert cache.grow([request]) is None
     assert len(request.block_ids) == 2
+
+
+def test_requests_that_grow_together_get_a_block_each_or_none():
+    cache = manager(num_blocks=4)
+    first, second = (admitted(cache, name, [1, 2]) for name in "ab")
+    assert cache.grow([first, second]) == [first.block_ids[-1], second.block_ids[-1]]
+    assert len({*first.block_ids, *second.block_ids}) == 4
+    cache.release(second)
+    third = admitted(cache, "c", [1, 2])
+    assert cache.grow([first, third]) is None
+    assert (len(first.block_ids), len(third.block_ids)) == (2, 1)
+    assert cache.pool.num_free == 1
 
 
 def test_the_front_of_a_chain_outlives_its_end():
     cache = manager(num_blocks=3)
     finish(cache, admitted(cache, "a", list(range(12))))
     finish(cache, admitted(cache, "b", [99, 98, 97]))
-    assert admitted(cache, "c", list(range(12))).num_computed_tokens == 8
+    assert found(cache, list(range(12))) == 8

@@ -3,14 +3,14 @@
 import asyncio
 import multiprocessing
 
-import msgspec
 from guest import occupy
 from toy_model import toy_spec
 
 from nanovllm_core import EngineClient, EngineConfig, Request, SamplingParams
 from nanovllm_core.engine import wire
-from nanovllm_core.engine.streams import Backlog
-from nanovllm_core.request import RequestOutput, TokenLogprobs
+from nanovllm_core.engine.process import split_by_client
+from nanovllm_core.engine.streams import Backlog, RequestStreams
+from nanovllm_core.request import RequestOutput, StepOutputs, TokenLogprobs
 
 CONFIG = EngineConfig(device="cpu", num_blocks=128, max_num_seqs=8)
 
@@ -53,14 +53,13 @@ async def test_each_client_gets_its_own_in_one_message_a_step(oracle, monkeypatc
         await settled(owner)
         await settled(other)
         assert owner.stats == other.stats
-        filled = [message for message in messages if message.outputs]
+        filled = [message.outputs for message in messages if message.outputs.keys]
         # Each client heard of each step at most once: 240 outputs came in as many messages at most.
         assert len(filled) <= 2 * owner.stats.num_steps
-        assert max(len(message.outputs) for message in filled) == 4
-        for message in filled:
-            ids = [output.id for output in message.outputs]
-            assert len(set(ids)) == len(ids)
-            assert len({key.split("-")[0] for key in ids}) == 1
+        assert max(len(outputs.keys) for outputs in filled) == 4
+        for outputs in filled:
+            assert len(set(outputs.keys)) == len(outputs.keys)
+            assert len({key // wire.KEYS_PER_CLIENT for key in outputs.keys}) == 1
     finally:
         await other.stop()
         await owner.stop()
@@ -109,23 +108,49 @@ async def test_every_client_hears_that_the_engine_is_gone():
     await owner.stop()
 
 
+class Bell:
+    """A sink that counts."""
+
+    def __init__(self) -> None:
+        self.rung = 0
+        self.failure: str | None = None
+
+    def wake(self) -> None:
+        self.rung += 1
+
+    def fail(self, reason: str) -> None:
+        self.failure = reason
+
+
 def test_a_backlog_is_one_output_whatever_came():
-    whole = [
-        RequestOutput("a", (7,), 3, 0, 1, (TokenLogprobs(-0.5, ()),)),
-        RequestOutput("a", (8, 9), 3, 0, 3, (TokenLogprobs(-0.25, ()), TokenLogprobs(-1.0, ()))),
-        RequestOutput("a", (5,), 3, 0, 4, (TokenLogprobs(-2.0, ()),), "stop", 5),
-    ]
-    backlog = Backlog()
+    streams, bell = RequestStreams(), Bell()
+    backlog = Backlog(Request("a", [1, 2, 3], SamplingParams(logprobs=0)), bell)
+    streams.open(9, backlog)
+    logprobs = [TokenLogprobs(-0.5, ()), TokenLogprobs(-0.25, ()), TokenLogprobs(-1.0, ()), TokenLogprobs(-2.0, ())]
     assert backlog.take() is None
-    for output in whole:
-        backlog.add(output)
-    taken = backlog.take()
-    assert taken == msgspec.structs.replace(
-        whole[-1], new_token_ids=(7, 8, 9, 5), logprobs=sum((output.logprobs for output in whole), ())
-    )
+    streams.dispatch(StepOutputs([9], [7], [(9, logprobs[0])], begins=[(9, 2)]))
+    assert bell.rung == 1
+    # Two tokens of one request, and one of somebody whom nobody listens to.
+    streams.dispatch(StepOutputs([9, 8, 9], [8, 1, 9], [(9, logprobs[1]), (8, logprobs[0]), (9, logprobs[2])]))
+    assert backlog.take() == RequestOutput("a", (7, 8, 9), 3, 2, 3, tuple(logprobs[:3]))
     assert backlog.take() is None
-    backlog.add(whole[0])
-    assert backlog.take() is whole[0]
-    backlog.add(RequestOutput("a", (1,), 3, 0, 1))
-    backlog.add(RequestOutput("a", (2,), 3, 0, 2))
-    assert backlog.take() == RequestOutput("a", (1, 2), 3, 0, 2)
+    streams.dispatch(StepOutputs([9], [5], [(9, logprobs[3])], ends=[(9, "stop", 5)]))
+    streams.dispatch(StepOutputs([9], [6]))
+    assert backlog.take() == RequestOutput("a", (5,), 3, 2, 4, (logprobs[3],), "stop", 5)
+    assert backlog.take() is None
+    assert not streams.close(9), "its last output had come"
+    streams.fail_all("gone")
+    assert bell.failure is None
+
+
+def test_a_steps_outputs_are_cut_by_client():
+    one, two = 5, 2 * wire.KEYS_PER_CLIENT + 5
+    logprobs = TokenLogprobs(-0.5, ())
+    whole = StepOutputs([one, two, one], [7, 8, 9], [(two, logprobs)], [(one, 16)], [(one, "length", None)])
+    assert split_by_client(whole) == {
+        0: StepOutputs([one, one], [7, 9], [], [(one, 16)], [(one, "length", None)]),
+        2: StepOutputs([two], [8], [(two, logprobs)]),
+    }
+    assert split_by_client(StepOutputs()) == {}
+    # Nothing is shared between the parts, nor left behind for the next step.
+    assert split_by_client(StepOutputs([one, two], [1, 2]))[0].tokens == [1]

@@ -1,10 +1,29 @@
-"""Which captured step answers for a batch. Capture and replay themselves are seen in the engine's tests on a GPU."""
+"""Which captured step answers for a batch, and that it does what launching the step does."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 import pytest
+import torch
+import toy_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm_core.config import ConfigError, EngineConfig, resolve
-from nanovllm_core.execution.graphs import CapturedStep, GraphShape, StepGraphs, decode_sizes, graph_shapes
-from nanovllm_core.scheduling.plan import BatchShape
+from nanovllm_core.execution import graphs as graphs_module
+from nanovllm_core.execution import runner as runner_module
+from nanovllm_core.execution.graphs import (
+    CapturedStep,
+    GraphShape,
+    Logits,
+    StepGraphs,
+    decode_sizes,
+    graph_shapes,
+    mixed_sizes,
+)
+from nanovllm_core.execution.runner import Runner
+from nanovllm_core.request import SamplingParams
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 100, 256, 1000])
@@ -18,20 +37,39 @@ def test_decodes_are_padded_by_few(most):
     assert len(sizes) < 50
 
 
+def test_mixed_steps_are_padded_by_few():
+    sizes = mixed_sizes(10_000)
+    assert sizes[0] == graphs_module.MIN_MIXED_TOKENS
+    assert sizes[-1] == graphs_module.MIXED_TOKENS
+    assert all(after - before <= min(before, graphs_module.MIXED_STEP) for before, after in pairwise(sizes))
+    assert mixed_sizes(700) == [64, 128, 256, 512]
+    assert mixed_sizes(50) == []
+
+
 def test_shapes_come_largest_first_and_within_the_budget():
-    shapes = graph_shapes("full", 64, 700)
+    shapes = graph_shapes("full", 64, 800)
     assert [shape.num_tokens for shape in shapes] == sorted((shape.num_tokens for shape in shapes), reverse=True)
-    assert {shape.num_tokens for shape in shapes if shape.max_query_len > 1} == {64, 128, 256, 512}
-    assert all(shape.num_reqs == 64 for shape in shapes if shape.max_query_len > 1)
-    assert {shape.max_query_len for shape in graph_shapes("full_decode_only", 64, 700)} == {1}
-    assert graph_shapes("none", 64, 700) == []
+    mixed = {shape.num_tokens: shape.mode for shape in shapes if shape.mode != "full_decode_only"}
+    assert mixed == {64: "full", 128: "full", 256: "full", 512: "full", 768: "piecewise"}
+    assert all(shape.num_reqs == 64 for shape in shapes if shape.num_tokens in mixed and shape.max_query_len > 1)
+    assert {shape.mode for shape in graph_shapes("piecewise", 64, 800) if shape.max_query_len > 1} == {"piecewise"}
+    assert {shape.max_query_len for shape in graph_shapes("full_decode_only", 64, 800)} == {1}
+    assert graph_shapes("none", 64, 800) == []
+
+
+def test_decodes_with_drafts_have_shapes_of_their_own():
+    shapes = graph_shapes("full_decode_only", 16, 40, query_lens=(1, 4))
+    assert {shape for shape in shapes if shape.max_query_len == 4} == {
+        GraphShape(size, 4 * size, 4, "full_decode_only") for size in (1, 2, 4, 8, 10)
+    }
+    assert {shape.num_reqs for shape in shapes if shape.max_query_len == 1} == {1, 2, 4, 8, 16}
 
 
 class Graphs(StepGraphs):
     """With every shape captured, by nothing."""
 
-    def __init__(self, mode):
-        super().__init__(graph_shapes(mode, 16, 256))
+    def __init__(self, mode, budget=256, query_lens=(1,)):
+        super().__init__(graph_shapes(mode, 16, budget, query_lens))
         self._steps = {shape: shape for shape in self._shapes}
 
 
@@ -40,28 +78,153 @@ def found(graphs: StepGraphs, *batch) -> GraphShape | CapturedStep | None:
 
 
 def test_the_smallest_that_holds_the_batch_answers():
-    graphs = Graphs("full")
-    assert found(graphs, 3, 3, 1) == GraphShape(4, 4, 1)
-    assert found(graphs, 16, 16, 1) == GraphShape(16, 16, 1)
-    assert found(graphs, 3, 50, None) == GraphShape(16, 64, 64)
-    assert found(graphs, 2, 130, 65) == GraphShape(16, 256, 256)
-    assert found(graphs, 2, 257, None) is None
-    assert graphs.counts == {("full_decode_only", "decode"): 2, ("full", "mixed"): 2, ("none", "mixed"): 1}
+    graphs = Graphs("full", 1024)
+    assert found(graphs, 3, 3, 1) == GraphShape(4, 4, 1, "full_decode_only")
+    assert found(graphs, 16, 16, 1) == GraphShape(16, 16, 1, "full_decode_only")
+    assert found(graphs, 3, 50, None) == GraphShape(16, 64, 64, "full")
+    assert found(graphs, 2, 130, 65) == GraphShape(16, 256, 256, "full")
+    assert found(graphs, 2, 513, None) == GraphShape(16, 768, 768, "piecewise")
+    assert found(graphs, 2, 1025, None) is None
+    assert graphs.counts == {
+        ("full_decode_only", "decode"): 2,
+        ("full", "mixed"): 2,
+        ("piecewise", "mixed"): 1,
+        ("none", "mixed"): 1,
+    }
+
+
+def test_a_uniform_decode_with_drafts_has_its_own_graph():
+    graphs = Graphs("full", query_lens=(1, 4))
+    assert found(graphs, 3, 12, 4) == GraphShape(4, 16, 4, "full_decode_only")
+    assert found(graphs, 3, 3, 1) == GraphShape(4, 4, 1, "full_decode_only")
+    # Not what was captured for it: a mix like any other.
+    assert found(graphs, 3, 9, 3) == GraphShape(16, 64, 64, "full")
+    assert found(Graphs("full"), 3, 12, 4) == GraphShape(16, 64, 64, "full")
+    assert graphs.counts == {("full_decode_only", "decode"): 2, ("full", "mixed"): 1}
 
 
 def test_without_mixed_graphs_a_mix_is_launched_kernel_by_kernel():
     graphs = Graphs("full_decode_only")
     assert found(graphs, 3, 50, None) is None
-    assert found(graphs, 1, 1, 1) == GraphShape(1, 1, 1)
+    assert found(graphs, 1, 1, 1) == GraphShape(1, 1, 1, "full_decode_only")
     assert found(Graphs("none"), 1, 1, 1) is None
 
 
-def test_graphs_need_kernels_that_never_wait():
-    import torch
+class Recording(TorchDispatchMode):
+    """In place of a CUDA graph: remembers what is called, and calls it again into the same tensors."""
 
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def capture_begin(self, **_):
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        self.calls.append((operator, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        for operator, args, kwargs, result in self.calls:
+            again = operator(*args, **kwargs)
+            if again.data_ptr() != result.data_ptr():
+                result.copy_(again)
+
+
+def test_pieces_and_the_attention_between_them_make_a_step(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(graphs_module, "_alias", lambda tensor: tensor)
+    inputs, lengths, tables = torch.ones(8, 2), torch.tensor([3, 2]), torch.zeros(2, 4)
+
+    def attention(layer):
+        # Like the true one, of as many rows as the batch has.
+        return lambda q, batch: q * batch + layer
+
+    def forward(launch):
+        hidden = inputs * 2
+        for layer in range(3):
+            hidden = hidden + launch(attention(layer), hidden - 1)
+        return Logits(hidden, lengths, tables)
+
+    with graphs_module._Capture(None) as capture:
+        logits = forward(capture.launch)
+    step = CapturedStep(capture.pieces, capture.attentions, logits)
+    assert len(step.pieces) == 4
+    for num_tokens, factor in [(5, 3.0), (8, 2.0)]:
+        inputs.copy_(torch.randn(8, 2))
+        batch = torch.full((num_tokens, 2), factor)
+        step.replay(num_tokens, lambda found, batch=batch: batch if found is logits else None)
+        expected = inputs[:num_tokens] * 2
+        for layer in range(3):
+            expected = expected + attention(layer)(expected - 1, batch)
+        torch.testing.assert_close(logits.logits[:num_tokens], expected)
+
+
+def test_graphs_need_kernels_that_never_wait():
     facts = {"max_position": 64, "model_dtype": torch.float32}
     assert resolve(EngineConfig(device="cpu"), has_cuda=True, **facts).graph_mode == "none"
     assert resolve(EngineConfig(), has_cuda=True, **facts).graph_mode == "full"
     assert resolve(EngineConfig(graph_mode="none"), has_cuda=True, **facts).graph_mode == "none"
     with pytest.raises(ConfigError, match="graph_mode 'full' needs a GPU"):
         resolve(EngineConfig(device="cpu", graph_mode="full"), has_cuda=True, **facts)
+
+
+def test_compiling_is_for_a_gpu():
+    facts = {"max_position": 64, "model_dtype": torch.float32, "has_cuda": True}
+    assert resolve(EngineConfig(), **facts).compile
+    assert not resolve(EngineConfig(compile=False), **facts).compile
+    assert not resolve(EngineConfig(device="cpu"), **facts).compile
+    assert not resolve(EngineConfig(attention_backend="torch"), **facts).compile
+    with pytest.raises(ConfigError, match="compile needs a GPU"):
+        resolve(EngineConfig(device="cpu", compile=True), **facts)
+
+
+PROMPTS = ([*range(7, 51)], [*range(30, 54)], [*range(60, 73)])
+CHUNKS = (40, 20, 9)
+
+
+def plans() -> list[StepPlan]:
+    """Three prompts but for their last four tokens; these, as a drafter would have them verified; then decodes."""
+    greedy = SamplingParams(temperature=0)
+    new_rows = [NewRow(row, prompt, len(prompt), 0, greedy, seed=0, stop_ids=()) for row, prompt in enumerate(PROMPTS)]
+    blocks, nothing = NewBlocks(), NewBlocks()
+    for row in range(3):
+        blocks.add(row, 0, [*range(1 + 4 * row, 5 + 4 * row)])
+
+    def scheduled(num_tokens: Sequence[int], *, samples: bool) -> ScheduledRows:
+        return ScheduledRows(np.arange(3), np.array(num_tokens), np.full(3, samples))
+
+    chunks = scheduled(CHUNKS, samples=False)
+    drafts, decodes = scheduled([4, 4, 4], samples=True), scheduled([1, 1, 1], samples=True)
+    return [
+        StepPlan(0, new_rows, blocks, chunks, BatchShape(3, sum(CHUNKS), None), max_seq_len=40),
+        StepPlan(1, [], nothing, drafts, BatchShape(3, 12, 4), max_seq_len=44),
+        *(StepPlan(2 + step, [], nothing, decodes, BatchShape(3, 3, 1), max_seq_len=45 + step) for step in range(5)),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
+def test_captured_steps_do_what_launched_ones_do(mode, monkeypatch):
+    def run(mode):
+        asked = EngineConfig(device="cuda", graph_mode=mode, max_num_seqs=4, num_blocks=20, forbid_sync=True)
+        config = resolve(asked, max_position=256, model_dtype=torch.float32, has_cuda=True)
+        runner = Runner(toy_model.toy_spec(), config)
+        made = []
+        for plan in plans():
+            step = runner.launch(plan)
+            step.wait()
+            made.append(step.tokens().tokens.tolist())
+        return runner.graphs.counts, made
+
+    _, expected = run("none")
+    monkeypatch.setattr(runner_module, "graph_shapes", lambda *sizes: graph_shapes(*sizes, query_lens=(1, 4)))
+    counts, found = run(mode)
+    assert found == expected
+    assert len({token for tokens in found for token in tokens}) > 5
+    counts.pop(("none", "mixed"))
+    assert counts == {(mode, "mixed"): 1, ("full_decode_only", "decode"): 6}

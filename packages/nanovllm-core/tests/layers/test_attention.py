@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from nanovllm_core.layers.attention import Heads, attend, qkv_parts
@@ -21,7 +22,8 @@ def naive(qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return out.transpose(0, 1).flatten(1)
 
 
-def test_a_request_in_two_steps_attends_as_if_whole():
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_request_in_two_steps_attends_as_if_whole(launched):
     torch.manual_seed(0)
     heads = Heads.of_rank(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ParallelContext())
     assert heads.cache_spec == PagedSpec(NUM_KV_HEADS, HEAD_DIM, NUM_HEADS)
@@ -46,7 +48,9 @@ def test_a_request_in_two_steps_attends_as_if_whole():
             backend="torch",
         )
         slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        ctx = ForwardContext(attention, slots, (other, mine))
+        # What stands for the attention has its queries only, and knows a batch of its own.
+        launch = (lambda attend, q, batch=attention: attend(q, batch)) if launched else None
+        ctx = ForwardContext(None if launched else attention, slots, (other, mine), launch=launch)
         outputs.append(attend(heads.split(qkv[begin:end].clone()), rotary.plan(positions), ctx, cache_index=1))
     torch.testing.assert_close(torch.cat(outputs), naive(qkv, cos_sin))
     assert other.isnan().all()

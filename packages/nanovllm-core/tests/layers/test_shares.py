@@ -1,5 +1,7 @@
 """Layers split over ranks: what the ranks have, put together, is what one rank would have had."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,26 @@ def test_row_parallel_ranks_add_up_with_the_bias_once(ranks, x):
         layer = RowParallelLinear(8, 5, build, bias=True)
         total += loaded(layer, **{"layer.weight": weight, "layer.bias": bias})(share.contiguous())
     torch.testing.assert_close(total, x @ weight.T + bias)
+
+
+def test_all_ranks_give_a_float32_residual_back_in_float32(ranks, x):
+    weight, residual = torch.randn(5, 8).bfloat16(), torch.randn(3, 5)
+    total = torch.zeros(3, 5)
+    for build, share in zip(ranks(SIZE), x.bfloat16().chunk(SIZE, dim=1), strict=True):
+        layer = loaded(RowParallelLinear(8, 5, replace(build, dtype=torch.bfloat16)), **{"layer.weight": weight})
+        part = layer(share.contiguous(), residual.clone())
+        assert part.dtype == torch.float32
+        total += part
+    torch.testing.assert_close(total, x @ weight.float().T + residual, rtol=2**-6, atol=0.05)
+
+
+def test_the_residual_stream_of_bf16_weights_is_float32_on_a_cpu(ranks):
+    weight, ids = torch.randn(10, 8).bfloat16(), torch.tensor([0, 9], dtype=torch.int32)
+    for size in (1, SIZE):
+        builds = [replace(build, dtype=torch.bfloat16) for build in ranks(size)]
+        parts = [loaded(VocabEmbedding(10, 8, build), **{"layer.weight": weight})(ids) for build in builds]
+        assert torch.equal(sum(parts), weight[ids.long()].float())
+        assert {part.dtype for part in parts} == {torch.float32}
 
 
 def test_each_token_is_embedded_by_the_rank_that_has_it(ranks):

@@ -4,11 +4,12 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, RequestStatus, SamplingParams
-from nanovllm_core.scheduling.plan import StepPlan, TokenChoice
+from nanovllm_core.scheduling.plan import StepPlan, StepTokens
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 VOCAB = 50
@@ -34,15 +35,16 @@ class Device:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
 
-    def run(self, plan: StepPlan) -> list[TokenChoice]:
+    def run(self, plan: StepPlan) -> StepTokens:
         for new in plan.new_rows:
             self.tokens[new.row] = list(new.token_ids)
             self.computed[new.row] = new.num_computed_tokens
             self.tables[new.row] = {}
-        for row, start, blocks in plan.new_blocks:
-            self.tables[row].update(enumerate(blocks, start))
-        choices = []
-        for row, count, samples in plan.scheduled:
+        blocks = plan.new_blocks
+        for row, entry, block in zip(blocks.rows, blocks.entries, blocks.block_ids, strict=True):
+            self.tables[row][entry] = block
+        sampled = []
+        for row, count, samples in zip(*(column.tolist() for column in plan.scheduled), strict=True):
             state = 1
             end = self.computed[row] + count
             for position, token in enumerate(self.tokens[row][:end]):
@@ -54,9 +56,9 @@ class Device:
             self.computed[row] = end
             assert samples == (end == len(self.tokens[row]))
             if samples:
-                choices.append(TokenChoice(next_token(state, self.eos_rate)))
-                self.tokens[row].append(choices[-1].token)
-        return choices
+                sampled.append(next_token(state, self.eos_rate))
+                self.tokens[row].append(sampled[-1])
+        return StepTokens(np.array(sampled, np.int32), ())
 
 
 def expected_output(request: Request, limit: int, eos_rate: int) -> list[int]:
@@ -83,12 +85,12 @@ def check_ownership(scheduler: Scheduler, requests: list[Request]) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan, decodes: set[int], budget: int) -> None:
-    counts = [entry.num_tokens for entry in plan.scheduled]
+    counts = plan.scheduled.num_tokens.tolist()
     assert 0 < sum(counts) <= budget
     assert plan.shape.num_tokens == sum(counts)
     assert min(counts) >= 1
     assert counts == sorted(counts, key=lambda count: count != 1), "decodes must come first"
-    rows = [entry.row for entry in plan.scheduled]
+    rows = plan.scheduled.rows.tolist()
     assert len(set(rows)) == len(rows)
     if plan.new_rows:
         assert decodes <= set(rows), "a prefill was admitted while a running decode went without"
@@ -122,9 +124,9 @@ class Trace:
         self.device = Device(self.block_size, self.eos_rate)
         self.prefixes = [[rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(2)]
         self.requests: list[Request] = []
-        self.aborted: set[str] = set()
-        self.outputs: dict[str, list[int]] = {}
-        self.reasons: dict[str, str] = {}
+        self.aborted: set[int] = set()
+        self.outputs: dict[int, list[int]] = {}
+        self.reasons: dict[int, str] = {}
         self.in_flight: deque = deque()
 
     def submit(self) -> None:
@@ -143,18 +145,20 @@ class Trace:
             priority=rng.choice([0, 0, 0, -1, 1]),
             arrival_time=float(len(self.requests)),
         )
+        request.key = len(self.requests)
         self.requests.append(request)
-        self.outputs[request.id] = []
+        self.outputs[request.key] = []
         self.scheduler.add(request)
 
     def step(self) -> bool:
         scheduler = self.scheduler
         while len(self.in_flight) < self.depth:
+            rows = scheduler.rows
             decodes = {
                 request.row
                 for request in scheduler.running
-                if request.num_tokens - request.num_computed_tokens == 1
-                and request.num_tokens < request.max_total_tokens
+                if rows.num_tokens[request.row] - rows.num_computed[request.row] == 1
+                and rows.num_tokens[request.row] < request.max_total_tokens
             }
             step = scheduler.schedule()
             if step is None:
@@ -162,13 +166,15 @@ class Trace:
             check_plan(scheduler, step.plan, decodes, self.budget)
             self.in_flight.append((step, self.device.run(step.plan)))
         if self.in_flight:
-            step, choices = self.in_flight.popleft()
-            for output in scheduler.complete(step, choices):
-                assert output.id not in self.aborted
-                assert output.id not in self.reasons, "an output after the last one"
-                self.outputs[output.id] += output.new_token_ids
-                if output.finish_reason:
-                    self.reasons[output.id] = output.finish_reason
+            outputs = scheduler.complete(*self.in_flight.popleft())
+            for key, token in zip(outputs.keys, outputs.tokens, strict=True):
+                assert key not in self.aborted
+                assert key not in self.reasons, "an output after the last one"
+                assert (key in dict(outputs.begins)) == (not self.outputs[key])
+                self.outputs[key].append(token)
+            for key, reason, stop_token in outputs.ends:
+                assert stop_token == (self.outputs[key][-1] if reason == "stop" else None)
+                self.reasons[key] = reason
         check_ownership(scheduler, self.requests)
         return bool(self.in_flight)
 
@@ -176,8 +182,8 @@ class Trace:
         alive = [request for request in self.requests if request.status is not RequestStatus.FINISHED]
         if alive:
             request = self.rng.choice(alive)
-            assert self.scheduler.abort(request.id)
-            self.aborted.add(request.id)
+            assert self.scheduler.abort(request.key)
+            self.aborted.add(request.key)
 
     def run(self) -> None:
         for _ in range(self.rng.randrange(1, 12)):
@@ -204,13 +210,13 @@ class Trace:
             assert request.row == -1
             limit = request.max_total_tokens - request.num_prompt_tokens
             expected = expected_output(request, limit, self.eos_rate)
-            output = self.outputs[request.id]
-            if request.id in self.aborted:
+            output = self.outputs[request.key]
+            if request.key in self.aborted:
                 assert output == expected[: len(output)]
                 continue
             assert output == expected
             stopped = expected[-1] == EOS and not request.sampling.ignore_eos
-            assert self.reasons[request.id] == ("stop" if stopped else "length")
+            assert self.reasons[request.key] == ("stop" if stopped else "length")
 
 
 @pytest.mark.parametrize("block_of_seeds", range(8))

@@ -106,7 +106,13 @@ def toy_spec(kind: str = "toy") -> ModelSpec:
     )
 
 
-def dense_logits(model: ToyLM, tokens: list[int]) -> Tensor:
+def in_fp8(heads: Tensor) -> Tensor:
+    """Heads [T, n, D] as an FP8 cache gives them back: e4m3 under the least power of two that they fit under."""
+    scales = 2 ** (heads.double().abs().amax(-1, keepdim=True) / 448).log2().ceil()
+    return ((heads / scales).to(torch.float8_e4m3fn).double() * scales).float()
+
+
+def dense_logits(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
     """Logits after the last of `tokens`, by the textbook: no cache, no pages, no batch."""
     x = model.embed.weight[torch.tensor(tokens)]
     angles = torch.arange(len(tokens))[:, None] / 100.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
@@ -120,20 +126,23 @@ def dense_logits(model: ToyLM, tokens: list[int]) -> Tensor:
         normed = functional.rms_norm(x, (HIDDEN,), layer.norm.weight, 1e-6)
         qkv = functional.linear(normed, layer.qkv_proj.weight.data).view(len(tokens), -1, HEAD_DIM)
         q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
-        q, k, v = (t.transpose(0, 1) for t in (rotate(q), rotate(k), v))
+        k = rotate(k)
+        if fp8_cache:
+            k, v = in_fp8(k), in_fp8(v)
+        q, k, v = (t.transpose(0, 1) for t in (rotate(q), k, v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + functional.linear(out.transpose(0, 1).reshape(len(tokens), -1), layer.o_proj.weight.data)
     return functional.linear(x[-1], model.head.weight)
 
 
-def make_oracle() -> Callable[[list[int], int], list[int]]:
+def make_oracle(*, fp8_cache: bool = False) -> Callable[[list[int], int], list[int]]:
     """Greedy tokens after a prompt, EOS not stopping it."""
     model = build_toy("toy", BuildContext(torch.device("cpu"), torch.float32, ParallelContext()))
 
     def generate(prompt: list[int], count: int) -> list[int]:
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(int(dense_logits(model, tokens).argmax()))
+            tokens.append(int(dense_logits(model, tokens, fp8_cache=fp8_cache).argmax()))
         return tokens[len(prompt) :]
 
     return generate

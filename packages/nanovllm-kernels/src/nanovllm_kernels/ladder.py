@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import paged_attention, plan_batch
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
@@ -91,21 +92,36 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=DTYPE)
 
 
-def decode_inputs(batch: int, context: int, page_size: int) -> tuple[torch.Tensor, ...]:
-    """(queries, cache, tables, lengths) of one query a request over `context` tokens, pages in random order."""
+def decode_inputs(batch: int, context: int, page_size: int, *, in_fp8: bool) -> tuple[torch.Tensor | None, ...]:
+    """(queries, cache, scales, tables, lengths) of one query a request over `context` tokens, pages in random order."""
     width = context // page_size
     num_blocks = batch * width + 1
-    kv_cache = random(num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
+    shape = (num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
+    if in_fp8:
+        # Any numbers but NaN, and none above 2.
+        kv_cache = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF).view(fp8.DTYPE)
+    else:
+        kv_cache = random(*shape)
+    kv_scales = fp8.make_scales(kv_cache) if in_fp8 else None
     tables = (torch.randperm(num_blocks - 1, device="cuda") + 1).view(batch, width).int()
     seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    return random(batch, NUM_HEADS, HEAD_DIM), kv_cache, tables, seq_lens
+    return random(batch, NUM_HEADS, HEAD_DIM), kv_cache, kv_scales, tables, seq_lens
 
 
-def decode(batch: int, context: int, page_size: int) -> Work:
-    """Decode attention by Triton."""
+def decode_work(
+    name: str, make: Callable[[int], Callable[[], object]], batch: int, context: int, page_size: int, *, in_fp8: bool
+) -> Work:
+    """Decode attention, whose cost is its keys and values, with their scales."""
+    cost = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if in_fp8 else HEAD_DIM * 2)
+    prefix = "FP8 " if in_fp8 else ""
+    return Work(f"{prefix}{name} batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+
+
+def decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
+    """Decode attention by Triton, over a cache of bf16 or of FP8."""
 
     def make(_: int) -> Callable[[], object]:
-        q, kv_cache, tables, seq_lens = decode_inputs(batch, context, page_size)
+        q, kv_cache, kv_scales, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=in_fp8)
         starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
         planned = plan_batch(
             tables,
@@ -117,24 +133,23 @@ def decode(batch: int, context: int, page_size: int) -> Work:
             num_heads=NUM_HEADS,
             kv_cache=kv_cache,
             backend="triton",
+            dtype=DTYPE,
         )
-        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5)
+        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5, kv_scales=kv_scales)
 
-    cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
-    return Work(f"decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+    return decode_work("decode", make, batch, context, page_size, in_fp8=in_fp8)
 
 
-def cute_decode(batch: int, context: int, page_size: int) -> Work:
+def cute_decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
     """The same by the CuTe DSL."""
     from nanovllm_kernels.attention.cute_decode import make_workspace, paged_decode
 
     def make(_: int) -> Callable[[], object]:
-        q, kv_cache, tables, seq_lens = decode_inputs(batch, context, page_size)
+        q, kv_cache, kv_scales, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=in_fp8)
         out, workspace = torch.empty_like(q), make_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
-        return lambda: paged_decode(q, kv_cache, tables, seq_lens, HEAD_DIM**-0.5, workspace, out)
+        return lambda: paged_decode(q, kv_cache, kv_scales, tables, seq_lens, HEAD_DIM**-0.5, workspace, out)
 
-    cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
-    return Work(f"CuTe decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+    return decode_work("CuTe decode", make, batch, context, page_size, in_fp8=in_fp8)
 
 
 def flash_decode(batch: int, context: int, page_size: int) -> Work:
@@ -142,12 +157,11 @@ def flash_decode(batch: int, context: int, page_size: int) -> Work:
     from nanovllm_kernels.attention.flash_prefill import paged_prefill
 
     def make(_: int) -> Callable[[], object]:
-        q, kv_cache, tables, seq_lens = decode_inputs(batch, context, page_size)
+        q, kv_cache, _, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=False)
         starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
         return lambda: paged_prefill(q, kv_cache, tables, seq_lens, starts, HEAD_DIM**-0.5, 1)
 
-    cost = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * 2
-    return Work(f"flash decode batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+    return decode_work("flash decode", make, batch, context, page_size, in_fp8=False)
 
 
 def prefill(batch: int, length: int) -> Work:
@@ -322,9 +336,10 @@ def ladder() -> Iterator[Work]:
     for page_size in (16, 64):
         for batch in (1, 8, 64, 256):
             for context in (512, 2048, 8192, 32768):
-                yield decode(batch, context, page_size)
-                if has_cute():
-                    yield cute_decode(batch, context, page_size)
+                for in_fp8 in (False, True):
+                    yield decode(batch, context, page_size, in_fp8=in_fp8)
+                    if has_cute():
+                        yield cute_decode(batch, context, page_size, in_fp8=in_fp8)
                 if has_flash_attention():
                     yield flash_decode(batch, context, page_size)
     yield prefill(4, 2048)

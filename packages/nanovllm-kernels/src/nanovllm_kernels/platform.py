@@ -64,6 +64,12 @@ def has_cute() -> bool:
 
 
 @functools.cache
+def has_fp8() -> bool:
+    """Whether this machine's GPU turns e4m3 into other numbers and back: Ada, Hopper and newer."""
+    return has_cuda() and _capability() >= (8, 9)
+
+
+@functools.cache
 def describe(device: torch.device) -> DeviceInfo:
     """What `device` is and can do. Raises RuntimeError for a CUDA device that isn't there."""
     if device.type == "cuda":
@@ -76,6 +82,16 @@ def describe(device: torch.device) -> DeviceInfo:
             has_triton=has_triton(),
         )
     return DeviceInfo(name=device.type, capability=None, total_memory=0, num_sms=0, has_triton=has_triton())
+
+
+def residual_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the residual stream, [T, hidden_size], of a model with weights of `dtype` on `device`.
+
+    On a CPU float32 beside bf16 weights, else theirs. A bf16 stream is rounded twice a layer, and two tokens' logits
+    are often nearer than the error that comes of it; and norms and products of few rows, which a CPU computes in
+    float32 anyway, would convert it back and forth.
+    """
+    return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
 
 
 @functools.cache

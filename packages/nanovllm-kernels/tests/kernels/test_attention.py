@@ -23,8 +23,9 @@ def run(batch, *, blindly=False, backend="triton"):
         num_heads=batch.q.shape[1],
         kv_cache=batch.kv_cache,
         backend=backend,
+        dtype=batch.q.dtype,
     )
-    return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale)
+    return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale, kv_scales=batch.kv_scales)
 
 
 def check(batch, naive_attention):
@@ -42,6 +43,39 @@ def test_mixed_batch(device, paged_batch, naive_attention, head_dim, page_size, 
         MIXED, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
     )
     check(batch, naive_attention)
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 32), (128, 16), (256, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_fp8_cache(device, paged_batch, quantized, naive_attention, head_dim, page_size, dtype):
+    batch = paged_batch(
+        MIXED, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
+    )
+    check(quantized(batch), naive_attention)
+
+
+def test_fp8_cache_in_splits_and_units(device, paged_batch, quantized, naive_attention, monkeypatch):
+    monkeypatch.setattr(tiles, "choose_splits", lambda *_: 3)
+    monkeypatch.setattr(tiles, "choose_units", lambda *_: 5)
+    monkeypatch.setattr(tiles, "MIN_UNIT_TOKENS", 32)
+    batch = paged_batch(
+        [(1, 400), (1, 3), (7, 150), (2, 2)],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        dtype=torch.float32,
+        device=device,
+    )
+    check(quantized(batch), naive_attention)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e4, 1e8])
+def test_fp8_cache_under_queries_of_any_size(device, paged_batch, quantized, naive_attention, size):
+    batch = paged_batch(
+        MIXED, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.bfloat16, device=device
+    )
+    check(quantized(replace(batch, q=batch.q * size, scale=batch.scale / size)), naive_attention)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (9, 3), (8, 1), (20, 1), (4, 4)])
@@ -145,6 +179,25 @@ def test_grid(device, paged_batch, naive_attention, dtype, head_dim, page_size, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (32, 8), (16, 1), (4, 4)])
+def test_fp8_grid(device, paged_batch, quantized, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
+    requests = [(1, 1), (1, 1000), (1, 64), (1, 2049), (130, 130), (64, 1000), (1, 77), (513, 600)]
+    batch = paged_batch(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        device=device,
+    )
+    check(quantized(batch), naive_attention)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("requests", [[(1, 32768)], [(1, 32768), (1, 100)], [(64, 16000)], [(1, 20000), (300, 5000)]])
 def test_long_contexts(device, paged_batch, naive_attention, requests, dtype):
@@ -185,3 +238,23 @@ def test_backends(device, paged_batch, naive_attention, dtype, head_dim, page_si
         for blindly in (False, True):
             out = run(batch, blindly=blindly, backend=backend)
             torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_cute(), reason="needs the extra cutedsl and a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fp8_cache_by_the_fastest(device, paged_batch, quantized, naive_attention, dtype, head_dim):
+    batch = paged_batch(
+        [(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)],
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        page_size=16,
+        dtype=dtype,
+        device=device,
+    )
+    batch = quantized(batch)
+    for blindly in (False, True):
+        out = run(batch, blindly=blindly, backend="fastest")
+        torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)

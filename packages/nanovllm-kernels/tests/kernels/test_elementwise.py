@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanovllm_kernels import fp8
 from nanovllm_kernels.elementwise import QKNorm, reference
 
 SMALL = [torch.float32, torch.float16]
@@ -37,13 +38,52 @@ def check_rope_and_cache(num_tokens, heads, dims, dtype, device, *, with_norm):
     weights = [torch.randn(head_dim, device=device).to(dtype) for _ in range(2)] if with_norm else [None, None]
     norm = QKNorm(weights[0].float(), weights[1].float(), 1e-5) if with_norm else None
     expected, expected_cache = qkv.float(), kv_cache.float()
-    reference.rope_and_cache(expected, reference.gather_rotation(cos_sin, positions), slots, expected_cache, norm)
-    OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, *weights, 1e-5)
+    reference.rope_and_cache(expected, reference.gather_rotation(cos_sin, positions), slots, expected_cache, None, norm)
+    OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, None, *weights, 1e-5)
     torch.testing.assert_close(qkv[:, :num_heads].float(), expected[:, :num_heads], **CLOSE[dtype])
     torch.testing.assert_close(
         kv_cache[:, :, :num_kv_heads].float(), expected_cache[:, :, :num_kv_heads], **CLOSE[dtype]
     )
     assert torch.equal(kv_cache[:, :, num_kv_heads:].float(), expected_cache[:, :, num_kv_heads:])
+
+
+def check_fp8_cache(num_tokens, heads, dims, dtype, device, *, page_size, exactly):
+    """Exactly: quarter turns, which round nothing, so that every byte is known."""
+    (num_heads, num_kv_heads), (head_dim, rot) = heads, dims
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
+    qkv *= torch.randint(-9, 9, (*qkv.shape[:2], 1), device=device).exp2()
+    qkv[0, -1] = 0
+    cos_sin = torch.randn(300, rot, device=device)
+    if exactly:
+        quarters = torch.randint(0, 2, (300, rot // 2), device=device).float()
+        cos_sin = torch.cat((quarters, 1 - quarters), 1)
+    positions = torch.randint(0, 300, (num_tokens,), device=device)
+    num_blocks = num_tokens // page_size + 2
+    slots = torch.randperm(num_blocks * page_size, device=device)[:num_tokens]
+    kv_cache = torch.full((num_blocks, page_size, 2 * num_kv_heads, head_dim), 7.0, device=device).to(fp8.DTYPE)
+    kv_scales = fp8.make_scales(kv_cache)
+    expected, expected_cache, expected_scales = qkv.float(), kv_cache.cpu(), kv_scales.cpu()
+    rows = reference.gather_rotation(cos_sin.cpu(), positions.cpu())
+    reference.rope_and_cache(expected.cpu(), rows, slots.cpu(), expected_cache, expected_scales, None)
+    OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, kv_scales, None, None, 0.0)
+    if exactly:
+        assert torch.equal(kv_cache.cpu().view(torch.uint8), expected_cache.view(torch.uint8))
+        assert torch.equal(kv_scales.cpu(), expected_scales)
+        return
+    found = fp8.dequantize(kv_cache.cpu(), kv_scales.cpu().transpose(1, 2), torch.float32)
+    wanted = fp8.dequantize(expected_cache, expected_scales.transpose(1, 2), torch.float32)
+    # Where the last bit of a float32 decides, the next number, or the next scale and so its smallest numbers.
+    smallest = 2.0 ** (expected_scales.transpose(1, 2).unsqueeze(-1).float() - fp8.EXPONENT_BIAS - 9)
+    assert ((found - wanted).abs() <= wanted.abs() / 8 + 2 * smallest).all()
+    assert (found == wanted).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_fp8_cache(device, dtype):
+    for heads, dims in [((9, 3), (64, 64)), ((2, 1), (80, 32)), ((17, 9), (96, 48))]:
+        for page_size in (16, 64):
+            check_fp8_cache(5, heads, dims, dtype, device, page_size=page_size, exactly=True)
+        check_fp8_cache(5, heads, dims, dtype, device, page_size=16, exactly=False)
 
 
 @pytest.mark.parametrize("dtype", SMALL)
@@ -61,6 +101,15 @@ def test_norm_of_heads_within_a_projection(device):
     qkv, weight = torch.randn(3, 6 * 16, device=device), torch.randn(16, device=device)
     heads = qkv[:, 16 : 4 * 16].view(3, 3, 16)
     torch.testing.assert_close(OPS.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LARGE)
+@pytest.mark.parametrize("num_tokens", [1, 63, 8192])
+def test_large_fp8_cache(device, dtype, num_tokens):
+    for heads, dims in [((9, 3), (64, 64)), ((32, 8), (128, 128)), ((32, 2), (128, 64))]:
+        for exactly in (False, True):
+            check_fp8_cache(num_tokens, heads, dims, dtype, device, page_size=16, exactly=exactly)
 
 
 @pytest.mark.gpu

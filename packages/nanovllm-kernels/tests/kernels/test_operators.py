@@ -25,8 +25,10 @@ def arguments():
     return {
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
         "silu_and_mul": (torch.randn(3, 16),),
-        "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, weight, weight, 1e-5),
-        "paged_attention": (qkv[:, :2], kv_cache, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),
+        "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5),
+        "paged_attention": (
+            *(qkv[:, :2], kv_cache, None, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),
+        ),
         "project_rows": (torch.randn(3, 16), weight, 1e-5, torch.randn(8, 16), None, torch.randn(3, 4), True, False),
         "project_split": (halves[:9], halves, None, torch.randn(9, 64).half(), torch.zeros(64, dtype=torch.int32)),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from nanovllm_core.layers.attention import Heads, QKNorm, attend, qkv_parts
+from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
@@ -91,17 +92,19 @@ class LlamaAttention(nn.Module):
         )
         self._index = index
 
-    def forward(self, x: Tensor, norm: RMSNorm, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Of what `norm` makes of x, added to x, which may be overwritten: [T, hidden] -> [T, hidden]."""
+    def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """Of the joint projection [T, all heads * head_dim], overwritten: [T, query heads * head_dim]."""
         qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
             qk_norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
-        qkv = self.heads.split(self.qkv_proj.forward(x, norm))
-        return self.o_proj.forward(attend(qkv, rotation, ctx, self._index, qk_norm), x)
+        return attend(self.heads.split(qkv), rotation, ctx, self._index, qk_norm)
 
 
 class LlamaLayer(nn.Module):
-    """Attention and feed-forward, each of the normed residual stream and added to it."""
+    """Attention and feed-forward, each of the normed residual stream and added to it.
+
+    In three parts, as what lies between the attention of two layers may be compiled as one.
+    """
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__()
@@ -110,10 +113,20 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """The residual stream, [T, hidden] -> [T, hidden]; x may be overwritten."""
-        x = self.self_attn.forward(x, self.input_layernorm, rotation, ctx)
+    def before(self, x: Tensor) -> Tensor:
+        """What attention is done with: [T, hidden] -> [T, all heads * head_dim]."""
+        return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
+
+    def after(self, attended: Tensor, x: Tensor) -> Tensor:
+        """The residual stream behind the layer, of attention's result and the stream before; x may be overwritten."""
+        x = self.self_attn.o_proj.forward(attended, x)
         return self.mlp.forward(x, x, self.post_attention_layernorm)
+
+
+def between(attended: Tensor, x: Tensor, layer: LlamaLayer, following: LlamaLayer) -> tuple[Tensor, Tensor]:
+    """From the attention of one layer to that of the next: the residual stream, and what the next is done with."""
+    x = layer.after(attended, x)
+    return x, following.before(x)
 
 
 class LlamaModel(nn.Module):
@@ -125,14 +138,18 @@ class LlamaModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(LlamaLayer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self._between = compiled(between, LEAST_ROWS) if build.compile else between
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Token ids [T] -> hidden states [T, hidden]."""
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
-        for layer in self.layers:
-            x = layer.forward(x, rotation, ctx)
-        return self.norm.forward(x)
+        layer, *others = self.layers
+        qkv = layer.before(x)
+        for following in others:
+            x, qkv = self._between(layer.self_attn.forward(qkv, rotation, ctx), x, layer, following)
+            layer = following
+        return self.norm.forward(layer.after(layer.self_attn.forward(qkv, rotation, ctx), x))
 
 
 class LlamaForCausalLM(nn.Module):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("torch", "triton", "flash", "cutedsl", "fastest")
-GRAPH_MODES = ("none", "full_decode_only", "full")
+GRAPH_MODES = ("none", "full_decode_only", "piecewise", "full")
 REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
@@ -62,15 +62,17 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-num-batched-tokens", type=_integer(1), help="most tokens computed in a step")
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
     engine.add_argument("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
+    engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
     engine.add_argument("--block-size", type=int, choices=(16, 32, 64), default=16, help="tokens in a KV block")
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, that nobody can forge")
     engine.add_argument(
         "--graph-mode",
-        choices=("auto", "none", "full_decode_only", "full"),
+        choices=("auto", *GRAPH_MODES),
         default="auto",
         help="steps replayed from CUDA graphs",
     )
+    engine.add_argument("--no-compile", action="store_true", help="no torch.compile between attention operators")
     engine.add_argument("--depth", type=int, choices=(1, 2), default=2, help="steps in flight; 1 is for debugging")
     logs = flags.add_argument_group("logs")
     logs.add_argument("--trace", type=Path, metavar="FILE", help="write the engine's steps there, for Perfetto")
@@ -129,6 +131,7 @@ def settings(options: argparse.Namespace) -> "Settings":
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            kv_cache_dtype=options.kv_cache_dtype,
             block_size=options.block_size,
             gpu_memory_utilization=options.gpu_memory_utilization,
             cpu_cache_gib=options.cpu_cache_gib,
@@ -138,6 +141,7 @@ def settings(options: argparse.Namespace) -> "Settings":
             seed=options.seed,
             attention_backend=_choice(options.attention_backend),
             graph_mode=_choice(options.graph_mode),
+            compile=False if options.no_compile else None,
             trace=options.trace,
         ),
     )

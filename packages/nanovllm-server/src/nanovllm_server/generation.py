@@ -6,10 +6,9 @@ whatever reason, aborts every sequence. This room must not know HTTP or JSON.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
-from nanovllm_core import Engine, EngineDeadError, Request, RequestOutput
-from nanovllm_core.engine.streams import Backlog
+from nanovllm_core import Engine, EngineDeadError, OpenRequest, Request, RequestOutput
 from nanovllm_server.choice import Choice
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.response import Delta, Usage
@@ -17,58 +16,41 @@ from nanovllm_server.protocol.response import Delta, Usage
 IDLE_S = 15.0
 
 
-class Mailbox:
-    """Outputs that nobody has read yet, by choice. One reader, who sleeps while there are none."""
+class Bell:
+    """Wakes the one reader of an answer when any of its choices has something new."""
 
-    def __init__(self, num_choices: int):
-        self._backlogs = [Backlog() for _ in range(num_choices)]
+    def __init__(self) -> None:
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._filled = False
-
-    def put(self, index: int, output: RequestOutput) -> None:
-        """Leave an output of choice `index`."""
-        self._backlogs[index].add(output)
-        self._filled = True
-        self.wake()
-
-    def fail(self, failure: Exception) -> None:
-        """Make the reader raise `failure`."""
-        self._failure = failure
-        self.wake()
+        self._rung = False
 
     def wake(self) -> None:
+        """Learn that there is something new."""
+        self._rung = True
+        self.look()
+
+    def fail(self, reason: str) -> None:
+        """Learn that the engine died."""
+        self.give_up(EngineDeadError(reason))
+
+    def give_up(self, failure: Exception) -> None:
+        """Make the reader raise `failure`."""
+        self._failure = failure
+        self.look()
+
+    def look(self) -> None:
         """Let the reader look, even if there is nothing."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[RequestOutput | None] | None:
-        """Everything there is, joined by choice; None when woken for nothing."""
-        if not self._filled and self._failure is None:
+    async def wait(self) -> None:
+        """Sleep until there is something, or one should look whether there is."""
+        if not self._rung and self._failure is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        self._rung = False
         if self._failure is not None:
             raise self._failure
-        if not self._filled:
-            return None
-        self._filled = False
-        return [backlog.take() for backlog in self._backlogs]
-
-
-class Slot:
-    """Where the engine leaves the outputs of one choice."""
-
-    def __init__(self, mailbox: Mailbox, index: int):
-        self._mailbox = mailbox
-        self._index = index
-
-    def put(self, output: RequestOutput) -> None:
-        """Take an output."""
-        self._mailbox.put(self._index, output)
-
-    def fail(self, reason: str) -> None:
-        """Learn that the engine died."""
-        self._mailbox.fail(EngineDeadError(reason))
 
 
 class Generation:
@@ -79,7 +61,7 @@ class Generation:
         self._requests = requests
         self._choices = choices
         self._metrics = metrics
-        self._mailbox = Mailbox(len(choices))
+        self._bell = Bell()
         self._cached_tokens = 0
         self._last: list[float | None] = [None] * len(choices)
 
@@ -101,7 +83,7 @@ class Generation:
 
     def fail(self, failure: Exception) -> None:
         """End it from outside: whoever reads the deltas gets `failure`."""
-        self._mailbox.fail(failure)
+        self._bell.give_up(failure)
 
     async def deltas(self, idle_s: float = IDLE_S) -> AsyncGenerator[list[Delta], None]:
         """What became known since the last time; nothing once in `idle_s` seconds while nothing does.
@@ -109,15 +91,16 @@ class Generation:
         Ends when every choice has. Raises EngineDeadError, and whatever `fail` was given.
         """
         loop = asyncio.get_running_loop()
-        closers: list[Callable[[], None]] = []
+        opened: list[OpenRequest] = []
         ticker = loop.create_task(self._tick(idle_s))
         try:
-            for index, request in enumerate(self._requests):
-                closers.append(self._engine.open(request, Slot(self._mailbox, index)))
+            for request in self._requests:
+                opened.append(self._engine.open(request, self._bell))  # noqa: PERF401 (the next one may fail)
             unfinished = len(self._choices)
             while unfinished:
-                outputs = await self._mailbox.take()
-                if outputs is None:
+                await self._bell.wait()
+                outputs = [each.take() for each in opened]
+                if not any(outputs):
                     yield []
                     continue
                 deltas: list[Delta] = []
@@ -130,13 +113,13 @@ class Generation:
                     if self._choices[index].finish_reason is not None:
                         unfinished -= 1
                         # It may have been a stop string; the engine need not go on until the other choices end.
-                        closers[index]()
+                        opened[index].close()
                 if deltas:
                     yield deltas
         finally:
             ticker.cancel()
-            for close in closers:
-                close()
+            for each in opened:
+                each.close()
             self._count()
 
     def _take(self, index: int, output: RequestOutput) -> Delta | None:
@@ -166,4 +149,4 @@ class Generation:
     async def _tick(self, idle_s: float) -> None:
         while True:
             await asyncio.sleep(idle_s)
-            self._mailbox.wake()
+            self._bell.look()

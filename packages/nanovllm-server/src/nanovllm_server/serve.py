@@ -185,12 +185,13 @@ def banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
     url = f"http://{shown}:{port}"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
     workers = f" ({settings.http_workers} workers)" if settings.http_workers > 1 else ""
+    cache = f"{info.kv_cache_bytes / (1 << 30):.2f} GiB of {info.kv_cache_dtype}"
     return (
         f"nanovllm-server {__version__}\n"
         f"  address  {url}{workers}\n"
         f"  model    {', '.join(names)} ({info.dtype} on {info.device}, attention: {info.attention_backend})\n"
-        f"  cache    {info.kv_cache_tokens} tokens ({info.kv_cache_bytes / (1 << 30):.2f} GiB), context "
-        f"{info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
+        f"  cache    {info.kv_cache_tokens} tokens ({cache}), context {info.max_model_len} tokens, "
+        f"{info.max_num_seqs} requests at once\n\n"
         f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f'-d \'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
     )

@@ -117,7 +117,7 @@ async def _start(assignment: Assignment) -> Service:
         dialect=dialect,
         names=names,
         gate=Gate(engine.info.max_num_seqs + settings.max_queue, sheet),
-        metrics=Metrics(names[0], lambda: engine.stats, sheet),
+        metrics=Metrics(names[0], engine.info, lambda: engine.stats, sheet),
         logger=get_logger("nanovllm"),
         api_key=settings.api_key,
         defaults=assignment.defaults,

@@ -3,6 +3,8 @@
 This room must not know about steps, budgets or devices: the scheduler asks, the answer is block numbers.
 """
 
+from collections.abc import Sequence
+
 from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.prefix import PrefixHasher
 from nanovllm_core.config import PrefixHash
@@ -21,33 +23,33 @@ class CacheManager:
         self._hasher = PrefixHasher(prefix_hash, block_size) if prefix_caching else None
         self._watermark_blocks = int(num_blocks * watermark)
 
-    def admit(self, request: Request, *, keep_watermark: bool) -> bool:
+    def admit(self, request: Request, *, keep_watermark: bool) -> int | None:
         """Give a request that holds nothing the blocks of all its known tokens, cached ones where the prefix matches.
 
-        On success `num_computed_tokens` says what need not be computed again. The last token is always computed, since
-        its logits are wanted. keep_watermark: leave the watermark's share of blocks alone.
+        Returns how many tokens need not be computed, or None, and nothing changed, when there is no room. The last
+        token is always computed, since its logits are wanted. keep_watermark: leave the watermark's share of blocks
+        alone.
         """
         hits = self._longest_prefix(request)
         needed = self._blocks_for(len(request.token_ids)) - len(hits)
         revived = sum(1 for block in hits if self.pool.refs(block) == 0)
         spare = self._watermark_blocks if keep_watermark else 0
         if needed + revived + spare > self.pool.num_free:
-            return False
+            return None
         for block in hits:
             self.pool.acquire(block)
         request.block_ids = hits + self.pool.allocate(needed)
         request.num_committed_blocks = len(hits)
-        request.num_computed_tokens = len(hits) * self.block_size
-        return True
+        return len(hits) * self.block_size
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """See to it that `request` has blocks for `num_tokens` tokens; False, and nothing changed, when it can't be."""
-        needed = self._blocks_for(num_tokens) - len(request.block_ids)
-        if needed > self.pool.num_free:
-            return False
-        if needed > 0:
-            request.block_ids += self.pool.allocate(needed)
-        return True
+    def grow(self, requests: Sequence[Request]) -> list[int] | None:
+        """Give each of `requests` one block more, in order; None, and nothing changed, when there are too few."""
+        if len(requests) > self.pool.num_free:
+            return None
+        blocks = self.pool.allocate(len(requests))
+        for request, block in zip(requests, blocks, strict=True):
+            request.block_ids.append(block)
+        return blocks
 
     def commit(self, request: Request, num_computed: int) -> None:
         """Let later prompts find the full blocks among the first `num_computed` tokens, whose step has ended."""

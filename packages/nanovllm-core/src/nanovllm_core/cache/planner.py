@@ -10,6 +10,7 @@ import torch
 
 from nanovllm_core.config import ConfigError, ResolvedConfig
 from nanovllm_core.model import PagedSpec
+from nanovllm_kernels import fp8
 
 
 class CachePlan(NamedTuple):
@@ -20,8 +21,9 @@ class CachePlan(NamedTuple):
 
 
 def bytes_per_block(specs: Sequence[PagedSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes one block takes over all layers, keys and values together."""
-    return sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs) * block_size * dtype.itemsize
+    """Bytes one block takes over all layers, keys and values together, and in FP8 their scales."""
+    beside = fp8.SCALE_BYTES if dtype == fp8.DTYPE else 0
+    return sum(2 * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + beside) for spec in specs) * block_size
 
 
 def plan_cache(config: ResolvedConfig, free_bytes: int, block_bytes: int) -> CachePlan:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 import torch
 
@@ -11,8 +10,8 @@ from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import Request, RequestOutput
-from nanovllm_kernels.platform import has_cute, has_flash_attention
+from nanovllm_core.request import Request, StepOutputs
+from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +25,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         has_cuda=torch.cuda.is_available(),
         has_flash_attention=has_flash_attention(),
         has_cute=has_cute(),
+        has_fp8=has_fp8(),
     )
     return await EngineLoop.build(spec, resolved)
 
@@ -58,12 +58,12 @@ class AsyncEngine(Engine):
         finally:
             self._die(reason)
 
-    def _emit(self, outputs: Sequence[RequestOutput], stats: EngineStats) -> None:
+    def _emit(self, outputs: StepOutputs, stats: EngineStats) -> None:
         self.stats = stats
         self._streams.dispatch(outputs)
 
     def _submit(self, request: Request) -> None:
         self._loop.submit(request)
 
-    def _abort(self, key: str) -> None:
+    def _abort(self, key: int) -> None:
         self._loop.abort(key)

@@ -22,7 +22,7 @@ import zmq.asyncio
 from nanovllm_core.config import ConfigError, EngineConfig
 from nanovllm_core.engine import process, wire
 from nanovllm_core.engine.engine import Engine
-from nanovllm_core.engine.status import EngineDeadError, EngineInfo
+from nanovllm_core.engine.status import EngineDeadError
 from nanovllm_core.request import Request
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class EngineProcess:
 class EngineClient(Engine):
     """An engine in a process of its own. Make it with `launch`, or `adopt` or `connect` where one has been started."""
 
-    def __init__(self, info: EngineInfo, socket: "EngineSocket", owned: EngineProcess | None):
-        super().__init__(info)
+    def __init__(self, ready: wire.Ready, socket: "EngineSocket", owned: EngineProcess | None):
+        super().__init__(ready.info, ready.first_key)
         self.address = socket.address
         self._socket = socket
         self._owned = owned
@@ -125,8 +125,8 @@ class EngineClient(Engine):
         try:
             socket.send(wire.Hello())
             match await socket.receive():
-                case wire.Ready(info):
-                    return cls(info, socket, owned)
+                case wire.Ready() as ready:
+                    return cls(ready, socket, owned)
                 case wire.Failed(message, expected):
                     raise (ConfigError if expected else EngineDeadError)(message)
                 case None:
@@ -164,7 +164,7 @@ class EngineClient(Engine):
     def _submit(self, request: Request) -> None:
         self._socket.send(wire.Submit.of(request))
 
-    def _abort(self, key: str) -> None:
+    def _abort(self, key: int) -> None:
         self._socket.send(wire.Abort(key))
 
 

@@ -4,15 +4,12 @@ This room must not know how a request travels; the subclasses do.
 """
 
 import itertools
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
-
-import msgspec
+from dataclasses import dataclass, replace
 
 from nanovllm_core.engine.status import EngineDeadError, EngineInfo, EngineStats
-from nanovllm_core.engine.streams import OutputStream, RequestStreams, Sink
+from nanovllm_core.engine.streams import Backlog, Reader, RequestStreams, Sink
 from nanovllm_core.request import Request, RequestError, RequestOutput
 
 
@@ -39,10 +36,25 @@ def check_request(request: Request, info: EngineInfo) -> None:
         )
 
 
-class Engine(ABC):
-    """What every engine offers. One must be started by its class's own constructor coroutine."""
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A request that is being served.
 
-    def __init__(self, info: EngineInfo):
+    take: everything made since the last call, as one output; None if that is nothing. close: must be called at the end,
+    early or not, and ends the request if it still runs; calling it again does nothing.
+    """
+
+    take: Callable[[], RequestOutput | None]
+    close: Callable[[], None]
+
+
+class Engine(ABC):
+    """What every engine offers. One must be started by its class's own constructor coroutine.
+
+    first_key: requests get keys from here on.
+    """
+
+    def __init__(self, info: EngineInfo, first_key: int = 0):
         self.info = info
         self.stats = EngineStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
         self.dead: str | None = None
@@ -50,51 +62,55 @@ class Engine(ABC):
         self._live: set[str] = set()
         # Below this face a request has a key of its own, never used twice by any client of an engine: what is still on
         # its way for one that was aborted must not reach a later one of the same id.
-        self._keys = (f"{prefix}-{serial}" for prefix in (secrets.token_hex(8),) for serial in itertools.count())
+        self._keys = itertools.count(first_key)
 
     def check(self, request: Request) -> None:
         """Refuse a request that this engine could never serve. Raises RequestError, which names the field."""
         check_request(request, self.info)
 
-    def open(self, request: Request, sink: Sink) -> Callable[[], None]:
-        """Serve one request: `sink` gets what each step makes, under a key of this engine's own.
+    def open(self, request: Request, sink: Sink) -> OpenRequest:
+        """Serve one request: `sink` is woken whenever there is something to take.
 
-        Returns what must be called at the end, early or not, and ends the request if it still runs; calling it again
-        does nothing. Raises RequestError, and EngineDeadError when the engine has died.
+        Raises RequestError, and EngineDeadError when the engine has died.
         """
         self.check(request)
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         if request.id in self._live:
             raise RequestError("request_id", f"request id {request.id!r} is in use: choose another")
-        key = next(self._keys)
+        ours = replace(request, token_ids=list(request.token_ids))
+        ours.key = key = next(self._keys)
 
         def close() -> None:
             self._live.discard(request.id)
             if self._streams.close(key) and self.dead is None:
                 self._abort(key)
 
-        self._submit(replace(request, id=key, token_ids=list(request.token_ids)))
+        self._submit(ours)
         self._live.add(request.id)
-        self._streams.open(key, sink)
-        return close
+        backlog = Backlog(request, sink)
+        self._streams.open(key, backlog)
+        return OpenRequest(backlog.take, close)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Serve one request and yield what each step makes; the last output has a finish_reason.
+        """Serve one request and yield what is made, all there is at a time; the last output has a finish_reason.
 
         Closing the generator early aborts the request. Raises RequestError, and EngineDeadError when the engine has
         died or dies meanwhile.
         """
-        stream = OutputStream()
-        close = self.open(request, stream)
+        reader = Reader()
+        opened = self.open(request, reader)
         finished = False
         try:
             while not finished:
-                output = await stream.get()
+                output = opened.take()
+                if output is None:
+                    await reader.wait()
+                    continue
                 finished = output.finish_reason is not None
-                yield msgspec.structs.replace(output, id=request.id)
+                yield output
         finally:
-            close()
+            opened.close()
 
     @abstractmethod
     async def stop(self) -> None:
@@ -105,7 +121,7 @@ class Engine(ABC):
         """Send a checked request, under its key, on its way."""
 
     @abstractmethod
-    def _abort(self, key: str) -> None:
+    def _abort(self, key: int) -> None:
         """Have a request ended, if it still runs."""
 
     def _die(self, reason: str) -> None:

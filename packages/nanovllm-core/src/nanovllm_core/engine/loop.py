@@ -1,13 +1,13 @@
 """The one loop: plan a step, launch it, and take in an older one while it runs.
 
 Scheduling and bookkeeping happen on the event loop's thread; launching, and with it all of torch, on a thread of its
-own; waiting for a GPU on a third. Up to `depth` steps are in flight; depth 1 is the same loop. This room must not know
-who sends requests or where outputs go.
+own; waiting for a GPU on a third. A step goes from one to the next, and comes back when the device has ended it. Up to
+`depth` steps are in flight; depth 1 is the same loop. This room must not know who sends requests or where outputs go.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from nanovllm_core.engine.trace import Tracer, Track
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.sampler import StepHandle
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import Request, RequestOutput
+from nanovllm_core.request import Request, StepOutputs
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_core.scheduling.scheduler import ScheduledStep, Scheduler
 
-Emit = Callable[[Sequence[RequestOutput], EngineStats], None]
+Emit = Callable[[StepOutputs, EngineStats], None]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A launched step and the future of its handle."""
+    """A step, and the future of its handle, which is there when the device has ended it."""
 
     step: ScheduledStep
     handle: asyncio.Future[StepHandle]
@@ -91,6 +91,7 @@ class EngineLoop:
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             num_blocks=runner.num_blocks,
+            kv_cache_dtype=str(config.kv_cache_dtype).removeprefix("torch."),
             kv_cache_bytes=runner.kv_cache_bytes,
             prefix_caching=config.prefix_caching,
             attention_backend=config.attention_backend,
@@ -99,13 +100,13 @@ class EngineLoop:
         return cls(scheduler, runner, info, config.depth, launcher, tracer)
 
     def submit(self, request: Request) -> None:
-        """Queue a checked request. Raises ValueError when its id is in use."""
+        """Queue a checked request. Raises ValueError when its key is in use."""
         self._scheduler.add(request)
         self._wake.set()
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, key: int) -> None:
         """End a request, if it is still there; nothing more is emitted for it."""
-        if self._scheduler.abort(request_id):
+        if self._scheduler.abort(key):
             self._wake.set()
 
     def stop(self) -> None:
@@ -118,7 +119,7 @@ class EngineLoop:
         scheduler, pool = self._scheduler, self._scheduler.cache.pool
         counters = scheduler.counters
         return EngineStats(
-            num_requests_running=len(scheduler.running),
+            num_requests_running=scheduler.rows.num_running,
             num_requests_waiting=scheduler.num_waiting,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
@@ -139,14 +140,18 @@ class EngineLoop:
         Raises whatever a step raised; the engine can't go on after that.
         """
         try:
+            self._fill()
             while not self._stopping:
-                self._fill()
                 if self._in_flight:
-                    emit(await self._complete(), self.stats())
+                    outputs = await self._complete()
+                    # First the device's next step, then whoever waits for this one.
+                    self._fill()
+                    emit(outputs, self.stats())
                 else:
-                    emit((), self.stats())
+                    emit(StepOutputs(), self.stats())
                     await self._wake.wait()
                     self._wake.clear()
+                    self._fill()
             while self._in_flight:
                 await self._complete()
         finally:
@@ -158,28 +163,53 @@ class EngineLoop:
     def _fill(self) -> None:
         loop = asyncio.get_running_loop()
         while len(self._in_flight) < self._depth and (step := self._schedule()) is not None:
-            handle = loop.run_in_executor(self._launcher, self._launch, step.plan)
+            handle: asyncio.Future[StepHandle] = loop.create_future()
+            self._launcher.submit(self._launch, step.plan, handle)
             self._in_flight.append(StepInFlight(step, handle))
 
-    async def _complete(self) -> Sequence[RequestOutput]:
+    async def _complete(self) -> StepOutputs:
         oldest = self._in_flight.popleft()
         handle = await oldest.handle
-        if handle.ready:
-            choices = handle.choices()
-        else:
-            choices = await asyncio.get_running_loop().run_in_executor(self._waiter, handle.choices)
         if self._tracer is not None:
             self._tracer.device(oldest.step.plan.step, handle)
         with self._span("output", oldest.step.plan.step):
-            return self._scheduler.complete(oldest.step, choices)
+            return self._scheduler.complete(oldest.step, handle.tokens())
 
     def _schedule(self) -> ScheduledStep | None:
         with self._span("plan", self._scheduler.counters.steps):
             return self._scheduler.schedule()
 
-    def _launch(self, plan: StepPlan) -> StepHandle:
-        with self._span("launch", plan.step):
-            return self._runner.launch(plan)
+    def _launch(self, plan: StepPlan, future: asyncio.Future[StepHandle]) -> None:
+        """On the launching thread."""
+        try:
+            with self._span("launch", plan.step):
+                handle = self._runner.launch(plan)
+        except Exception as error:  # noqa: BLE001 (raised where the step is awaited)
+            future.get_loop().call_soon_threadsafe(_fail, future, error)
+            return
+        if handle.ready:
+            future.get_loop().call_soon_threadsafe(_settle, future, handle)
+        else:
+            self._waiter.submit(self._wait, handle, future)
+
+    def _wait(self, handle: StepHandle, future: asyncio.Future[StepHandle]) -> None:
+        """On the waiting thread."""
+        try:
+            handle.wait()
+        except Exception as error:  # noqa: BLE001 (raised where the step is awaited)
+            future.get_loop().call_soon_threadsafe(_fail, future, error)
+        else:
+            future.get_loop().call_soon_threadsafe(_settle, future, handle)
 
     def _span(self, track: Track, step: int) -> AbstractContextManager[None]:
         return nullcontext() if self._tracer is None else self._tracer.trace.span(track, f"step {step}")
+
+
+def _settle(future: asyncio.Future[StepHandle], handle: StepHandle) -> None:
+    if not future.cancelled():
+        future.set_result(handle)
+
+
+def _fail(future: asyncio.Future[StepHandle], error: Exception) -> None:
+    if not future.cancelled():
+        future.set_exception(error)

@@ -8,12 +8,13 @@ those that start it need none.
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import multiprocessing
 import signal
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ import zmq.asyncio
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.status import EngineStats
-from nanovllm_core.request import RequestOutput
+from nanovllm_core.request import StepOutputs
 
 if TYPE_CHECKING:
     from nanovllm_core.engine.loop import EngineLoop
@@ -103,15 +104,24 @@ def _one_line(error: Exception) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
+@dataclass(slots=True)
+class Client:
+    """One that said Hello. heard: when it was last sent something. keys: of its requests that still run."""
+
+    identity: bytes
+    heard: float = 0.0
+    keys: set[int] = field(default_factory=set[int])
+
+
 class EngineServer:
     """Connects a loop to its clients. Each request's outputs go to the client that sent it."""
 
     def __init__(self, engine: "EngineLoop", socket: zmq.asyncio.Socket):
         self._engine = engine
         self._socket = socket
-        self._owners: dict[str, bytes] = {}
-        # When each client was last sent something.
-        self._clients: dict[bytes, float] = {}
+        # By number, in the order they came; a number is never used twice.
+        self._clients: dict[int, Client] = {}
+        self._numbers = itertools.count()
 
     async def run(self) -> None:
         """Serve until a client says Stop or the loop fails."""
@@ -122,55 +132,74 @@ class EngineServer:
             await self._engine.run(self._emit)
         except Exception as error:  # noqa: BLE001 (told to the clients, who raise it)
             _log.exception("the engine failed")
-            for client in tuple(self._clients):
-                self._send(client, wire.Dead(f"the engine failed: {_one_line(error)}"))
+            for number in tuple(self._clients):
+                self._send(number, wire.Dead(f"the engine failed: {_one_line(error)}"))
         if receiver.done():
             receiver.result()
         receiver.cancel()
 
     async def _receive(self) -> None:
         while True:
-            client, payload = await self._socket.recv_multipart()
+            identity, payload = await self._socket.recv_multipart()
             message: wire.ToEngine = wire.decode_to_engine(payload)
             match message:
                 case wire.Hello():
-                    self._send(client, wire.Ready(self._engine.info))
-                case wire.Submit():
-                    self._owners[message.id] = client
-                    self._engine.submit(message.request())
-                case wire.Abort(request_id):
-                    self._owners.pop(request_id, None)
-                    self._engine.abort(request_id)
+                    number = next(self._numbers)
+                    self._clients[number] = Client(identity)
+                    self._send(number, wire.Ready(self._engine.info, number * wire.KEYS_PER_CLIENT))
+                case wire.Submit(key):
+                    # What a client sent that has gone since is nobody's.
+                    if (client := self._client_of(key)) is not None:
+                        client.keys.add(key)
+                        self._engine.submit(message.request())
+                case wire.Abort(key):
+                    if (client := self._client_of(key)) is not None:
+                        client.keys.discard(key)
+                        self._engine.abort(key)
                 case wire.Stop():
                     self._engine.stop()
 
-    def _emit(self, outputs: Sequence[RequestOutput], stats: EngineStats) -> None:
-        by_client: defaultdict[bytes, list[RequestOutput]] = defaultdict(list)
-        for output in outputs:
-            client = self._owners.get(output.id)
-            if client is None:
-                continue
-            by_client[client].append(output)
-            if output.finish_reason is not None:
-                del self._owners[output.id]
+    def _client_of(self, key: int) -> Client | None:
+        return self._clients.get(key // wire.KEYS_PER_CLIENT)
+
+    def _emit(self, outputs: StepOutputs, stats: EngineStats) -> None:
+        parts = split_by_client(outputs)
+        for key, _, _ in outputs.ends:
+            if (client := self._client_of(key)) is not None:
+                client.keys.discard(key)
         # Whoever has nothing in this step hears now and then how things stand, and once everything is at rest.
         now = time.monotonic()
         at_rest = not (stats.num_requests_running or stats.num_requests_waiting)
-        for client, last in tuple(self._clients.items()):
-            if client in by_client or at_rest or now - last > STATS_SECONDS:
-                self._send(client, wire.Step(by_client[client], stats))
+        for number, client in tuple(self._clients.items()):
+            if number in parts or at_rest or now - client.heard > STATS_SECONDS:
+                self._send(number, wire.Step(parts.get(number, StepOutputs()), stats))
 
-    def _send(self, client: bytes, message: wire.ToClient) -> None:
-        self._clients[client] = time.monotonic()
+    def _send(self, number: int, message: wire.ToClient) -> None:
+        client = self._clients[number]
+        client.heard = time.monotonic()
         # The high-water mark is off, so this is done at once, or has failed.
-        sent = asyncio.ensure_future(self._socket.send_multipart([client, wire.encode(message)]))
+        sent = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
         if sent.done() and isinstance(error := sent.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
-            self._forget(client)
+            # Nobody is left who wants what it wanted.
+            for key in self._clients.pop(number).keys:
+                self._engine.abort(key)
 
-    def _forget(self, client: bytes) -> None:
-        """End everything that a client wanted that is gone."""
-        del self._clients[client]
-        orphans = [key for key, owner in self._owners.items() if owner == client]
-        for key in orphans:
-            del self._owners[key]
-            self._engine.abort(key)
+
+def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
+    """What each client gets of a step's outputs, by its number; clients that get nothing are left out."""
+    clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
+    numbers = set(clients)
+    if len(numbers) <= 1:
+        return dict.fromkeys(numbers, outputs)
+    parts = {number: StepOutputs() for number in numbers}
+    for number, key, token in zip(clients, outputs.keys, outputs.tokens, strict=True):
+        part = parts[number]
+        part.keys.append(key)
+        part.tokens.append(token)
+    for logprobs in outputs.logprobs:
+        parts[logprobs[0] // wire.KEYS_PER_CLIENT].logprobs.append(logprobs)
+    for begin in outputs.begins:
+        parts[begin[0] // wire.KEYS_PER_CLIENT].begins.append(begin)
+    for end in outputs.ends:
+        parts[end[0] // wire.KEYS_PER_CLIENT].ends.append(end)
+    return parts

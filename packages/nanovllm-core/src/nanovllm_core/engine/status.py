@@ -23,6 +23,7 @@ class EngineInfo:
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int
+    kv_cache_dtype: str
     kv_cache_bytes: int
     prefix_caching: bool
     attention_backend: str

@@ -1,23 +1,22 @@
 """Hands each request's outputs to whoever reads them, and lets nobody wait for an engine that is gone.
 
-Outputs that came while a reader was busy are joined into one. This room must not know how requests reach the engine.
+A step's outputs come as columns. They are added, per request, to what its reader has not taken yet, and become a
+`RequestOutput` only when it does: a reader that was busy finds one. This room must not know how requests reach the
+engine.
 """
 
 import asyncio
-from collections.abc import Sequence
 from typing import Protocol
 
-import msgspec
-
 from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import RequestOutput, TokenLogprobs
+from nanovllm_core.request import FinishReason, Request, RequestOutput, StepOutputs, TokenLogprobs
 
 
 class Sink(Protocol):
-    """Where the outputs of one request go, as they come, on the event loop's thread. Neither may raise."""
+    """Who is told of what comes for a request, on the event loop's thread. Neither may raise."""
 
-    def put(self, output: RequestOutput) -> None:
-        """Take an output; the one with a finish reason is the last."""
+    def wake(self) -> None:
+        """Learn that there is something to take."""
         ...
 
     def fail(self, reason: str) -> None:
@@ -26,85 +25,111 @@ class Sink(Protocol):
 
 
 class Backlog:
-    """Outputs of one request that nobody has taken yet, as one: their tokens and log-probabilities, no more."""
+    """What was made for one request and nobody has taken yet. What comes is written to the public fields."""
 
-    def __init__(self) -> None:
-        self._last: RequestOutput | None = None
-        # Of outputs before the last one; mostly there are none.
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+    __slots__ = (
+        "_num_output_tokens",
+        "_request",
+        "finish_reason",
+        "logprobs",
+        "num_cached_tokens",
+        "sink",
+        "stop_token",
+        "tokens",
+    )
 
-    def add(self, output: RequestOutput) -> None:
-        """Add an output to what is there."""
-        if self._last is not None:
-            self._tokens += self._last.new_token_ids
-            self._logprobs += self._last.logprobs or ()
-        self._last = output
+    def __init__(self, request: Request, sink: Sink):
+        self.sink = sink
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_token: int | None = None
+        self._request = request
+        self._num_output_tokens = 0
 
     def take(self) -> RequestOutput | None:
-        """Everything since the last call; None when that is nothing."""
-        output, self._last = self._last, None
-        if output is None or not self._tokens:
-            return output
-        tokens = (*self._tokens, *output.new_token_ids)
-        logprobs = None if output.logprobs is None else (*self._logprobs, *output.logprobs)
-        self._tokens, self._logprobs = [], []
-        return msgspec.structs.replace(output, new_token_ids=tokens, logprobs=logprobs)
+        """Everything since the last call as one output, under the id that the sender chose; None if that is nothing."""
+        tokens, logprobs, request = self.tokens, self.logprobs, self._request
+        if not tokens:
+            return None
+        self.tokens = []
+        self._num_output_tokens += len(tokens)
+        if logprobs:
+            self.logprobs = []
+        return RequestOutput(
+            request.id,
+            tuple(tokens),
+            request.num_prompt_tokens,
+            self.num_cached_tokens,
+            self._num_output_tokens,
+            None if request.sampling.logprobs is None else tuple(logprobs),
+            self.finish_reason,
+            self.stop_token,
+        )
 
 
-class OutputStream:
-    """One request's outputs for one reader, who sleeps while there are none."""
+class Reader:
+    """The sink of one reader, who sleeps while there is nothing to take."""
+
+    __slots__ = ("_dead", "_waiter")
 
     def __init__(self) -> None:
-        self._backlog = Backlog()
         self._dead: str | None = None
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, output: RequestOutput) -> None:
-        """Add an output; joined to those not yet taken."""
-        self._backlog.add(output)
-        self._ready.set()
+    def wake(self) -> None:
+        """Let the reader go on, if it waits."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, reason: str) -> None:
         """Let the reader, now or later, get an EngineDeadError."""
         self._dead = reason
-        self._ready.set()
+        self.wake()
 
-    async def get(self) -> RequestOutput:
-        """Everything since the last call; waits for something to come. Raises EngineDeadError."""
-        await self._ready.wait()
-        output = self._backlog.take()
-        if output is None:
-            raise EngineDeadError(self._dead or "the engine stopped")
-        if self._dead is None:
-            self._ready.clear()
-        return output
+    def wait(self) -> asyncio.Future[None]:
+        """Something to wait for, there being nothing to take now. Raises EngineDeadError."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        return waiter
 
 
 class RequestStreams:
-    """The sinks of all requests of one client."""
+    """The backlogs of all requests of one client, by key."""
 
     def __init__(self) -> None:
-        self._sinks: dict[str, Sink] = {}
+        self._backlogs: dict[int, Backlog] = {}
 
-    def open(self, key: str, sink: Sink) -> None:
-        """Send the outputs of a new request to `sink`."""
-        self._sinks[key] = sink
+    def open(self, key: int, backlog: Backlog) -> None:
+        """Send the outputs of a new request to `backlog`."""
+        self._backlogs[key] = backlog
 
-    def close(self, key: str) -> bool:
+    def close(self, key: int) -> bool:
         """Forget a request, and drop what still comes for it. Returns whether its last output had not come yet."""
-        return self._sinks.pop(key, None) is not None
+        return self._backlogs.pop(key, None) is not None
 
-    def dispatch(self, outputs: Sequence[RequestOutput]) -> None:
-        """Give each output to its sink, if somebody still listens."""
-        for output in outputs:
-            sink = self._sinks.get(output.id)
-            if sink is not None:
-                if output.finish_reason is not None:
-                    del self._sinks[output.id]
-                sink.put(output)
+    def dispatch(self, outputs: StepOutputs) -> None:
+        """Give everything in `outputs` to the backlog it is for, if somebody still listens, and wake who reads that."""
+        backlogs = self._backlogs
+        for key, num_cached_tokens in outputs.begins:
+            if (backlog := backlogs.get(key)) is not None:
+                backlog.num_cached_tokens = num_cached_tokens
+        for key, logprobs in outputs.logprobs:
+            if (backlog := backlogs.get(key)) is not None:
+                backlog.logprobs.append(logprobs)
+        for key, reason, stop_token in outputs.ends:
+            if (backlog := backlogs.get(key)) is not None:
+                backlog.finish_reason, backlog.stop_token = reason, stop_token
+        for key, token in zip(outputs.keys, outputs.tokens, strict=True):
+            if (backlog := backlogs.get(key)) is not None:
+                backlog.tokens.append(token)
+                backlog.sink.wake()
+        for key, _, _ in outputs.ends:
+            backlogs.pop(key, None)
 
     def fail_all(self, reason: str) -> None:
         """Tell every open sink that nothing more will come."""
-        for sink in tuple(self._sinks.values()):
-            sink.fail(reason)
+        for backlog in tuple(self._backlogs.values()):
+            backlog.sink.fail(reason)

@@ -8,7 +8,10 @@ when the loop fails. This room must not know who listens.
 import msgspec
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_core.request import Request, RequestOutput, SamplingParams
+from nanovllm_core.request import Request, SamplingParams, StepOutputs
+
+# Each client's requests have keys of its own, this many: key // KEYS_PER_CLIENT tells the client.
+KEYS_PER_CLIENT = 1 << 32
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -18,6 +21,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """A new request: its sender's part of `Request`."""
 
+    key: int
     id: str
     token_ids: list[int]
     sampling: SamplingParams
@@ -29,6 +33,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     def of(cls, request: Request) -> "Submit":
         """The message that stands for `request`."""
         return cls(
+            request.key,
             request.id,
             request.token_ids,
             request.sampling,
@@ -39,13 +44,15 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     def request(self) -> Request:
         """The request that this message stands for."""
-        return Request(self.id, self.token_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
+        request = Request(self.id, self.token_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
+        request.key = self.key
+        return request
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Nobody waits for this request any more."""
 
-    id: str
+    key: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -53,9 +60,10 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves from now on."""
+    """The engine serves from now on. first_key: where the keys begin that are this client's."""
 
     info: EngineInfo
+    first_key: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -68,7 +76,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 class Step(msgspec.Struct, frozen=True, tag=True):
     """All that one step made for one client, and how things stand."""
 
-    outputs: list[RequestOutput]
+    outputs: StepOutputs
     stats: EngineStats
 
 

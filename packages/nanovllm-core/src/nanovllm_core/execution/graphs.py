@@ -1,14 +1,17 @@
 """Steps replayed from CUDA graphs, so that the host launches one thing where the model launches hundreds.
 
-A graph holds a step of one padded shape: decodes of so many requests, or any mix within so many tokens. The forward
-pass and the choice of tokens are graphs of their own: a step with log-probabilities or penalties needs only the first.
-All share one memory pool: one step runs at a time. This room must not know what is inside a step.
+A captured step has one padded shape: so many requests with as many tokens each (decodes), or any mix within so many
+tokens. It is one graph, or pieces between which attention is launched: kernels that no graph can hold may then be used,
+cut for the true batch. The choice of tokens is a graph of its own: a step with log-probabilities or penalties needs
+only the forward pass. All share one memory pool: one step runs at a time. This room must not know what is inside a
+step, but for the places where attention breaks it.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,56 +19,84 @@ from torch.cuda import _POOL_HANDLE  # pyright: ignore[reportPrivateUsage] - the
 from tqdm import tqdm
 
 from nanovllm_core.config import GraphMode
+from nanovllm_core.model import Attention
 from nanovllm_core.scheduling.plan import BatchShape
+from nanovllm_core.scheduling.policy import MIXED_TOKENS
+from nanovllm_kernels.attention import AttentionBatch
 
-# A mixed step of more tokens keeps the device busy for longer than the host needs to launch it kernel by kernel.
-MAX_MIXED_TOKENS = 2048
 MIN_MIXED_TOKENS = 64
+# In the mode "full", mixed steps of more tokens are captured in pieces: their attention gains more by kernels made for
+# prompts than it loses by being launched.
+MAX_WHOLE_TOKENS = 512
+# Where the products take as long as their rows are many, padding to a power of two would cost up to as much again.
+MIXED_STEP = 256
 
 
 class GraphShape(NamedTuple):
-    """A padded shape: requests, their tokens, and the most tokens that one of them may have."""
+    """A padded shape: requests, their tokens, and the most tokens that one of them may have.
+
+    mode: as what it is captured and counted: "full_decode_only" (all requests have max_query_len tokens), "full" (any
+    mix, whole) or "piecewise" (any mix, in pieces).
+    """
 
     num_reqs: int
     num_tokens: int
     max_query_len: int
+    mode: GraphMode
 
 
 class Logits(NamedTuple):
-    """What a forward pass leaves: logits [num_reqs, vocab] and the contexts' lengths, int32 [num_reqs]."""
+    """What a forward pass leaves: logits [num_reqs, vocab]; the contexts' lengths, int32 [num_reqs], and their block
+    tables, int32 [num_reqs, width].
+    """
 
     logits: Tensor
     seq_lens: Tensor
+    block_tables: Tensor
 
 
-Forward = Callable[[GraphShape], Logits]
+# Stands for the attention of each layer, see `ForwardContext.launch`; None where nothing does.
+Launch = Callable[[Attention, Tensor], Tensor] | None
+Forward = Callable[[GraphShape, Launch], Logits]
 # Chooses tokens and commits them; the needs that it is captured for are given as a number.
 Draw = Callable[[int, Logits], Tensor]
 
 
 @dataclass(slots=True)
 class CapturedStep:
-    """The graphs of one shape. draws: by needs, the graph that chooses and where it leaves its choice."""
+    """The graphs of one shape.
 
-    forward: torch.cuda.CUDAGraph
-    logits: Logits
+    pieces: the forward pass. attentions: what is launched after each piece but the last, for a batch of so many tokens.
+    draws: by needs, the graph that chooses and where it leaves its choice.
+    """
+
+    pieces: list[torch.cuda.CUDAGraph]
+    attentions: list[Callable[[AttentionBatch, int], None]]
+    found: Logits
     draws: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
+
+    def replay(self, num_tokens: int, plan: Callable[[Logits], AttentionBatch]) -> None:
+        """Run the forward pass for a batch of `num_tokens`. plan: its attention, from lengths and block tables."""
+        first, *others = self.pieces
+        first.replay()
+        if others:
+            batch = plan(self.found)
+            for attend, piece in zip(self.attentions, others, strict=True):
+                attend(batch, num_tokens)
+                piece.replay()
 
 
 class _Alias:
     """Memory of a captured tensor, seen without holding on to it, so that later captures may use it too."""
 
-    def __init__(self, tensor: Tensor):
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
-            "typestr": {torch.float32: "<f4", torch.int32: "<i4"}[tensor.dtype],
-            "data": (tensor.data_ptr(), False),
-            "version": 3,
-        }
+    def __init__(self, address: int, size: int):
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    return torch.as_tensor(_Alias(tensor), device=tensor.device)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = _Alias(tensor.data_ptr(), (last + 1) * tensor.element_size())
+    return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -78,15 +109,39 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, max_num_seqs]
 
 
-def graph_shapes(mode: GraphMode, max_num_seqs: int, max_num_batched_tokens: int) -> list[GraphShape]:
-    """All shapes to capture, largest first, so that the smaller ones find their memory there."""
+def mixed_sizes(most: int) -> list[int]:
+    """How many tokens mixed steps are padded to, up to `most`.
+
+    A larger step, of prompts alone, keeps the device busy for longer than the host needs to launch it kernel by kernel.
+    """
+    sizes: list[int] = []
+    size = MIN_MIXED_TOKENS
+    while size <= min(MIXED_TOKENS, most):
+        sizes.append(size)
+        size += min(size, MIXED_STEP)
+    return sizes
+
+
+def graph_shapes(
+    mode: GraphMode, max_num_seqs: int, max_num_batched_tokens: int, query_lens: Sequence[int] = (1,)
+) -> list[GraphShape]:
+    """All shapes to capture, largest first, so that the smaller ones find their memory there.
+
+    query_lens: how many tokens the requests of a uniform decode may have: 1, or 1 + k when k drafts are verified.
+    """
     if mode == "none":
         return []
-    shapes = [GraphShape(size, size, 1) for size in decode_sizes(max_num_seqs)]
-    size = MIN_MIXED_TOKENS
-    while mode == "full" and size <= min(MAX_MIXED_TOKENS, max_num_batched_tokens):
-        shapes.append(GraphShape(max_num_seqs, size, size))
-        size *= 2
+    shapes = [
+        GraphShape(size, size * query_len, query_len, "full_decode_only")
+        for query_len in query_lens
+        for size in decode_sizes(min(max_num_seqs, max_num_batched_tokens // query_len))
+    ]
+    if mode != "full_decode_only":
+        most_whole = MAX_WHOLE_TOKENS if mode == "full" else 0
+        shapes.extend(
+            GraphShape(max_num_seqs, size, size, "full" if size <= most_whole else "piecewise")
+            for size in mixed_sizes(max_num_batched_tokens)
+        )
     return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True)
 
 
@@ -96,20 +151,20 @@ class StepGraphs:
     def __init__(self, shapes: Sequence[GraphShape]):
         self.counts: Counter[tuple[GraphMode, str]] = Counter()
         self._shapes = shapes
-        self._decodes = sorted(shape for shape in shapes if shape.max_query_len == 1)
-        self._mixed = sorted((shape for shape in shapes if shape.max_query_len > 1), key=lambda shape: shape.num_tokens)
+        self._decodes: dict[int, list[GraphShape]] = {}
+        self._mixed: list[GraphShape] = []
+        for shape in sorted(shapes, key=lambda shape: shape.num_tokens):
+            uniform = shape.mode == "full_decode_only"
+            (self._decodes.setdefault(shape.max_query_len, []) if uniform else self._mixed).append(shape)
         self._steps: dict[GraphShape, CapturedStep] = {}
 
     def dispatch(self, batch: BatchShape) -> CapturedStep | None:
         """The smallest captured step that holds this batch; None when it must be launched kernel by kernel."""
-        candidates = self._mixed
-        mode: GraphMode = "full"
-        if batch.query_len == 1:
-            candidates, mode = self._decodes, "full_decode_only"
-        kind = "decode" if batch.query_len == 1 else "mixed"
-        for shape in candidates:
+        decodes = None if batch.query_len is None else self._decodes.get(batch.query_len)
+        kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
+        for shape in self._mixed if decodes is None else decodes:
             if batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens and shape in self._steps:
-                self.counts[mode, kind] += 1
+                self.counts[shape.mode, kind] += 1
                 return self._steps[shape]
         self.counts["none", kind] += 1
         return None
@@ -126,59 +181,92 @@ class StepGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for shape in tqdm(self._shapes, desc="capturing graphs", unit="graph", disable=not progress):
+            for shape in tqdm(self._shapes, desc="capturing graphs", unit="step", disable=not progress):
                 self._steps[shape] = _capture(shape, forward, draw, needs, pool)
         torch.cuda.current_stream().wait_stream(stream)
 
     def measure(self, forward: Forward, draw: Draw, needs: Sequence[int]) -> int:
-        """Bytes that `capture` will take: the two largest are captured for it, and dropped again."""
+        """Bytes that `capture` will take: the two largest of each mode are captured for it, and dropped again."""
         if not self._shapes:
             return 0
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        used: list[int] = []
         steps: list[CapturedStep] = []
+
+        def cost(shape: GraphShape) -> int:
+            before = torch.cuda.mem_get_info()[0]
+            steps.append(_capture(shape, forward, draw, needs, pool))
+            return before - torch.cuda.mem_get_info()[0]
+
         with torch.cuda.stream(stream):
-            for shape in [self._shapes[0], *self._shapes[:2]]:
-                before = torch.cuda.mem_get_info()[0]
-                steps.append(_capture(shape, forward, draw, needs, pool))
-                used.append(before - torch.cuda.mem_get_info()[0])
+            # The first brings the pool and what the libraries keep, the others the cost of one more.
+            total = cost(self._shapes[0])
+            for mode in {shape.mode for shape in self._shapes}:
+                alike = [shape for shape in self._shapes if shape.mode == mode]
+                total += len(alike) * max(cost(shape) for shape in alike[:2])
         torch.cuda.current_stream().wait_stream(stream)
         steps.clear()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        # The first brings the pool and what the libraries keep, the others the cost of one more.
-        return used[0] + max(used[1:]) * len(self._shapes)
+        return total
 
 
 def _capture(shape: GraphShape, forward: Forward, draw: Draw, needs: Sequence[int], pool: _POOL_HANDLE) -> CapturedStep:
-    warm = forward(shape)
+    warm = forward(shape, None)
     for need in needs:
         draw(need, warm)
     del warm
     torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with _Capture(graph, pool):
-        found = forward(shape)
-    step = CapturedStep(graph, Logits(_alias(found.logits), _alias(found.seq_lens)))
+    with _Capture(pool) as capture:
+        found = forward(shape, capture.launch if shape.mode == "piecewise" else None)
+    step = CapturedStep(capture.pieces, capture.attentions, Logits(*map(_alias, found)))
     # `found` keeps the logits' memory from the graphs that read it; other shapes may have it.
     for need in needs:
-        graph = torch.cuda.CUDAGraph()
-        with _Capture(graph, pool):
+        with _Capture(pool) as capture:
             tokens = draw(need, found)
-        step.draws[need] = graph, tokens
+        step.draws[need] = capture.pieces[0], tokens
     return step
 
 
 class _Capture:
-    """What `torch.cuda.graph` does, without a garbage collection and a synchronisation for every graph."""
+    """What `torch.cuda.graph` does, without a garbage collection and a synchronisation for every graph, and in pieces:
+    one more for each `launch`.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE):
-        self._graph, self._pool = graph, pool
+    Memory across pieces: all take theirs from one pool on one stream, as a single capture would. A tensor that a later
+    piece reads (the residual stream, the rotation, the lengths) is held by the forward pass that is being captured, and
+    so is a layer's attention's result until it has been used: no piece in between gets its memory. Queries and result
+    are only aliased here. What the pool gives their memory to was captured later, and is replayed later too.
+    """
 
-    def __enter__(self) -> None:
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+    def __init__(self, pool: _POOL_HANDLE):
+        self.pieces: list[torch.cuda.CUDAGraph] = []
+        self.attentions: list[Callable[[AttentionBatch, int], None]] = []
+        self._pool = pool
+
+    def __enter__(self) -> Self:
+        self._begin()
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self._graph.capture_end()
+        self.pieces[-1].capture_end()
+
+    def _begin(self) -> None:
+        self.pieces.append(torch.cuda.CUDAGraph())
+        self.pieces[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def launch(self, attention: Attention, q: Tensor) -> Tensor:
+        """End a piece, remember `attention` of these queries, begin the next piece; returns where the result will be.
+
+        At a replay the rows of padding hold whatever was there. No row reads another's, but through the cache, where
+        padding goes to the null block.
+        """
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.pieces[-1].capture_end()
+        self.attentions.append(partial(_attend, attention, _alias(q), _alias(out)))
+        self._begin()
+        return out
+
+
+def _attend(attention: Attention, q: Tensor, out: Tensor, batch: AttentionBatch, num_tokens: int) -> None:
+    out[:num_tokens] = attention(q[:num_tokens], batch)

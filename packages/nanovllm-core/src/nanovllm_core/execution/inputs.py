@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 
 
 def to_device(array: Int32Array, device: torch.device) -> Tensor:
@@ -55,7 +56,7 @@ class StepBuffer:
         self._there = torch.zeros(3 * size + 1, dtype=torch.int32, device=device)
         self.rows, self.query_start_loc, self.samples = self._there.split((size, size + 1, size))
 
-    def write(self, rows: Int32Array, lengths: Int32Array, samples: Int32Array) -> None:
+    def write(self, rows: Int64Array, lengths: Int64Array, samples: NDArray[np.bool_]) -> None:
         """Tell the device of a step; nothing is sent when it is like the last one, as when the same requests decode."""
         size, count = self._size, len(rows)
         step = np.zeros(3 * size + 1, np.int32)
@@ -70,5 +71,5 @@ class StepBuffer:
 
     def clear(self) -> None:
         """Tell the device of a step without requests, as graphs are captured with."""
-        nothing = np.zeros(0, np.int32)
-        self.write(nothing, nothing, nothing)
+        nothing = np.zeros(0, np.int64)
+        self.write(nothing, nothing, nothing.astype(np.bool_))

@@ -10,11 +10,12 @@ from enum import IntFlag
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.execution.inputs import Int32Array, StepBuffer, upload
 from nanovllm_core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
-from nanovllm_core.scheduling.plan import NewRow, StepPlan
+from nanovllm_core.scheduling.plan import NewBlocks, NewRow, StepPlan
 from nanovllm_kernels.sampling import IN_PROMPT
 
 _FOREVER = np.iinfo(np.int32).max
@@ -37,17 +38,18 @@ class StepInputs:
     """A plan as the device sees it.
 
     rows, query_start_loc, samples: see `StepBuffer`, whose whole is `buffer`; here without what comes behind the step's
-    requests. sampled: which of them sample. needs: of all that do, together. num_logprobs: of each that does, -1 for
-    none.
+    requests. sampled: int64, which of them sample. needs: of all that do, together. num_logprobs: int64, of each that
+    does, -1 for none. most_logprobs: the largest of these.
     """
 
     buffer: StepBuffer
     rows: Tensor
     query_start_loc: Tensor
     samples: Tensor
-    sampled: list[int]
+    sampled: NDArray[np.int64]
     needs: Needs
-    num_logprobs: list[int]
+    num_logprobs: NDArray[np.int64]
+    most_logprobs: int
 
 
 class RequestTable:
@@ -87,33 +89,32 @@ class RequestTable:
 
     def apply(self, plan: StepPlan) -> StepInputs:
         """Bring the rows up to date with `plan`, and return what its step works on."""
-        scheduled = plan.scheduled
-        count = len(scheduled)
-        rows = np.fromiter((entry.row for entry in scheduled), np.int32, count)
-        lengths = np.fromiter((entry.num_tokens for entry in scheduled), np.int32, count)
-        samples = np.fromiter((entry.samples for entry in scheduled), np.int32, count)
-        if plan.new_rows or plan.new_blocks:
+        rows, lengths, samples = plan.scheduled
+        count = len(rows)
+        if plan.new_rows or plan.new_blocks.rows:
             self._write_diffs(plan)
         self.buffer.write(rows, lengths, samples)
         sampled = np.flatnonzero(samples)
         sample_rows = rows[sampled]
+        num_logprobs = self._num_logprobs[sample_rows]
         return StepInputs(
             buffer=self.buffer,
             rows=self.buffer.rows[:count],
             query_start_loc=self.buffer.query_start_loc[: count + 1],
             samples=self.buffer.samples[:count],
-            sampled=sampled.tolist(),
+            sampled=sampled,
             needs=Needs(int(np.bitwise_or.reduce(self._needs[sample_rows], initial=0))),
-            num_logprobs=self._num_logprobs[sample_rows].tolist(),
+            num_logprobs=num_logprobs,
+            most_logprobs=int(num_logprobs.max(initial=-1)),
         )
 
     def _write_diffs(self, plan: StepPlan) -> None:
-        arrays = self._block_diffs(plan)
+        arrays = self._block_diffs(plan.new_blocks)
         if plan.new_rows:
             self._remember(plan.new_rows)
             arrays += self._row_diffs(plan.new_rows)
         at, values, *rest = upload(arrays, self.device)
-        if plan.new_blocks:
+        if plan.new_blocks.rows:
             self.block_table.view(-1).index_copy_(0, at.view(torch.int64), values)
         if plan.new_rows:
             self._write_rows(rest)
@@ -125,11 +126,9 @@ class RequestTable:
             self._needs[new.row] = _needs_of(new.sampling)
             self._num_logprobs[new.row] = -1 if logprobs is None else logprobs
 
-    def _block_diffs(self, plan: StepPlan) -> list[Int32Array]:
-        width = self.block_table.shape[1]
-        at = [np.arange(len(new.block_ids), dtype=np.int64) + (new.row * width + new.start) for new in plan.new_blocks]
-        values = [np.asarray(new.block_ids, np.int32) for new in plan.new_blocks]
-        return [_joined([each.view(np.int32) for each in at]), _joined(values)]
+    def _block_diffs(self, new: NewBlocks) -> list[Int32Array]:
+        at = np.array(new.rows, np.int64) * self.block_table.shape[1] + np.array(new.entries, np.int64)
+        return [at.view(np.int32), np.array(new.block_ids, np.int32)]
 
     def _row_diffs(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
         width = self.tokens.shape[1]
@@ -151,8 +150,8 @@ class RequestTable:
             np.array([min(s.top_k, self.vocab_size) for s in samplings], np.int32),
             np.array([new.seed for new in new_rows], np.int64).view(np.int32),
             floats.reshape(-1).view(np.int32),
-            _joined([np.arange(len(new.token_ids), dtype=np.int32) + new.row * width for new in new_rows]),
-            _joined([np.asarray(new.token_ids, np.int32) for new in new_rows]),
+            np.concatenate([np.arange(len(new.token_ids), dtype=np.int32) + new.row * width for new in new_rows]),
+            np.concatenate([np.asarray(new.token_ids, np.int32) for new in new_rows]),
         ]
 
     def _write_rows(self, there: Sequence[Tensor]) -> None:
@@ -205,7 +204,3 @@ def _needs_of(sampling: SamplingParams) -> Needs:
     if sampling.logit_bias or sampling.min_tokens:
         needs |= Needs.BIAS
     return needs
-
-
-def _joined(arrays: Sequence[Int32Array]) -> Int32Array:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)

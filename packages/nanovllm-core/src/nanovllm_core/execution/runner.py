@@ -6,26 +6,46 @@ plan is as it is.
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from nanovllm_core.cache.planner import bytes_per_block, plan_cache
 from nanovllm_core.config import ResolvedConfig
-from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
+from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Launch, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
-from nanovllm_core.execution.sampler import Sampled, StepHandle, draw, with_logprobs
+from nanovllm_core.execution.sampler import Sampled, StepHandle, draw, gather, with_logprobs
+from nanovllm_core.layers.compiled import compiled
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewRow, ScheduledRow, StepPlan
-from nanovllm_kernels.attention import plan_batch
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_kernels import fp8
+from nanovllm_kernels.attention import AttentionBatch, plan_batch
 from nanovllm_kernels.batch import build_inputs, commit_tokens
 from nanovllm_kernels.platform import describe
 
 # What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
 CAPTURED_NEEDS = (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
+# Rows that the compiler is shown; what it makes takes any number, but is laid out with this one in mind.
+COMPILED_ROWS = 1024
+
+
+class _Bounds(NamedTuple):
+    """What the host knows of a batch's lengths, see `plan_batch`."""
+
+    num_decodes: int | None
+    max_query_len: int
+    max_seq_len: int
+
+
+def _bounds(plan: StepPlan) -> _Bounds:
+    lengths = plan.scheduled.num_tokens
+    return _Bounds(int(np.count_nonzero(lengths == 1)), int(lengths.max()), plan.max_seq_len)
 
 
 class Runner:
@@ -39,7 +59,7 @@ class Runner:
         self.device = torch.device(config.device)
         self.device_name = describe(self.device).name
         self._config = config
-        self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext()))
+        self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))
         self._table = RequestTable(
             config.max_num_seqs,
             config.max_model_len,
@@ -50,16 +70,19 @@ class Runner:
         )
         specs = self._model.cache_specs()
         self._num_heads = specs[0].num_heads
-        self._kv_caches = self._allocate(0)
+        self._kv_caches, self._kv_scales = self._allocate(0)
+        self._gather_settings = compiled(gather, least_rows=1) if config.compile else gather
+        show = sys.stderr.isatty()
+        self._compile(progress=show)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, config.max_num_seqs, config.max_num_batched_tokens))
         free_bytes = free_for_cache(config, self.device, self._rehearse)
         self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
-        block_bytes = bytes_per_block(specs, config.block_size, config.dtype)
+        block_bytes = bytes_per_block(specs, config.block_size, config.kv_cache_dtype)
         self.num_blocks, self.max_model_len = plan_cache(config, free_bytes, block_bytes)
-        self._kv_caches = self._allocate(self.num_blocks)
+        self._kv_caches, self._kv_scales = self._allocate(self.num_blocks)
         self.kv_cache_bytes = block_bytes * (self.num_blocks + 1)
-        self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=sys.stderr.isatty())
+        self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=show)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -72,36 +95,41 @@ class Runner:
             step = self._table.apply(plan)
             captured = self.graphs.dispatch(plan.shape)
             if captured is not None:
-                return self._replay(step, captured, begin)
+                return self._replay(plan, step, captured, begin)
             logits = self._forward(
                 step.rows,
                 step.query_start_loc,
                 num_tokens=plan.shape.num_tokens,
-                num_decodes=sum(1 for entry in plan.scheduled if entry.num_tokens == 1),
-                max_query_len=max(entry.num_tokens for entry in plan.scheduled),
-                max_seq_len=plan.max_seq_len,
-                with_logits=bool(step.sampled),
+                bounds=_bounds(plan),
+                with_logits=step.sampled.size > 0,
             )
             return self._choose(step, logits, begin)
 
-    def _replay(self, step: StepInputs, captured: CapturedStep, begin: torch.cuda.Event | None) -> StepHandle:
-        captured.forward.replay()
+    def _replay(
+        self, plan: StepPlan, step: StepInputs, captured: CapturedStep, begin: torch.cuda.Event | None
+    ) -> StepHandle:
         count = len(step.rows)
-        if step.needs in captured.draws and max(step.num_logprobs, default=-1) < 0:
+
+        def plan_attention(found: Logits) -> AttentionBatch:
+            bounds = _bounds(plan)
+            block_tables = found.block_tables[:count, : -(-bounds.max_seq_len // self._config.block_size)]
+            return self._plan_attention(block_tables, found.seq_lens[:count], step.query_start_loc, bounds)
+
+        captured.replay(plan.shape.num_tokens, plan_attention)
+        if step.needs in captured.draws and step.most_logprobs < 0:
             graph, tokens = captured.draws[step.needs]
             graph.replay()
             return StepHandle(Sampled(tokens[:count], None, None, None), step.sampled, step.num_logprobs, begin)
-        found = Logits(captured.logits.logits[:count], captured.logits.seq_lens[:count])
-        return self._choose(step, found, begin)
+        return self._choose(step, Logits(*(tensor[:count] for tensor in captured.found)), begin)
 
     def _choose(self, step: StepInputs, found: Logits, begin: torch.cuda.Event | None) -> StepHandle:
-        if not step.sampled:
+        if not step.sampled.size:
             # What is passed for the tokens isn't read.
             self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
-            return StepHandle(None, (), (), begin)
-        tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs)
+            return StepHandle(None, step.sampled, step.num_logprobs, begin)
+        tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs, self._gather_settings)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
-        sampled = with_logprobs(tokens, found.logits, step.num_logprobs)
+        sampled = with_logprobs(tokens, found.logits, step.most_logprobs)
         return StepHandle(sampled, step.sampled, step.num_logprobs, begin)
 
     def _forward(
@@ -110,10 +138,9 @@ class Runner:
         query_start_loc: Tensor,
         *,
         num_tokens: int,
-        num_decodes: int | None,
-        max_query_len: int,
-        max_seq_len: int,
+        bounds: _Bounds,
         with_logits: bool = True,
+        launch: Launch = None,
     ) -> Logits:
         table, block_size = self._table, self._config.block_size
         batch = build_inputs(
@@ -124,47 +151,67 @@ class Runner:
             table.block_table,
             block_size,
             num_tokens,
-            -(-max_seq_len // block_size),
+            -(-bounds.max_seq_len // block_size),
         )
-        attention = plan_batch(
-            batch.block_tables,
-            batch.seq_lens,
+        attention = self._plan_attention(batch.block_tables, batch.seq_lens, query_start_loc, bounds)
+        ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches, self._kv_scales, launch)
+        hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
+        logits = self._model.compute_logits(hidden.index_select(0, batch.last)) if with_logits else hidden[:0]
+        return Logits(logits, batch.seq_lens, batch.block_tables)
+
+    def _plan_attention(
+        self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: _Bounds
+    ) -> AttentionBatch:
+        return plan_batch(
+            block_tables,
+            seq_lens,
             query_start_loc,
-            num_decodes=num_decodes,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+            num_decodes=bounds.num_decodes,
+            max_query_len=bounds.max_query_len,
+            max_seq_len=bounds.max_seq_len,
             num_heads=self._num_heads,
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
+            dtype=self._config.dtype,
         )
-        ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches)
-        hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
-        if not with_logits:
-            return Logits(hidden[:0], batch.seq_lens)
-        return Logits(self._model.compute_logits(hidden.index_select(0, batch.last)), batch.seq_lens)
 
     def _commit(self, rows: Tensor, query_start_loc: Tensor, samples: Tensor, tokens: Tensor, needs: Needs) -> None:
         table = self._table
         counts = table.counts if needs & Needs.PENALTY else None
         commit_tokens(rows, query_start_loc, tokens, samples, table.tokens, table.num_computed, counts)
 
-    def _forward_padded(self, shape: GraphShape) -> Logits:
+    def _forward_padded(self, shape: GraphShape, launch: Launch = None, *, num_decodes: int | None = None) -> Logits:
         buffer = self._table.buffer
+        if launch is not None:
+            # Attention that is launched is planned at each replay: the less of it in the graph, the better.
+            num_decodes = 0
         return self._forward(
             buffer.rows[: shape.num_reqs],
             buffer.query_start_loc[: shape.num_reqs + 1],
             num_tokens=shape.num_tokens,
-            num_decodes=None,
-            max_query_len=shape.max_query_len,
-            max_seq_len=self._config.max_model_len,
+            bounds=_Bounds(num_decodes, shape.max_query_len, self._config.max_model_len),
+            launch=launch,
         )
 
     def _draw_padded(self, needs: int, found: Logits) -> Tensor:
         buffer, count = self._table.buffer, found.logits.shape[0]
         rows = buffer.rows[:count]
-        tokens = draw(found.logits, rows, found.seq_lens, self._table, Needs(needs))
+        tokens = draw(found.logits, rows, found.seq_lens, self._table, Needs(needs), self._gather_settings)
         self._commit(rows, buffer.query_start_loc[: count + 1], buffer.samples[:count], tokens, Needs(needs))
         return tokens
+
+    def _compile(self, *, progress: bool) -> None:
+        """Run what is compiled when first used, for each kind of step that has kernels of its own: many rows and one,
+        each with attention for lengths that the host doesn't know and for prompts of known ones.
+        """
+        if self._config.attention_backend == "torch":
+            return
+        self._table.buffer.clear()
+        num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
+        several = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
+        for shape in tqdm((several, GraphShape(1, 1, 1, "none")), desc="compiling", disable=not progress):
+            self._draw_padded(Needs.RANDOM, self._forward_padded(shape))
+            self._forward_padded(shape, num_decodes=0)
 
     def _now(self) -> torch.cuda.Event | None:
         if self.device.type == "cpu":
@@ -193,18 +240,20 @@ class Runner:
         new_rows = [
             NewRow(row, [0] * length, length, 0, sampling, seed=0, stop_ids=()) for row, length in enumerate(lengths)
         ]
-        scheduled = [ScheduledRow(row, length, samples=True) for row, length in enumerate(lengths)]
-        shape = BatchShape(len(lengths), sum(lengths), None)
-        self.launch(StepPlan(0, new_rows, [], scheduled, shape, max_seq_len=max(lengths))).choices()
+        count = len(lengths)
+        scheduled = ScheduledRows(np.arange(count), np.array(lengths), np.ones(count, np.bool_))
+        shape = BatchShape(count, sum(lengths), None)
+        self.launch(StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len=max(lengths))).wait()
 
-    def _allocate(self, num_blocks: int) -> tuple[Tensor, ...]:
-        """A cache of `num_blocks` blocks and the null block for every layer that wants one."""
+    def _allocate(self, num_blocks: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """A cache of `num_blocks` blocks and the null block for every layer that wants one, and its scales, if any."""
         config = self._config
-        return tuple(
+        caches = tuple(
             torch.zeros(
                 (num_blocks + 1, config.block_size, 2 * spec.num_kv_heads, spec.head_dim),
-                dtype=config.dtype,
+                dtype=config.kv_cache_dtype,
                 device=self.device,
             )
             for spec in self._model.cache_specs()
         )
+        return caches, tuple(map(fp8.make_scales, caches)) if config.kv_cache_dtype == fp8.DTYPE else ()

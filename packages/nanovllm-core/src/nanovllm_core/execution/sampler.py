@@ -3,14 +3,17 @@
 This room must not know which request a row belongs to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.scheduling.plan import TokenChoice
+from nanovllm_core.request import TokenLogprobs
+from nanovllm_core.scheduling.plan import StepTokens
 from nanovllm_kernels.sampling import apply_bias, apply_penalties, logprobs, sample
 
 
@@ -23,36 +26,39 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor | None
 
 
-def draw(logits: Tensor, rows: Tensor, positions: Tensor, table: RequestTable, needs: Needs) -> Tensor:
+Gather = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+def gather(rows: Tensor, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of each of `columns` [R] what it says of `rows` int32 [n]: [n] each."""
+    return tuple(column.index_select(0, rows) for column in columns)
+
+
+def draw(
+    logits: Tensor, rows: Tensor, positions: Tensor, table: RequestTable, needs: Needs, gather_settings: Gather
+) -> Tensor:
     """Choose a token for each row of `logits` [n, vocab], of the requests in `rows` int32 [n]: int32 [n].
 
     positions: int32 [n], which the tokens will have. needs: of all rows together; may ask for more than any needs.
+    gather_settings: `gather`, or what was compiled of it.
     """
     if needs & Needs.PENALTY:
-        logits = apply_penalties(
-            logits,
-            rows,
-            table.counts,
-            *(each.index_select(0, rows) for each in (table.repetition, table.presence, table.frequency)),
-        )
+        penalties = gather(rows, (table.repetition, table.presence, table.frequency))
+        logits = apply_penalties(logits, rows, table.counts, *penalties)
     if needs & Needs.BIAS:
         logits = apply_bias(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
+    settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)
+    if needs & Needs.RANDOM:
+        settings = gather_settings(rows, settings)
+    temperature, top_k, top_p, min_p, seeds = settings
+    all_greedy, any_filter = not needs & Needs.RANDOM, bool(needs & Needs.FILTER)
     return sample(
-        logits,
-        table.temperature.index_select(0, rows),
-        table.top_k.index_select(0, rows),
-        table.top_p.index_select(0, rows),
-        table.min_p.index_select(0, rows),
-        table.seeds.index_select(0, rows),
-        positions,
-        all_greedy=not needs & Needs.RANDOM,
-        any_filter=bool(needs & Needs.FILTER),
+        logits, temperature, top_k, top_p, min_p, seeds, positions, all_greedy=all_greedy, any_filter=any_filter
     )
 
 
-def with_logprobs(tokens: Tensor, logits: Tensor, num_logprobs: Sequence[int]) -> Sampled:
-    """`tokens` [n] with log-probabilities, if anyone asked, of the model's own distribution [n, vocab]."""
-    most = max(num_logprobs, default=-1)
+def with_logprobs(tokens: Tensor, logits: Tensor, most: int) -> Sampled:
+    """`tokens` [n] with up to `most` log-probabilities, -1 for none, of the model's own distribution [n, vocab]."""
     if most < 0:
         return Sampled(tokens, None, None, None)
     found = logprobs(logits, tokens, most)
@@ -62,12 +68,16 @@ def with_logprobs(tokens: Tensor, logits: Tensor, num_logprobs: Sequence[int]) -
 class StepHandle:
     """A step in flight: its tokens are on their way to the host.
 
-    sampled: of every request of the step, None when none samples. which: the requests that do. num_logprobs: of each.
-    begin, end: on CUDA, when the device began the step, if anyone wants to know, and when it ended.
+    sampled: of every request of the step, None when none samples. which: int64, the requests that do. num_logprobs:
+    int64, of each. begin, end: on CUDA, when the device began the step, if anyone wants to know, and when it ended.
     """
 
     def __init__(
-        self, sampled: Sampled | None, which: Sequence[int], num_logprobs: Sequence[int], begin: torch.cuda.Event | None
+        self,
+        sampled: Sampled | None,
+        which: NDArray[np.int64],
+        num_logprobs: NDArray[np.int64],
+        begin: torch.cuda.Event | None,
     ):
         self._which = which
         self._num_logprobs = num_logprobs
@@ -82,28 +92,31 @@ class StepHandle:
 
     @property
     def ready(self) -> bool:
-        """Whether `choices` would return without waiting for the device."""
+        """Whether the device has ended the step, or nobody wants to know."""
         return self.end is None or self.end.query()
 
-    def choices(self) -> list[TokenChoice]:
-        """Wait for the device, and return one choice for each request that sampled."""
+    def wait(self) -> None:
+        """Wait until it has."""
         if self.end is not None:
             self.end.synchronize()
+
+    def tokens(self) -> StepTokens:
+        """What was sampled; to be called when the step has ended."""
         sampled = self._sampled
         if sampled is None:
-            return []
-        tokens = sampled.tokens.tolist()
+            return StepTokens(np.zeros(0, np.int32), ())
+        tokens = sampled.tokens.numpy()[self._which]
         if sampled.chosen is None or sampled.top_ids is None or sampled.top_logprobs is None:
-            return [TokenChoice(tokens[index]) for index in self._which]
+            return StepTokens(tokens, ())
         chosen, ids, values = sampled.chosen.tolist(), sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
-        choices: list[TokenChoice] = []
-        for index, count in zip(self._which, self._num_logprobs, strict=True):
-            if count < 0:
-                choices.append(TokenChoice(tokens[index]))
-            else:
-                top = tuple(zip(ids[index][:count], values[index][:count], strict=True))
-                choices.append(TokenChoice(tokens[index], chosen[index], top))
-        return choices
+        return StepTokens(
+            tokens,
+            [
+                (index, TokenLogprobs(chosen[at], tuple(zip(ids[at][:count], values[at][:count], strict=True))))
+                for index, (at, count) in enumerate(zip(self._which.tolist(), self._num_logprobs.tolist(), strict=True))
+                if count >= 0
+            ],
+        )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -4,13 +4,14 @@ This room must not know how queries, keys and values were made, nor how cache bl
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from nanovllm_core.layers.linear import Part
 from nanovllm_core.model import ForwardContext, PagedSpec
 from nanovllm_core.parallel import ParallelContext
-from nanovllm_kernels.attention import paged_attention
+from nanovllm_kernels.attention import AttentionBatch, paged_attention
 from nanovllm_kernels.elementwise import QKNorm, Rotation, rope_and_cache
 
 
@@ -56,5 +57,12 @@ def attend(
     `ctx.kv_caches` is this layer's. qk_norm: what query and key heads go through before their rotation.
     """
     kv_cache = ctx.kv_caches[cache_index]
-    q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm)
-    return paged_attention(q, kv_cache, ctx.attention, scale=q.shape[-1] ** -0.5).flatten(1)
+    kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
+    q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales)
+    attention = partial(_attention, kv_cache, kv_scales, q.shape[-1] ** -0.5)
+    found = attention(q, ctx.attention) if ctx.launch is None else ctx.launch(attention, q)
+    return found.flatten(1)
+
+
+def _attention(kv_cache: Tensor, kv_scales: Tensor | None, scale: float, q: Tensor, batch: AttentionBatch) -> Tensor:
+    return paged_attention(q, kv_cache, batch, scale=scale, kv_scales=kv_scales)

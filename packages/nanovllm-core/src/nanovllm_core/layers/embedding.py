@@ -12,10 +12,13 @@ from torch.nn import functional
 from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share, fill_normal
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.gemm import PackedWeight, logits, pack_linear
+from nanovllm_kernels.platform import residual_dtype
 
 
 class VocabEmbedding(WeightedModule):
     """A table of one vector a token: [T] -> [T, hidden_size], each rank holding an even share of the tokens.
+
+    What it gives begins the residual stream, and has its dtype.
 
     Raises ValueError when the ranks can't share the vocabulary evenly.
     """
@@ -26,15 +29,16 @@ class VocabEmbedding(WeightedModule):
         self._shape = (vocab_size, hidden_size)
         self._share = build.parallel.share(vocab_size, "vocab_size")
         self.weight = self.allocate(self._share, hidden_size)
+        self._out_dtype = residual_dtype(build.dtype, build.device)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] integers -> [T, hidden_size]."""
         if self._parallel.size == 1:
-            return functional.embedding(input_ids, self.weight)
+            return functional.embedding(input_ids, self.weight).to(self._out_dtype)
         local = input_ids - self._parallel.rank * self._share
         elsewhere = (local < 0) | (local >= self._share)
         vectors = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self._parallel.all_reduce(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        return self._parallel.all_reduce(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0)).to(self._out_dtype)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The table."""

@@ -89,7 +89,9 @@ class RowParallelLinear(WeightedModule):
         """[T, share of in_features] -> [T, out_features], plus `residual` of that shape, which may be overwritten."""
         # Like the bias, a residual that every rank holds is added on one only.
         mine = residual if self._parallel.rank == 0 else None
-        return self._parallel.all_reduce(linear(x, self.weight, self.bias, mine))
+        part = linear(x, self.weight, self.bias, mine)
+        # A product alone need not have the residual's dtype.
+        return self._parallel.all_reduce(part if residual is None else part.to(residual.dtype))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, and the bias if there is one."""

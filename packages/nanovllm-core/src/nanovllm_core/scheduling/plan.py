@@ -1,13 +1,18 @@
 """What one step is to do, in the few numbers that a runner needs.
 
-A plan is small and made of plain values, so that it can travel to other ranks. This room must not know how the
-choice was made or how it is carried out.
+A plan is small and made of plain values, so that it can travel to other ranks; what it says of every request is
+columns, so that nobody need look at requests one by one. This room must not know how the choice was made or how it is
+carried out.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nanovllm_core.request import SamplingParams
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm_core.request import SamplingParams, TokenLogprobs
 
 
 class BatchShape(NamedTuple):
@@ -18,20 +23,31 @@ class BatchShape(NamedTuple):
     query_len: int | None
 
 
-class ScheduledRow(NamedTuple):
-    """A row's part in a step: `num_tokens` more tokens of it, the last of which is sampled from if `samples`."""
+class ScheduledRows(NamedTuple):
+    """Who takes part in a step: n rows, those with one token first.
 
-    row: int
-    num_tokens: int
-    samples: bool
+    rows: int64 [n]. num_tokens: int64 [n], how many more tokens each computes. samples: bool [n], whether the last of
+    them is sampled from.
+    """
+
+    rows: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    samples: NDArray[np.bool_]
 
 
-class NewBlocks(NamedTuple):
-    """Blocks that a row's table gets from entry `start` on."""
+@dataclass(frozen=True, slots=True)
+class NewBlocks:
+    """How block tables grow: entry `entries[i]` of row `rows[i]` becomes `block_ids[i]`."""
 
-    row: int
-    start: int
-    block_ids: list[int]
+    rows: list[int] = field(default_factory=list[int])
+    entries: list[int] = field(default_factory=list[int])
+    block_ids: list[int] = field(default_factory=list[int])
+
+    def add(self, row: int, start: int, block_ids: Sequence[int]) -> None:
+        """Let a row have `block_ids` from entry `start` on."""
+        self.rows.extend([row] * len(block_ids))
+        self.entries.extend(range(start, start + len(block_ids)))
+        self.block_ids.extend(block_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +70,22 @@ class NewRow:
 class StepPlan:
     """One step: rows that begin, block tables that grow, and which rows compute how many tokens.
 
-    scheduled: rows with one token first. max_seq_len: longest context after the step, in tokens.
+    max_seq_len: longest context after the step, in tokens.
     """
 
     step: int
     new_rows: list[NewRow]
-    new_blocks: list[NewBlocks]
-    scheduled: list[ScheduledRow]
+    new_blocks: NewBlocks
+    scheduled: ScheduledRows
     shape: BatchShape
     max_seq_len: int
 
 
-class TokenChoice(NamedTuple):
-    """What was sampled for a row: the token and, when asked for, log-probabilities of it and of the likeliest ones."""
+class StepTokens(NamedTuple):
+    """What a step sampled. tokens: int32, one for each row of the plan that samples, in its order.
 
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    logprobs: which of the tokens, and its log-probabilities, where they were asked for.
+    """
+
+    tokens: NDArray[np.int32]
+    logprobs: Sequence[tuple[int, TokenLogprobs]]

@@ -15,7 +15,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[Score, int, Request]] = []
-        self._entries: dict[str, int] = {}
+        self._entries: dict[int, int] = {}
         self._ticket = itertools.count()
 
     def __len__(self) -> int:
@@ -24,18 +24,18 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Add a request that is not in the queue."""
         ticket = next(self._ticket)
-        self._entries[request.id] = ticket
+        self._entries[request.key] = ticket
         heapq.heappush(self._heap, (waiting_score(request), ticket, request))
 
     def peek(self) -> Request | None:
         """The next request, left where it is."""
         while self._heap:
             _, ticket, request = self._heap[0]
-            if self._entries.get(request.id) == ticket:
+            if self._entries.get(request.key) == ticket:
                 return request
             heapq.heappop(self._heap)
         return None
 
     def remove(self, request: Request) -> bool:
         """Take `request` out; False if it was not in the queue."""
-        return self._entries.pop(request.id, None) is not None
+        return self._entries.pop(request.key, None) is not None

@@ -6,33 +6,34 @@ they are. Whatever ends a request's hold on its row and blocks (finish, abort, p
 waits until no step in flight refers to it. This room must not know about devices, tensors, text or asyncio.
 """
 
-import bisect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRow, StepPlan, TokenChoice
-from nanovllm_core.scheduling.policy import victim_score
+from nanovllm_core.request import FinishReason, Request, RequestStatus, StepOutputs
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan, StepTokens
+from nanovllm_core.scheduling.policy import MIXED_TOKENS, Score, urgency, victim_score
 from nanovllm_core.scheduling.queue import WaitingQueue
-
-
-class ScheduledRequest(NamedTuple):
-    """A request's part in a step: it computes `num_tokens` tokens, up to `end`, and samples one more if `samples`."""
-
-    request: Request
-    num_tokens: int
-    end: int
-    samples: bool
+from nanovllm_core.scheduling.rows import Rows, RowTable
 
 
 class ScheduledStep(NamedTuple):
-    """A step in flight: the plan for the runners, and whom it concerns, in the plan's order."""
+    """A step in flight: the plan for the runners, and how many tokens each row has computed after it, int64 [n]."""
 
     plan: StepPlan
-    entries: list[ScheduledRequest]
+    ends: NDArray[np.int64]
+
+
+class Chunk(NamedTuple):
+    """A prompt's part in a step: its row computes `num_tokens` tokens."""
+
+    row: int
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -64,17 +65,22 @@ class Scheduler:
         self.cache = cache
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
-        # By priority, then arrival: who comes first here is the last to lose its blocks.
-        self.running: list[Request] = []
         self._max_num_batched_tokens = max_num_batched_tokens
+        # Room for a block of some prompt, whoever decodes, or prompts would starve.
+        self._max_mixed_tokens = min(max_num_batched_tokens, max(MIXED_TOKENS, max_num_seqs + cache.block_size))
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
+        self.rows = RowTable(max_num_seqs, len(self._eos_token_ids))
         self._seeds = random.Random(seed)
-        self._requests: dict[str, Request] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._requests: dict[int, Request] = {}
         # Requests that are over or preempted, and whose row and blocks wait for a step in flight.
         self._num_finishing = 0
         self._num_preempting = 0
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests with a row that may be scheduled."""
+        return self.rows.of(np.flatnonzero(self.rows.running))
 
     @property
     def num_waiting(self) -> int:
@@ -87,9 +93,9 @@ class Scheduler:
         return bool(self._requests) or self._num_finishing > 0
 
     def add(self, request: Request) -> None:
-        """Queue a new request, already checked. Raises ValueError when its id is taken."""
-        if request.id in self._requests:
-            raise ValueError(f"request id {request.id!r} is in use")
+        """Queue a new request, already checked. Raises ValueError when its key is taken."""
+        if request.key in self._requests:
+            raise ValueError(f"request key {request.key} is in use")
         sampling = request.sampling
         room = self._max_model_len - request.num_prompt_tokens
         request.max_total_tokens = request.num_prompt_tokens + min(room, sampling.max_tokens or room)
@@ -97,12 +103,12 @@ class Scheduler:
         if not sampling.ignore_eos:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        self._requests[request.id] = request
+        self._requests[request.key] = request
         self.waiting.push(request)
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, key: int) -> bool:
         """End a request now; what it holds comes back once no step refers to it. False if it is unknown or over."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(key)
         if request is None:
             return False
         self._finish(request)
@@ -111,190 +117,209 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step, or return None when there is nothing that could be computed now."""
         preemptions = self.counters.preemptions
-        new_blocks: list[NewBlocks] = []
-        decodes = self._schedule_decodes(new_blocks)
-        budget = self._max_num_batched_tokens - len(decodes)
-        prefills: list[ScheduledRequest] = []
         new_rows: list[NewRow] = []
-        budget = self._schedule_chunks(prefills, budget)
+        new_blocks = NewBlocks()
+        chunks: list[Chunk] = []
+        decodes = self._schedule_decodes(new_blocks)
+        most = self._max_mixed_tokens if len(decodes) else self._max_num_batched_tokens
+        budget = self._schedule_chunks(chunks, most - len(decodes))
         # Whoever was just preempted needs the next free blocks more than a newcomer does.
         if self.counters.preemptions == preemptions and self._num_preempting == 0:
-            self._admit(prefills, new_rows, new_blocks, budget)
-        # A chunk of one token is a decode to the kernels.
-        entries = decodes + sorted(prefills, key=lambda entry: entry.num_tokens != 1)
-        return self._launch(entries, new_rows, new_blocks) if entries else None
+            self._admit(chunks, new_rows, new_blocks, budget)
+        if not len(decodes) and not chunks:
+            return None
+        return self._launch(decodes, chunks, new_rows, new_blocks)
 
-    def complete(self, step: ScheduledStep, choices: Sequence[TokenChoice]) -> list[RequestOutput]:
-        """Take in what a step computed: `choices` has one entry for each entry of the step that samples, in order."""
-        outputs: list[RequestOutput] = []
-        upcoming = iter(choices)
-        for request, _, end, samples in step.entries:
-            choice = next(upcoming) if samples else None
-            request.steps_in_flight -= 1
-            if request.status is not RequestStatus.FINISHED:
-                self.cache.commit(request, end)
-                if choice is not None:
-                    request.num_placeholders -= 1
-                    outputs.append(self._append(request, choice))
-                    if outputs[-1].finish_reason is not None:
-                        continue  # _finish has seen to its release
-            if request.status is not RequestStatus.RUNNING:
-                self._release_when_idle(request)
+    def complete(self, step: ScheduledStep, found: StepTokens) -> StepOutputs:
+        """Take in what a step computed, and return what it made for whom. Steps come back in the order they began."""
+        rows = self.rows
+        scheduled, num_tokens, samples = step.plan.scheduled
+        rows.steps_in_flight[scheduled] -= 1
+        wanted = ~rows.over[scheduled]
+        if self.cache.prefix_caching:
+            self._commit(scheduled[wanted], num_tokens[wanted], step.ends[wanted])
+        outputs = self._append(scheduled[samples], wanted[samples], found)
+        # Some have just ended and given theirs back: such a row is nobody's.
+        for request in rows.of(scheduled[~rows.running[scheduled]]):
+            self._release_when_idle(request)
         return outputs
 
-    def _schedule_decodes(self, new_blocks: list[NewBlocks]) -> list[ScheduledRequest]:
+    def _schedule_decodes(self, new_blocks: NewBlocks) -> Rows:
         """One token for every running request that has its prompt behind it, and blocks to put it in."""
-        entries: list[ScheduledRequest] = []
-        scheduled: set[str] = set()
-        for request in list(self.running):
-            end = request.num_tokens
-            if (
-                end - request.num_computed_tokens != 1
-                or end >= request.max_total_tokens
-                or request.status is not RequestStatus.RUNNING  # preempted for one before it in this very pass
-            ):
-                continue
-            before = len(request.block_ids)
-            if not self._grow(request, end, scheduled):
-                continue
-            if len(request.block_ids) > before:
-                new_blocks.append(NewBlocks(request.row, before, request.block_ids[before:]))
-            scheduled.add(request.id)
-            entries.append(ScheduledRequest(request, 1, end, samples=True))
-        return entries
+        rows = self.rows
+        num_tokens = rows.num_tokens
+        decodes = np.flatnonzero(rows.running & (num_tokens - rows.num_computed == 1) & (num_tokens < rows.max_total))
+        # None lacks more than one block, as none computes more tokens than a block holds.
+        short = decodes[num_tokens[decodes] > rows.capacity[decodes]]
+        if not len(short) or self._grow(rows.of(short), new_blocks):
+            return decodes
+        return self._decodes_by_urgency(decodes, new_blocks)
 
-    def _grow(self, request: Request, num_tokens: int, scheduled: set[str]) -> bool:
-        """Get blocks for a decode, from less urgent requests if need be; False if it must sit this step out."""
-        while not self.cache.grow(request, num_tokens):
+    def _grow(self, requests: Sequence[Request], new_blocks: NewBlocks) -> bool:
+        """One block more for each of `requests`; False, and nothing changed, when there are too few."""
+        block_ids = self.cache.grow(requests)
+        if block_ids is None:
+            return False
+        grown = [request.row for request in requests]
+        self.rows.capacity[grown] += self.cache.block_size
+        new_blocks.rows.extend(grown)
+        new_blocks.entries.extend([len(request.block_ids) - 1 for request in requests])
+        new_blocks.block_ids.extend(block_ids)
+        return True
+
+    def _decodes_by_urgency(self, decodes: Rows, new_blocks: NewBlocks) -> Rows:
+        """Those of `decodes` that take part although blocks are short: the most urgent get theirs first."""
+        rows = self.rows
+        chosen: set[int] = set()
+        for request in sorted(rows.of(decodes), key=urgency):
+            row = request.row
+            # One may have been preempted for one before it in this very pass.
+            if request.status is RequestStatus.RUNNING and (
+                rows.num_tokens[row] <= rows.capacity[row] or self._grow_by_force(request, chosen, new_blocks)
+            ):
+                chosen.add(row)
+        return np.array(sorted(chosen), np.int64)
+
+    def _grow_by_force(self, request: Request, chosen: set[int], new_blocks: NewBlocks) -> bool:
+        """Get a block for a decode, from less urgent requests if need be; False if it must sit this step out."""
+        while not self._grow([request], new_blocks):
             # Blocks are on their way back with a step in flight: take nobody else's meanwhile.
             if self._num_preempting or self._num_finishing:
                 return False
-            victim = max((other for other in self.running if other.id not in scheduled), key=victim_score)
+            victim = max((other for other in self.running if other.row not in chosen), key=self._victim_score)
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _schedule_chunks(self, entries: list[ScheduledRequest], budget: int) -> int:
+    def _victim_score(self, request: Request) -> Score:
+        left = self.rows.num_tokens[request.row] - self.rows.num_computed[request.row]
+        return victim_score(request, prefilling=bool(left > 1))
+
+    def _schedule_chunks(self, chunks: list[Chunk], budget: int) -> int:
         """Go on with prompts that earlier steps began; returns what is left of the budget."""
-        for request in self.running:
-            remaining = request.num_tokens - request.num_computed_tokens
-            if remaining > 1:
-                chunk = self._chunk(request, remaining, budget)
-                if chunk == 0:
-                    return 0
-                entries.append(self._part(request, chunk))
-                budget -= chunk
+        rows = self.rows
+        begun = np.flatnonzero(rows.running & (rows.num_tokens - rows.num_computed > 1))
+        for request in sorted(rows.of(begun), key=urgency):
+            start, end = int(rows.num_computed[request.row]), int(rows.num_tokens[request.row])
+            num_tokens = self._chunk(start, end, budget)
+            if num_tokens == 0:
+                return 0
+            chunks.append(Chunk(request.row, num_tokens))
+            budget -= num_tokens
         return budget
 
-    def _admit(
-        self,
-        entries: list[ScheduledRequest],
-        new_rows: list[NewRow],
-        new_blocks: list[NewBlocks],
-        budget: int,
-    ) -> None:
-        while budget > 0 and self._free_rows and (request := self.waiting.peek()) is not None:
-            if not self.cache.admit(request, keep_watermark=bool(self.running)):
+    def _admit(self, chunks: list[Chunk], new_rows: list[NewRow], new_blocks: NewBlocks, budget: int) -> None:
+        rows = self.rows
+        while budget > 0 and rows.num_free and (request := self.waiting.peek()) is not None:
+            num_computed = self.cache.admit(request, keep_watermark=rows.num_running > 0)
+            if num_computed is None:
                 return
-            remaining = request.num_tokens - request.num_computed_tokens
-            chunk = self._chunk(request, remaining, budget)
-            if chunk == 0:
+            num_tokens = self._chunk(num_computed, len(request.token_ids), budget)
+            if num_tokens == 0:
                 self.cache.release(request)
-                request.num_computed_tokens = 0
                 return
             self.waiting.remove(request)
-            self._start(request)
-            new_rows.append(self._new_row(request))
-            new_blocks.append(NewBlocks(request.row, 0, list(request.block_ids)))
-            entries.append(self._part(request, chunk))
-            budget -= chunk
+            self._start(request, num_computed)
+            new_rows.append(self._new_row(request, num_computed))
+            new_blocks.add(request.row, 0, request.block_ids)
+            chunks.append(Chunk(request.row, num_tokens))
+            budget -= num_tokens
 
-    def _chunk(self, request: Request, remaining: int, budget: int) -> int:
+    def _chunk(self, start: int, end: int, budget: int) -> int:
         """Tokens to compute of a prompt: all that remain, or up to the last block boundary that the budget reaches."""
-        if remaining <= budget:
-            return remaining
-        start, size = request.num_computed_tokens, self.cache.block_size
+        if end - start <= budget:
+            return end - start
+        size = self.cache.block_size
         return max((start + budget) // size * size - start, 0)
 
-    def _part(self, request: Request, chunk: int) -> ScheduledRequest:
-        end = request.num_computed_tokens + chunk
-        return ScheduledRequest(request, chunk, end, samples=end == request.num_tokens)
-
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request, num_computed: int) -> None:
         request.status = RequestStatus.RUNNING
-        request.row = self._free_rows.pop()
-        bisect.insort(self.running, request, key=_urgency)
+        self.rows.take(request, num_computed, len(request.block_ids) * self.cache.block_size)
         if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = num_computed
             self.counters.prompt_tokens += request.num_prompt_tokens
             if self.cache.prefix_caching:
                 self.counters.prefix_queries += request.num_prompt_tokens
                 self.counters.prefix_hits += request.num_cached_tokens
 
-    def _new_row(self, request: Request) -> NewRow:
+    def _new_row(self, request: Request, num_computed: int) -> NewRow:
         return NewRow(
             row=request.row,
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=request.num_computed_tokens,
+            num_computed_tokens=num_computed,
             sampling=request.sampling,
             seed=request.seed,
             stop_ids=tuple(sorted(request.stop_ids)),
         )
 
     def _launch(
-        self, entries: list[ScheduledRequest], new_rows: list[NewRow], new_blocks: list[NewBlocks]
+        self, decodes: Rows, chunks: list[Chunk], new_rows: list[NewRow], new_blocks: NewBlocks
     ) -> ScheduledStep:
-        rows: list[ScheduledRow] = []
-        num_tokens = max_seq_len = 0
-        for request, count, end, samples in entries:
-            rows.append(ScheduledRow(request.row, count, samples))
-            request.num_computed_tokens = end
-            request.num_placeholders += samples
-            request.steps_in_flight += 1
-            num_tokens += count
-            max_seq_len = max(max_seq_len, end)
-        query_len = num_tokens // len(rows)
-        uniform = all(row.num_tokens == query_len for row in rows)
+        rows = self.rows
+        scheduled, counts = decodes, np.ones(len(decodes), np.int64)
+        if chunks:
+            # A chunk of one token is a decode to the kernels.
+            chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
+            scheduled = np.concatenate((decodes, [chunk.row for chunk in chunks]))
+            counts = np.concatenate((counts, [chunk.num_tokens for chunk in chunks]))
+        ends = rows.num_computed[scheduled] + counts
+        samples = ends == rows.num_tokens[scheduled]
+        rows.num_computed[scheduled] = ends
+        rows.num_tokens[scheduled] += samples
+        rows.steps_in_flight[scheduled] += 1
+        num_tokens = int(counts.sum())
+        query_len = int(counts[0]) if (counts == counts[0]).all() else None
         plan = StepPlan(
             step=self.counters.steps,
             new_rows=new_rows,
             new_blocks=new_blocks,
-            scheduled=rows,
-            shape=BatchShape(len(rows), num_tokens, query_len if uniform else None),
-            max_seq_len=max_seq_len,
+            scheduled=ScheduledRows(scheduled, counts, samples),
+            shape=BatchShape(len(scheduled), num_tokens, query_len),
+            max_seq_len=int(ends.max()),
         )
         self.counters.steps += 1
         self.counters.tokens += num_tokens
-        return ScheduledStep(plan, entries)
+        return ScheduledStep(plan, ends)
 
-    def _append(self, request: Request, choice: TokenChoice) -> RequestOutput:
-        token = choice.token
-        request.token_ids.append(token)
-        self.counters.generation_tokens += 1
-        reason: FinishReason | None = None
-        if token in request.stop_ids:
-            reason = "stop"
-        elif len(request.token_ids) >= request.max_total_tokens:
-            reason = "length"
-        logprobs = None if choice.logprob is None else (TokenLogprobs(choice.logprob, choice.top),)
-        if reason is not None:
+    def _commit(self, scheduled: Rows, num_tokens: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Let later prompts find the blocks that a step filled."""
+        size = self.cache.block_size
+        filled = np.flatnonzero(ends // size > (ends - num_tokens) // size)
+        for request, end in zip(self.rows.of(scheduled[filled]), ends[filled].tolist(), strict=True):
+            self.cache.commit(request, end)
+
+    def _append(self, sampled: Rows, wanted: NDArray[np.bool_], found: StepTokens) -> StepOutputs:
+        """Take in the tokens of the rows `sampled`, but of those only that are `wanted`."""
+        rows = self.rows
+        keys, took, tokens = rows.keys[sampled], sampled[wanted], found.tokens[wanted]
+        requests, new = rows.of(took), tokens.tolist()
+        for request, token in zip(requests, new, strict=True):
+            request.token_ids.append(token)
+        first = rows.num_known[took] == rows.num_prompt[took]
+        rows.num_known[took] += 1
+        stopped = rows.stopped_by(took, tokens)
+        ended = stopped | (rows.num_known[took] >= rows.max_total[took])
+        self.counters.generation_tokens += len(new)
+        ends: list[tuple[int, FinishReason, int | None]] = []
+        for index in np.flatnonzero(ended).tolist():
+            request = requests[index]
+            ends.append((request.key, "stop", new[index]) if stopped[index] else (request.key, "length", None))
             self._finish(request)
-        return RequestOutput(
-            id=request.id,
-            new_token_ids=(token,),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            logprobs=logprobs,
-            finish_reason=reason,
-            stop_token=token if reason == "stop" else None,
+        return StepOutputs(
+            keys=keys[wanted].tolist(),
+            tokens=new,
+            logprobs=[(int(keys[index]), logprobs) for index, logprobs in found.logprobs if wanted[index]],
+            begins=[
+                (requests[index].key, requests[index].num_cached_tokens) for index in np.flatnonzero(first).tolist()
+            ],
+            ends=ends,
         )
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it will compute its tokens again. Its tokens in flight still count."""
-        self.running.remove(request)
+        self.rows.running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.counters.preemptions += 1
@@ -302,31 +327,25 @@ class Scheduler:
         self._release_when_idle(request)
 
     def _finish(self, request: Request) -> None:
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        elif not self.waiting.remove(request):
+        if request.status is RequestStatus.WAITING and not self.waiting.remove(request):
             self._num_preempting -= 1
+        if request.row >= 0:
+            self.rows.running[request.row], self.rows.over[request.row] = False, True
         request.status = RequestStatus.FINISHED
-        # Its id is free again at once, whenever its blocks come back.
-        del self._requests[request.id]
+        # Its key is free again at once, whenever its blocks come back.
+        del self._requests[request.key]
         self._num_finishing += 1
         self._release_when_idle(request)
 
     def _release_when_idle(self, request: Request) -> None:
         """The one exit: give back row and blocks, unless a step in flight still refers to them."""
-        if request.steps_in_flight > 0:
-            return
         if request.row >= 0:
-            self._free_rows.append(request.row)
-            request.row = -1
+            if self.rows.steps_in_flight[request.row] > 0:
+                return
+            self.rows.give_back(request)
             self.cache.release(request)
         if request.status is RequestStatus.FINISHED:
             self._num_finishing -= 1
         else:
             self._num_preempting -= 1
-            request.num_computed_tokens = 0
             self.waiting.push(request)
-
-
-def _urgency(request: Request) -> tuple[int, float]:
-    return (request.priority, request.arrival_time)

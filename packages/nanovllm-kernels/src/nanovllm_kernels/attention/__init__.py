@@ -54,6 +54,7 @@ def plan_batch(
     num_heads: int,
     kv_cache: Tensor,
     backend: Backend,
+    dtype: torch.dtype | None = None,
 ) -> AttentionBatch:
     """Prepare a step's attention, once for all its layers.
 
@@ -64,15 +65,16 @@ def plan_batch(
     num_decodes: how many leading requests have exactly one query; None where the host doesn't know (not for "torch"):
         then the launches cover every case, so that a captured graph may be replayed for any lengths within the bounds.
     max_query_len, max_seq_len: bounds over the batch, known to the host; they shape the launch and need not be tight.
-    num_heads: query heads. kv_cache: any layer's, for its shape: they all have the same.
+    num_heads: query heads. kv_cache: any layer's, for its shape and dtype: they all have the same.
     backend: "torch" runs everywhere, but waits for the device on CUDA. The others need a CUDA device ("triton": or its
         interpreter) and never wait for it; a request may then have no query. "flash" and "cutedsl" need the extras
-        flash-attn and cutedsl; FlashAttention is used only where the host knows num_decodes.
+        flash-attn and cutedsl; FlashAttention is used only where the host knows num_decodes, and for no FP8 cache.
+    dtype: of the queries; by default the cache's.
     """
     gathers = units = decode_lens = prefill_starts = None
     workspace: tuple[Tensor, ...] = ()
     _, page_size, num_cached, head_dim = kv_cache.shape
-    num_kv_heads, dtype, device = num_cached // 2, kv_cache.dtype, kv_cache.device
+    num_kv_heads, cached, device = num_cached // 2, kv_cache.dtype, kv_cache.device
     if backend == "torch":
         if num_decodes is None:
             raise ValueError('the backend "torch" must know num_decodes')
@@ -80,14 +82,14 @@ def plan_batch(
     elif num_decodes != 0 and backend in ("cutedsl", "fastest") and has_cute():
         from nanovllm_kernels.attention import cute_decode
 
-        if cute_decode.can_decode(head_dim, num_heads // num_kv_heads, page_size, dtype, device):
+        if cute_decode.can_decode(head_dim, num_heads // num_kv_heads, page_size, dtype or cached, cached, device):
             decode_lens = _decode_lens(seq_lens, query_start_loc, num_decodes, max_query_len)
             workspace = cute_decode.make_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
     if backend != "torch" and num_decodes != 0 and decode_lens is None:
         config = tiles.tile_config(head_dim, kv_cache.element_size(), 1, 1)
         num_slots = (describe(device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
         units = _plan_units_op(seq_lens, query_start_loc, tiles.choose_units(num_kv_heads, num_slots), config.block_n)
-    by_flash = backend in ("flash", "fastest") and has_flash_attention() and flash_prefill.supports(head_dim, dtype)
+    by_flash = backend in ("flash", "fastest") and has_flash_attention() and flash_prefill.supports(head_dim, cached)
     if by_flash and num_decodes is not None and num_decodes < len(seq_lens):
         prefill_starts = query_start_loc[num_decodes:] - num_decodes
     return AttentionBatch(
@@ -114,20 +116,24 @@ def _decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | N
     return seq_lens * (query_start_loc.diff() == 1)
 
 
-def paged_attention(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, *, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, kv_cache: Tensor, batch: AttentionBatch, *, scale: float, kv_scales: Tensor | None = None
+) -> Tensor:
     """Causal grouped-query attention (Ainslie et al. 2023) of a batch of requests, each over its own pages.
 
     q: [T, Hq, D], requests one after another; heads contiguous, tokens with any stride; float32, float16 or bfloat16.
-    kv_cache: [N, P, 2 Hkv, D] of the same dtype, contiguous, Hq a multiple of Hkv: in each slot the key heads, then the
-        value heads; this step's already written.
+    kv_cache: [N, P, 2 Hkv, D] of the same dtype or of float8_e4m3fn, contiguous, Hq a multiple of Hkv: in each slot the
+        key heads, then the value heads; this step's already written.
     scale: what the products are multiplied by before the softmax.
+    kv_scales: uint8 [N, 2 Hkv, P], contiguous, where the cache is of float8_e4m3fn and only there: see `fp8`.
     Returns contiguous [T, Hq, D] in the dtype of q.
     """
     if batch.gathers is not None:
-        return reference.paged_attention(q, kv_cache, batch.gathers, scale)
+        return reference.paged_attention(q, kv_cache, kv_scales, batch.gathers, scale)
     return _paged_attention_op(
         q,
         kv_cache,
+        kv_scales,
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
@@ -160,6 +166,7 @@ def _(seq_lens: Tensor, _query_start_loc: Tensor, num_units: int, _block_size: i
 def _paged_attention_op(
     q: Tensor,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -188,17 +195,17 @@ def _paged_attention_op(
         # Request b's query is token b; zeros are written where a request with several queries will have its own.
         count = min(len(decode_lens), len(q))
         memory = cute_decode.Workspace(*workspace)
-        cute_decode.paged_decode(q, kv_cache, block_tables[:count], decode_lens[:count], scale, memory, out)
+        cute_decode.paged_decode(q, kv_cache, kv_scales, block_tables[:count], decode_lens[:count], scale, memory, out)
     elif units:
         starts, owners, unit_len = units
         triton_decode.paged_decode(
-            q, kv_cache, block_tables, seq_lens, query_start_loc, (starts, owners, unit_len), scale, out
+            q, kv_cache, kv_scales, block_tables, seq_lens, query_start_loc, (starts, owners, unit_len), scale, out
         )
     if found is not None:
         out[first:] = found
     elif max_query_len > 1:
         triton_prefill.paged_prefill(
-            q, kv_cache, block_tables, seq_lens, query_start_loc, scale, max_query_len, max_seq_len, out
+            q, kv_cache, kv_scales, block_tables, seq_lens, query_start_loc, scale, max_query_len, max_seq_len, out
         )
     return out
 

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import torch
-from cutlass import BFloat16, Float16, Float32, Int32, cute
+from cutlass import BFloat16, Float16, Float32, Int32, Uint8, cute
 from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
+from nanovllm_kernels import fp8
 from nanovllm_kernels.attention.cute_kernel import DecodeKernel
 from nanovllm_kernels.attention.cute_merge import num_slots
 from nanovllm_kernels.attention.cute_tile import TILE_ROWS, Shape
@@ -25,6 +26,8 @@ PAGE_SIZES = (16, 32, 64)
 DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 # Warps and stages by head size: about 192 KiB of rings. Of those measured on an H200 the best, by up to 10%.
 RINGS = {64: (16, 3), 128: (8, 3), 256: (6, 2)}
+# Of an FP8 cache, which takes half a slot; heads of 64 would not fill a row of shared memory.
+FP8_RINGS = {128: (12, 4), 256: (6, 4)}
 
 
 class Workspace(NamedTuple):
@@ -38,14 +41,21 @@ class Workspace(NamedTuple):
     counters: Tensor
 
 
-def can_decode(head_dim: int, group: int, page_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `paged_decode` has a kernel for heads of `head_dim`, `group` query heads to a key-value head."""
+def can_decode(
+    head_dim: int, group: int, page_size: int, dtype: torch.dtype, cached: torch.dtype, device: torch.device
+) -> bool:
+    """Whether `paged_decode` has a kernel for heads of `head_dim`, `group` query heads to a key-value head.
+
+    dtype, cached: of the queries and of the cache.
+    """
+    in_fp8 = cached == fp8.DTYPE
     return (
         describe(device).capability == HOPPER
-        and head_dim in RINGS
-        and 1 <= group <= TILE_ROWS
+        and head_dim in (FP8_RINGS if in_fp8 else RINGS)
+        and 1 <= group <= (TILE_ROWS // 2 if in_fp8 else TILE_ROWS)
         and page_size in PAGE_SIZES
         and dtype in DTYPES
+        and (in_fp8 or cached == dtype)
     )
 
 
@@ -65,6 +75,7 @@ def make_workspace(
 def paged_decode(
     q: Tensor,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     scale: float,
@@ -74,8 +85,8 @@ def paged_decode(
     """Grouped-query attention (Ainslie et al. 2023) of one query a request, over its own pages.
 
     q: [>= B, Hq, D], float16 or bfloat16, query b of request b, the heads of a token next to each other.
-    kv_cache: contiguous [N, P, 2 * Hkv, D] of the same dtype: in each slot the key heads, then the value heads; this
-        step's already written.
+    kv_cache: contiguous [N, P, 2 * Hkv, D] of the same dtype or of float8_e4m3fn: in each slot the key heads, then the
+        value heads; this step's already written. kv_scales: see the package's `paged_attention`.
     block_tables: int32 [B, max_blocks], rows contiguous; entries beyond a request's length are not read.
     seq_lens: int32 [B], tokens of each request; one without any gets zeros. scale: positive.
     workspace: see `make_workspace`. out: contiguous [>= B, Hq, D] in the dtype of q, written for the B requests.
@@ -87,10 +98,12 @@ def paged_decode(
     num_blocks, page_size, num_cached, _ = kv_cache.shape
     num_kv_heads = num_cached // 2
     dtype = DTYPES[q.dtype]
-    launch = compile_decode(Shape(dtype, head_dim, num_heads // num_kv_heads, page_size, *RINGS[head_dim]))
+    cached, ring = (dtype, RINGS[head_dim]) if kv_scales is None else (Uint8, FP8_RINGS[head_dim])
+    launch = compile_decode(Shape(dtype, cached, head_dim, num_heads // num_kv_heads, page_size, *ring))
     launch(
         _pointer(dtype, q, 4),
-        _pointer(dtype, kv_cache, 128),
+        _pointer(cached, kv_cache, 128),
+        _pointer(Uint8, kv_cache if kv_scales is None else kv_scales, 16),
         _pointer(Int32, block_tables, 4),
         _pointer(Int32, seq_lens, 4),
         _pointer(dtype, out, 16),
@@ -111,7 +124,7 @@ def paged_decode(
 @functools.cache
 def compile_decode(shape: Shape, options: str = ""):
     """The compiled kernel; `options` are the compiler's, as "--gpu-arch sm_90a", with which it needs no GPU."""
-    kinds = [(shape.dtype, 4), (shape.dtype, 128), (Int32, 4), (Int32, 4), (shape.dtype, 16)]
+    kinds = [(shape.dtype, 4), (shape.cached, 128), (Uint8, 16), (Int32, 4), (Int32, 4), (shape.dtype, 16)]
     kinds += [(Float32, 16), (Float32, 8), (Int32, 4)]
     pointers = [make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align) for dtype, align in kinds]
     numbers = [Int32(0)] * 6

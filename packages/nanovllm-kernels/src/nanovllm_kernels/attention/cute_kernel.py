@@ -17,8 +17,9 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from nanovllm_kernels.attention import cute_tile, cute_tile_fp8, cute_warp
 from nanovllm_kernels.attention.cute_merge import Exchange, clear_empty, finish
-from nanovllm_kernels.attention.cute_tile import ROW_DIM, STEP, TILE_ROWS, WARP, Shape, attend, load_queries
+from nanovllm_kernels.attention.cute_tile import STEP, TILE_ROWS, WARP, Shape
 
 STEP_SHIFT = STEP.bit_length() - 1
 
@@ -28,7 +29,8 @@ class Supply:
     """What a warp brings keys and values in with.
 
     boxes: the head's part of the cache, in steps. slots, arrived: the CTA's rings and their barriers, counted in steps;
-    the warp's begin at first_slot. end: the first step that is not the CTA's.
+    the warp's begin at first_slot. end: the first step that is not the CTA's. scales: of an FP8 cache the head's part.
+    scale_ring: where they go in shared memory.
     """
 
     load: cute.CopyAtom
@@ -40,6 +42,9 @@ class Supply:
     table_stride: Int32
     lengths: cute.Tensor
     end: Int32
+    scales: cute.Pointer
+    scale_ring: Int32
+    num_kv_heads: Int32
 
 
 class DecodeKernel:
@@ -54,6 +59,7 @@ class DecodeKernel:
         self,
         q: cute.Pointer,
         kv_cache: cute.Pointer,
+        kv_scales: cute.Pointer,
         tables: cute.Pointer,
         lengths: cute.Pointer,
         out: cute.Pointer,
@@ -76,22 +82,23 @@ class DecodeKernel:
         cache = cute.make_tensor(
             kv_cache,
             cute.make_layout(
-                (num_slots, (ROW_DIM, shape.halves), 2, num_kv_heads),
-                stride=(2 * heads, (1, ROW_DIM), heads, head),
+                (num_slots, (shape.row_dim, shape.halves), 2, num_kv_heads),
+                stride=(2 * heads, (1, shape.row_dim), heads, head),
             ),
         )
-        swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, shape.dtype)
+        swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, shape.cached)
         ring = cute.tile_to_shape(swizzled, (STEP, head, 2, shape.stages * shape.warps), order=(0, 1, 2, 3))
         load, cache = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             cache,
             cute.select(ring, mode=[0, 1, 2]),
-            (STEP, (ROW_DIM, shape.halves), 2),
+            (STEP, (shape.row_dim, shape.halves), 2),
         )
         self.kernel(
             load,
             cache,
             ring,
+            kv_scales,
             q,
             cute.make_tensor(tables, cute.make_layout(num_reqs * table_stride)),
             cute.make_tensor(lengths, cute.make_layout(num_reqs)),
@@ -120,6 +127,7 @@ class DecodeKernel:
         load: cute.CopyAtom,
         cache: cute.Tensor,
         ring_layout: cute.ComposedLayout,
+        kv_scales: cute.Pointer,
         q: cute.Pointer,
         tables: cute.Tensor,
         lengths: cute.Tensor,
@@ -141,8 +149,12 @@ class DecodeKernel:
         lane = arch.lane_idx()
 
         smem = SmemAllocator()
-        ring = smem.allocate_tensor(shape.dtype, ring_layout.outer, 1024, ring_layout.inner)
+        ring = smem.allocate_tensor(shape.cached, ring_layout.outer, 1024, ring_layout.inner)
         arrived = smem.allocate_array(Int64, shape.warps * shape.stages)
+        scale_ring = Int32(0)
+        if cutlass.const_expr(shape.quantized):
+            words = cute.make_layout(shape.warps * shape.stages * shape.scale_bytes // 4)
+            scale_ring = Int32(smem.allocate_tensor(Int32, words, 16).iterator.toint())
         to = Exchange(
             out,
             partial,
@@ -157,7 +169,7 @@ class DecodeKernel:
             warp=warp,
             lane=lane,
         )
-        boxes = cute.local_tile(cache, (STEP, (ROW_DIM, shape.halves), 2), (None, 0, 0, kv_head))
+        boxes = cute.local_tile(cache, (STEP, (shape.row_dim, shape.halves), 2), (None, 0, 0, kv_head))
         slots, boxes = cpasync.tma_partition(
             load, 0, cute.make_layout(1), cute.group_modes(ring, 0, 3), cute.group_modes(boxes, 0, 3)
         )
@@ -169,7 +181,20 @@ class DecodeKernel:
         arch.griddepcontrol_wait()
 
         part_size, begin, end, request, start, stop = self.find_part(lengths, num_reqs, num_parts, part, lane)
-        supply = Supply(load, boxes, slots, arrived, first_slot, tables, table_stride, lengths, end)
+        supply = Supply(
+            load,
+            boxes,
+            slots,
+            arrived,
+            first_slot,
+            tables,
+            table_stride,
+            lengths,
+            end,
+            kv_scales + kv_head * shape.page_size,
+            scale_ring,
+            num_kv_heads,
+        )
         step = begin + warp
         ahead = self.fill_ring(supply, step, request, start, stop)
         next_coord, next_step, next_request, next_start, next_stop = ahead
@@ -185,7 +210,8 @@ class DecodeKernel:
             until = cutlass.min(stop, end)
             if until > position:
                 length = lengths[request]
-                load_queries(shape, queries, q, request * q_stride + kv_head * shape.group * shape.head_dim, lane)
+                offset = request * q_stride + kv_head * shape.group * shape.head_dim
+                scale = self.load_queries(queries, q, offset, lane, scale_log2)
                 acc.fill(0.0)
                 row_sum.fill(0.0)
                 row_max.fill(-Float32.inf)
@@ -196,7 +222,8 @@ class DecodeKernel:
                     )
                     arch.mbarrier_wait(arrived + slot, phase)
                     base, left = ring_base + slot * shape.slot_bytes, length - (step - start) * STEP
-                    attend(shape, queries, acc, row_max, row_sum, base, left, lane, scale_log2)
+                    scales = scale_ring + slot * shape.scale_bytes
+                    self.attend(queries, acc, row_max, row_sum, base, scales, left, lane, scale)
                     arch.sync_warp()
                     spare = slot
                     slot += 1
@@ -299,6 +326,20 @@ class DecodeKernel:
             stop += self.num_steps(lengths[request])
         return request, start, stop
 
+    def load_queries(self, queries, q, offset, lane, scale_log2):
+        """Load a group's queries; returns what their products with keys are to be multiplied by."""
+        if self.shape.quantized:
+            return scale_log2 * cute_tile_fp8.load_queries(self.shape, queries, q, offset, lane)
+        cute_tile.load_queries(self.shape, queries, q, offset, lane)
+        return scale_log2
+
+    def attend(self, queries, acc, row_max, row_sum, base, scales, left, lane, scale):
+        """Fold a step into the running softmax."""
+        if self.shape.quantized:
+            cute_tile_fp8.attend(self.shape, queries, acc, row_max, row_sum, base, scales, left, lane, scale)
+        else:
+            cute_tile.attend(self.shape, queries, acc, row_max, row_sum, base, left, lane, scale)
+
     def num_steps(self, length):
         """Steps of a request of `length` tokens."""
         return (length + (STEP - 1)) >> STEP_SHIFT
@@ -310,7 +351,14 @@ class DecodeKernel:
 
     def issue(self, supply, slot, coord):
         """Start a copy."""
+        shape = self.shape
         barrier = supply.arrived + slot
         with arch.elect_one():
-            arch.mbarrier_arrive_and_expect_tx(barrier, self.shape.slot_bytes)
+            arch.mbarrier_arrive_and_expect_tx(barrier, shape.slot_bytes + shape.scale_bytes)
+            if shape.quantized:
+                page, index = coord >> self.page_shift, coord & ((1 << self.page_shift) - 1)
+                keys = supply.scales + (page * (2 * supply.num_kv_heads * shape.page_size) + index * STEP)
+                target, at = supply.scale_ring + slot * shape.scale_bytes, Int32(barrier.toint())
+                cute_warp.copy_16_bytes(target, keys, at)
+                cute_warp.copy_16_bytes(target + STEP, keys + supply.num_kv_heads * shape.page_size, at)
         cute.copy(supply.load, supply.boxes[(None, coord)], supply.slots[(None, slot)], tma_bar_ptr=barrier)

@@ -170,14 +170,26 @@ def _hand_over(
             total = total + arch.shuffle_sync_bfly(total, 1 << i)
         if row + 8 * half < shape.group:
             for tile in cutlass.range_constexpr(shape.head_dim // 8):
-                # The tiles of a row change places so that its neighbours' lie in other banks.
-                at = (row + 8 * half) * shape.head_dim + (row ^ tile) * 8 + (to.lane & 3) * 2
-                cute_warp.store_shared(spare + at * 4, acc[4 * tile + 2 * half], acc[4 * tile + 2 * half + 1])
+                at, first, second = _sums_of_lane(shape, to.lane, row, half, tile)
+                cute_warp.store_shared(spare + at * 4, acc[first], acc[second])
             if to.lane & 3 == 0:
                 to.row_stats[(to.warp * 2) * TILE_ROWS + row + 8 * half] = row_max[half]
                 to.row_stats[(to.warp * 2 + 1) * TILE_ROWS + row + 8 * half] = total
     if to.lane == 0:
         to.places[to.warp] = spare
+
+
+def _sums_of_lane(shape, lane, row, half, tile):
+    """Where the two neighbouring sums go that a lane has of a tile's row, and which of its accumulators they are."""
+    if not shape.quantized:
+        eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * half, 4 * tile + 2 * half + 1
+    else:
+        # Of two tiles: one has the even dimensions, the other the odd ones; first a lane's lower two, then its upper.
+        even, odd = 4 * (tile & ~1), 4 * (tile | 1)
+        eighth, column = (tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (tile & 1) * 2
+        first, second = even + (tile & 1), odd + (tile & 1)
+    # The eighths of a row change places so that its neighbours' lie in other banks.
+    return (row + 8 * half) * shape.head_dim + (row ^ eighth) * 8 + column, first, second
 
 
 def _merge_warps(shape, to, unit):

@@ -7,7 +7,7 @@ whole group. Softmax is online (Milakov and Gimelshein 2018), in base 2. This ro
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Uint8, cute
 from cutlass.cute import arch
 
 from nanovllm_kernels.attention import cute_warp
@@ -16,20 +16,21 @@ WARP = 32
 # Tokens a warp takes at once: as many as the smallest page and one multiplication by the values hold.
 STEP = 16
 TILE_ROWS = 16
-# What a row of shared memory holds of a head under the 128-byte swizzle, in 16-bit numbers.
-ROW_DIM = 64
-ROW_BYTES = 2 * ROW_DIM
+# What a row of shared memory holds of a head under the 128-byte swizzle.
+ROW_BYTES = 128
 
 
 @dataclass(frozen=True)
 class Shape:
     """All that a kernel is compiled for.
 
-    dtype: CUTLASS's. group: query heads to a key-value head, at most 16. warps of a CTA, each with a ring of `stages`
-    steps in shared memory; a CTA fills an SM.
+    dtype, cached: CUTLASS's, of the queries and of the cache: the same, or Uint8 for e4m3. group: query heads to a
+    key-value head, at most 16, of an FP8 cache 8. warps of a CTA, each with a ring of `stages` steps in shared memory;
+    a CTA fills an SM.
     """
 
     dtype: type
+    cached: type
     head_dim: int
     group: int
     page_size: int
@@ -37,19 +38,34 @@ class Shape:
     stages: int
 
     @property
+    def quantized(self) -> bool:
+        """Whether the cache is of FP8."""
+        return self.cached is Uint8
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers in a row of shared memory."""
+        return ROW_BYTES * 8 // self.cached.width
+
+    @property
     def halves(self) -> int:
         """Rows of shared memory that a head of one token takes."""
-        return self.head_dim // ROW_DIM
+        return self.head_dim // self.row_dim
 
     @property
     def value_bytes(self) -> int:
         """Bytes of a step's keys, hence where its values begin: all tokens' first rows, then their next."""
-        return STEP * self.head_dim * 2
+        return STEP * self.halves * ROW_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a step's keys and values, and also of a tile's accumulators in float32."""
+        """Bytes of a step's keys and values, and also of a tile's accumulators in float32 (in FP8 of half a tile's)."""
         return 2 * self.value_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a step's scales: the keys', then the values'."""
+        return 2 * STEP if self.quantized else 0
 
     @property
     def lane_rows(self) -> int:
@@ -91,7 +107,7 @@ def attend(
     chunk = row * ROW_BYTES + (((lane >> 4) ^ (row & 7)) << 4)
     places = [base + (chunk ^ (32 * i)) for i in range(4)]
     if left < STEP:
-        _clear_values(shape, base + shape.value_bytes, left, lane)
+        clear_values(shape, base + shape.value_bytes, left, lane)
     _multiply_keys(shape, queries, scores, places)
     if left < STEP:
         for i in cutlass.range_constexpr(STEP // 2):
@@ -103,7 +119,7 @@ def attend(
 
 
 @cute.jit
-def _clear_values(shape: cutlass.Constexpr, values: Int32, left: Int32, lane: Int32):
+def clear_values(shape: cutlass.Constexpr, values: Int32, left: Int32, lane: Int32):
     """Zero the values beyond the request's: they may be NaN, which a weight of zero would not cancel."""
     for i in cutlass.range_constexpr(shape.value_bytes // 16 // WARP):
         unit = lane + WARP * i

@@ -35,9 +35,62 @@ def pack(dtype, low, high):
     )
 
 
+def widen(dtype, word):
+    """The two numbers of `dtype` in an Int32, as Float32."""
+    name = "bf16" if dtype is BFloat16 else "f16"
+    return arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
+        f" cvt.f32.{name}" + " {$w0}, low;" + f" cvt.f32.{name}" + " {$w1}, high; }",
+        write_only_types=[Float32] * 2,
+        read_only_args=[word],
+    )
+
+
+def narrow_floats(word):
+    """The four e4m3 in an Int32, as float16: the lower two in one Int32, the upper two in another."""
+    return arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
+        " cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
+        write_only_types=[Int32] * 2,
+        read_only_args=[word],
+    )
+
+
+def swap_middle(word):
+    """Bytes 0, 2, 1, 3 of an Int32."""
+    return arch.inline_ptx("prmt.b32 {$w0}, {$r0}, 0, 0x3120;", write_only_types=[Int32], read_only_args=[word])
+
+
+def bits(x):
+    """A Float32 as the Int32 of the same bits."""
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def power_of_2(exponent):
+    """The Float32 of this biased exponent; 0 for 0."""
+    return arch.inline_ptx(
+        "{ .reg .b32 bits; shl.b32 bits, {$r0}, 23; mov.b32 {$w0}, bits; }",
+        write_only_types=[Float32],
+        read_only_args=[exponent],
+    )
+
+
 def exp2(x):
     """2 ** x to about 2 ulp, 0 for -infinity."""
     return arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def load_bytes(address):
+    """Two bytes at an even address, the first in the lower byte of an Int32."""
+    return arch.inline_ptx("ld.shared.u16 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def copy_16_bytes(address, pointer, barrier):
+    """Start a copy of 16 bytes from global to shared memory, both aligned to them, that arrives at a barrier."""
+    arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], 16, [{$r2}];",
+        read_only_args=[address, pointer, barrier],
+    )
 
 
 def load_shared(address):

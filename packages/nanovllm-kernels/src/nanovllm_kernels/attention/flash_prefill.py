@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 HEAD_DIMS = (64, 96, 128, 256)
+# Of what a whole batch fits into one tile FlashAttention makes a kernel of its own, compiled when such a batch first
+# comes. The bound it is given need not be tight: with one above a tile's rows, there is one kernel for all batches.
+LEAST_BOUND = 256
 
 
 def supports(head_dim: int, dtype: torch.dtype) -> bool:
@@ -34,7 +37,7 @@ def paged_prefill(
         cu_seqlens_q=starts,
         seqused_k=seq_lens,
         page_table=block_tables,
-        max_seqlen_q=max_query_len,
+        max_seqlen_q=max(max_query_len, LEAST_BOUND),
         softmax_scale=scale,
         causal=True,
     )

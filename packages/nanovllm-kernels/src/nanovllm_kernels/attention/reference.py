@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanovllm_kernels import fp8
+
 # Tokens gathered at once. Beyond a few megabytes of keys, fresh pages from the system took most of the time.
 GATHER_TOKENS = 8192
 
@@ -76,16 +78,17 @@ def plan_gathers(
     return Gathers(decodes, prefills)
 
 
-def paged_attention(q: Tensor, kv_cache: Tensor, gathers: Gathers, scale: float) -> Tensor:
+def paged_attention(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gathers: Gathers, scale: float) -> Tensor:
     """See the package's `paged_attention`."""
     decodes, prefills = gathers
     if len(decodes) == 1 and not prefills:
-        return _decode(q, kv_cache, decodes[0], scale)
+        return _decode(q, kv_cache, kv_scales, decodes[0], scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in decodes:
-        out[group.begin : group.end] = _decode(q[group.begin : group.end], kv_cache, group, scale)
+        out[group.begin : group.end] = _decode(q[group.begin : group.end], kv_cache, kv_scales, group, scale)
     for prefill in prefills:
-        out[prefill.begin : prefill.end] = _prefill(q[prefill.begin : prefill.end], kv_cache, prefill, scale)
+        queries = q[prefill.begin : prefill.end]
+        out[prefill.begin : prefill.end] = _prefill(queries, kv_cache, kv_scales, prefill, scale)
     return out
 
 
@@ -124,30 +127,52 @@ def _pages(numbers: Tensor) -> Tensor | slice:
     return slice(first, first + count) if listed == list(range(first, first + count)) else numbers
 
 
-def _gather(cache: Tensor, index: Tensor | slice) -> Tensor:
+def _gather(kv_cache: Tensor, kv_scales: Tensor | None, index: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """The pages `index`, one after another, as they are or dequantised to `dtype`: [tokens, 2 Hkv, D]."""
+    _, _, num_cached, head_dim = kv_cache.shape
+    pages = _take(kv_cache, index).view(-1, num_cached, head_dim)
+    if kv_scales is None:
+        return pages
+    return fp8.dequantize(pages, _take(kv_scales, index).transpose(1, 2).reshape(-1, num_cached), dtype)
+
+
+def _gather_slots(kv_cache: Tensor, kv_scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `_gather`, of single slots."""
+    _, page_size, num_cached, head_dim = kv_cache.shape
+    found = kv_cache.view(-1, num_cached * head_dim).index_select(0, slots).view(-1, num_cached, head_dim)
+    if kv_scales is None:
+        return found
+    return fp8.dequantize(found, kv_scales[slots // page_size, :, slots % page_size], dtype)
+
+
+def _take(cache: Tensor, index: Tensor | slice) -> Tensor:
     return cache[index] if isinstance(index, slice) else cache.index_select(0, index)
 
 
-def _decode(q: Tensor, kv_cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+def _decode(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGroup, scale: float) -> Tensor:
     """One query a request: q [n, Hq, D] to [n, Hq, D]."""
     num_reqs, num_heads, head_dim = q.shape
     num_cached = kv_cache.shape[2]
     num_kv_heads = num_cached // 2
-    if group.mask is not None:
-        kv_cache = kv_cache.view(-1, num_cached * head_dim)
-    kv = _gather(kv_cache, group.index).view(num_reqs, -1, num_cached, head_dim)
-    k, v = kv[:, : group.longest].transpose(1, 2).chunk(2, 1)
+    gather = _gather if group.mask is None else _gather_slots
+    kv = gather(kv_cache, kv_scales, group.index, q.dtype)
+    # Two calls instead of the five that `view`, a slice, `transpose` and `chunk` would take.
+    shape = (num_reqs, num_kv_heads, group.longest, head_dim)
+    strides = (kv.numel() // num_reqs, head_dim, num_cached * head_dim, 1)
+    first = kv.storage_offset()
+    k = kv.as_strided(shape, strides, first)
+    v = kv.as_strided(shape, strides, first + num_kv_heads * head_dim)
     grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = functional.scaled_dot_product_attention(grouped, k, v, group.mask, scale=scale)
     return out.reshape(num_reqs, num_heads, head_dim)
 
 
-def _prefill(q: Tensor, kv_cache: Tensor, prefill: Prefill, scale: float) -> Tensor:
+def _prefill(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, prefill: Prefill, scale: float) -> Tensor:
     """All queries of one request: q [n, Hq, D] to [n, Hq, D]."""
     _, num_heads, head_dim = q.shape
     _, _, num_cached, _ = kv_cache.shape
     _, _, pages, length, mask = prefill
-    kv = _gather(kv_cache, pages).view(1, -1, num_cached, head_dim)
+    kv = _gather(kv_cache, kv_scales, pages, q.dtype).view(1, -1, num_cached, head_dim)
     k, v = kv[:, :length].transpose(1, 2).chunk(2, 1)
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),

@@ -38,6 +38,17 @@ PREFILL_16_BIT = {
     128: TileConfig(128, 64, 8, 3, 1),
     256: TileConfig(64, 32, 4, 2, 1),
 }
+# Numbers of one byte, which are multiplied as float16.
+DECODE_8_BIT = {
+    64: TileConfig(16, 128, 4, 5, 3),
+    128: TileConfig(16, 128, 4, 4, 3),
+    256: TileConfig(16, 64, 4, 4, 3),
+}
+PREFILL_8_BIT = {
+    64: TileConfig(128, 64, 4, 3, 2),
+    128: TileConfig(128, 64, 8, 3, 1),
+    256: TileConfig(64, 32, 4, 2, 1),
+}
 # Full float32 products run on the plain cores: small tiles, for parity and not for speed.
 DECODE_32_BIT = {
     64: TileConfig(16, 32, 4, 2, 2),
@@ -49,6 +60,9 @@ PREFILL_32_BIT = {
     128: TileConfig(32, 32, 4, 2, 2),
     256: TileConfig(32, 16, 4, 2, 1),
 }
+
+DECODE = {1: DECODE_8_BIT, 2: DECODE_16_BIT, 4: DECODE_32_BIT}
+PREFILL = {1: PREFILL_8_BIT, 2: PREFILL_16_BIT, 4: PREFILL_32_BIT}
 
 
 def next_power_of_2(number: int) -> int:
@@ -73,16 +87,19 @@ def choose_units(num_kv_heads: int, num_slots: int) -> int:
     return max(1, UNIT_WAVES * num_slots // num_kv_heads)
 
 
+def number_size(query_size: int, cached_size: int) -> int:
+    """The bytes of a number that decide a tiling, from those of queries and of cache: 4 where products are float32."""
+    return 4 if query_size == 4 else cached_size
+
+
 def tile_config(head_dim: int, element_size: int, group: int, max_query_len: int) -> TileConfig:
     """The tiling for heads of `head_dim` and numbers of `element_size` bytes, `group` query heads to a key-value head.
 
+    element_size: see `number_size`.
     Raises ValueError for heads that no kernel is made for.
     """
     padded = max(64, next_power_of_2(head_dim))
-    if max_query_len == 1:
-        table = DECODE_16_BIT if element_size == 2 else DECODE_32_BIT
-    else:
-        table = PREFILL_16_BIT if element_size == 2 else PREFILL_32_BIT
+    table = (DECODE if max_query_len == 1 else PREFILL)[element_size]
     if padded not in table:
         raise ValueError(f"no attention kernel for heads of {head_dim}: at most 256")
     config = table[padded]

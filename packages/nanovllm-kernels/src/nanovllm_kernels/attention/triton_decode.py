@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.attention import tiles
 from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks
+from nanovllm_kernels.attention.triton_tile_fp8 import attend_fp8_blocks, narrow_queries
 from nanovllm_kernels.platform import can_overlap_launches
 
 
@@ -51,6 +52,7 @@ def plan_units(
 def paged_decode(
     q: Tensor,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -64,7 +66,7 @@ def paged_decode(
     page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     num_reqs, num_units = starts.shape[0] - 1, owners.shape[0]
     group = num_heads // num_kv_heads
-    config = tiles.tile_config(head_dim, q.element_size(), group, 1)
+    config = tiles.tile_config(head_dim, tiles.number_size(q.element_size(), kv_cache.element_size()), group, 1)
     padded = tiles.next_power_of_2(head_dim)
     overlap = can_overlap_launches(q.device)
     partial = q.new_empty((num_units, num_heads, head_dim), dtype=torch.float32)
@@ -72,6 +74,7 @@ def paged_decode(
     _attend_unit[(num_kv_heads, num_units)](
         q,
         kv_cache,
+        kv_cache if kv_scales is None else kv_scales,
         block_tables,
         seq_lens,
         query_start_loc,
@@ -91,6 +94,7 @@ def paged_decode(
         PAGE_SIZE=page_size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        QUANTIZED=kv_scales is not None,
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -155,6 +159,7 @@ def _plan_units(
 def _attend_unit(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     block_tables_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
@@ -174,6 +179,7 @@ def _attend_unit(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One request's query heads of one key-value head against one unit of its keys."""
@@ -200,27 +206,63 @@ def _attend_unit(
     dim_mask = dims < HEAD_DIM
     mask = row_mask[:, None] & dim_mask[None, :]
     q = tl.load(q_ptr + token * q_stride_token + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    acc, running_max, running_sum = attend_blocks(
-        tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32),
-        tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
-        tl.zeros([BLOCK_M], dtype=tl.float32),
-        q,
-        kv_ptr + kv_head * HEAD_DIM,
-        block_tables_ptr + request.to(tl.int64) * table_stride,
-        tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1),
-        dims,
-        dim_mask,
-        begin,
-        end,
-        end,
-        scale_log2,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        PAGE_SIZE,
-        BLOCK_N,
-        True,
-    )
+    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    k_ptr = kv_ptr + kv_head * HEAD_DIM
+    table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
+    positions = tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1)
+    if QUANTIZED:
+        q, scale_log2 = narrow_queries(q, scale_log2)
+        scales_ptr += kv_head * PAGE_SIZE
+        even = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+        odd = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+        even, odd, running_max, running_sum = attend_fp8_blocks(
+            even,
+            odd,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            scales_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+        )
+        acc = tl.interleave(even, odd)
+    else:
+        acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
+        acc, running_max, running_sum = attend_blocks(
+            acc,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+        )
     acc = acc / running_sum[:, None]
     if num_units == 1:
         out_ptr += token * (NUM_KV_HEADS * GROUP * HEAD_DIM)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from nanovllm_kernels.attention import tiles
 from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks
+from nanovllm_kernels.attention.triton_tile_fp8 import attend_fp8_blocks, narrow_queries
 from nanovllm_kernels.platform import describe
 
 
 def paged_prefill(
     q: Tensor,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -34,7 +36,9 @@ def paged_prefill(
     page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     num_reqs = seq_lens.shape[0]
     group = num_heads // num_kv_heads
-    config = tiles.tile_config(head_dim, q.element_size(), group, max_query_len)
+    config = tiles.tile_config(
+        head_dim, tiles.number_size(q.element_size(), kv_cache.element_size()), group, max_query_len
+    )
     block_q = config.block_m // group
     # Tiles start afresh at each request, which wastes less than one a request.
     num_tiles = num_tokens // block_q + num_reqs
@@ -49,6 +53,7 @@ def paged_prefill(
     _attend[(num_kv_heads, num_tiles, num_splits)](
         q,
         kv_cache,
+        kv_cache if kv_scales is None else kv_scales,
         block_tables,
         seq_lens,
         query_start_loc,
@@ -65,6 +70,7 @@ def paged_prefill(
         PAGE_SIZE=page_size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        QUANTIZED=kv_scales is not None,
         BLOCK_Q=block_q,
         SPLIT=num_splits > 1,
         num_warps=config.num_warps,
@@ -91,6 +97,7 @@ def paged_prefill(
 def _attend(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     block_tables_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
@@ -107,6 +114,7 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
@@ -157,56 +165,109 @@ def _attend(
     begin = split * split_len
     end = tl.minimum(end, begin + split_len)
 
-    acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
     k_ptr = kv_ptr + kv_head * HEAD_DIM
     # Blocks that every query sees whole need no mask.
     full_end = tl.minimum(end, (seq_len - query_len + first_query + 1) // BLOCK_N * BLOCK_N)
-    acc, running_max, running_sum = attend_blocks(
-        acc,
-        running_max,
-        running_sum,
-        q,
-        k_ptr,
-        table_ptr,
-        positions,
-        dims,
-        dim_mask,
-        begin,
-        full_end,
-        end,
-        scale_log2,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        PAGE_SIZE,
-        BLOCK_N,
-        False,
-    )
-    begin = tl.maximum(begin, full_end)
-    acc, running_max, running_sum = attend_blocks(
-        acc,
-        running_max,
-        running_sum,
-        q,
-        k_ptr,
-        table_ptr,
-        positions,
-        dims,
-        dim_mask,
-        begin,
-        end,
-        end,
-        scale_log2,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        PAGE_SIZE,
-        BLOCK_N,
-        True,
-    )
+    rest = tl.maximum(begin, full_end)
+    if QUANTIZED:
+        q, scale_log2 = narrow_queries(q, scale_log2)
+        scales_ptr += kv_head * PAGE_SIZE
+        even = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+        odd = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+        even, odd, running_max, running_sum = attend_fp8_blocks(
+            even,
+            odd,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            scales_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            full_end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            False,
+        )
+        even, odd, running_max, running_sum = attend_fp8_blocks(
+            even,
+            odd,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            scales_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            rest,
+            end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+        )
+        acc = tl.interleave(even, odd)
+    else:
+        acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
+        acc, running_max, running_sum = attend_blocks(
+            acc,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            full_end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            False,
+        )
+        acc, running_max, running_sum = attend_blocks(
+            acc,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            rest,
+            end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+        )
 
     safe_sum = tl.where(running_sum > 0, running_sum, 1.0)
     acc = acc / safe_sum[:, None]

@@ -1,7 +1,8 @@
 """Operators whose cost is their traffic: norms, rotary embedding with the cache write, SwiGLU.
 
-This room must not know attention or models. On CUDA each is one Triton kernel behind a custom operator, so that
-torch.compile traces through it; elsewhere it is the plain torch of `reference`.
+This room must not know attention or models. On CUDA each is one Triton kernel behind a custom operator; elsewhere it is
+the plain torch of `reference`. While torch.compile traces, norm and SwiGLU are their formulas, which it fuses with what
+is around them, and the rotation with its cache write remains an operator that it traces through.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class Rotation(NamedTuple):
 
 
 class QKNorm(NamedTuple):
-    """RMSNorm of each query and key head before its rotation: weights [D] of the heads' dtype, and epsilon."""
+    """RMSNorm of each query and key head before its rotation: weights [D] as for `rms_norm`, and epsilon."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -34,16 +35,19 @@ class QKNorm(NamedTuple):
 
 
 def pack_norm(weight: Tensor) -> Tensor:
-    """Make a norm's `weight` [H] ready for `rms_norm`: on a CPU it is laid twice, elsewhere left as it is."""
-    return weight if weight.is_cuda else torch.cat((weight, weight))
+    """Make a norm's `weight` [H] ready for `rms_norm`: on a CPU float32 and laid twice, elsewhere left as it is."""
+    return weight if weight.is_cuda else reference.pack_norm(weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
 
     x: [T, H] or [T, n, D], the last dimension contiguous, the others with any stride. weight: [H] or [D], of the dtype
-    of `x`, or what `pack_norm` made of it. Returns a contiguous tensor like `x`; computed in float32, rounded once.
+    of `x` (on a CPU of any), or what `pack_norm` made of it. Returns a tensor like `x`, its last dimension contiguous;
+    computed in float32, rounded once.
     """
+    if torch.compiler.is_compiling():
+        return reference.rms_norm_formula(x, weight, eps)
     if x.is_cuda:
         return _rms_norm_op(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
@@ -59,7 +63,12 @@ def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
 
 
 def rope_and_cache(
-    qkv: Tensor, rotation: Rotation, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None = None
+    qkv: Tensor,
+    rotation: Rotation,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    qk_norm: QKNorm | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache, all in place.
 
@@ -69,23 +78,27 @@ def rope_and_cache(
         2021, in GPT-NeoX's order).
     slot_mapping: int64 [T], where in the cache each token goes, page * page_size + offset; no slot of a real token may
         occur twice.
-    kv_cache: [N, P, 2 Hkv, D], contiguous: in each slot the key heads, then the value heads.
+    kv_cache: [N, P, 2 Hkv, D], contiguous: in each slot the key heads, then the value heads. Of the dtype of `qkv` (on
+        a CPU `qkv` may be float32 over a cache of any), or of float8_e4m3fn: then they are quantised on their way, as
+        `fp8.quantize` does.
     qk_norm: what query and key heads go through first, if anything.
-    Returns the rotated queries [T, Hq, D], a view of `qkv`. Computed in float32; rounded once, on a CPU after the norm
-    as well.
+    kv_scales: uint8 [N, 2 Hkv, P], contiguous, for the scales of a quantised cache, and None for another.
+    Returns the rotated queries [T, Hq, D] in the cache's dtype, over FP8 in their own; a view of `qkv` if it has that.
+    Computed in float32 and rounded once; on a CPU after the norm as well, when `qkv` isn't float32.
     """
     num_q_heads = qkv.shape[1] - kv_cache.shape[2]
     if not qkv.is_cuda:
-        reference.rope_and_cache(qkv, rotation.rows, slot_mapping, kv_cache, qk_norm)
-    elif qk_norm is None:
-        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, None, None, 0.0)
+        qkv = reference.rope_and_cache(qkv, rotation.rows, slot_mapping, kv_cache, kv_scales, qk_norm)
     else:
-        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, *qk_norm)
-    return qkv[:, :num_q_heads]
+        norm = (None, None, 0.0) if qk_norm is None else qk_norm
+        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, kv_scales, *norm)
+    return qkv.narrow(1, 0, num_q_heads)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU's gate (Shazeer 2020): `silu(x[:, :I]) * x[:, I:]` for contiguous x [T, 2 I]; returns [T, I]."""
+    if torch.compiler.is_compiling():
+        return reference.silu_and_mul_formula(x)
     if x.is_cuda:
         return _silu_and_mul_op(x)
     return reference.silu_and_mul(x)
@@ -101,20 +114,21 @@ def _rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 _rms_norm_op.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
-@torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("qkv", "kv_cache"))
+@torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("qkv", "kv_cache", "kv_scales"))
 def _rope_and_cache_op(
     qkv: Tensor,
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
 ) -> None:
     from nanovllm_kernels.elementwise import triton_rope
 
-    triton_rope.rope_and_cache(qkv, cos_sin, positions, slot_mapping, kv_cache, q_weight, k_weight, eps)
+    triton_rope.rope_and_cache(qkv, cos_sin, positions, slot_mapping, kv_cache, kv_scales, q_weight, k_weight, eps)
 
 
 @torch.library.custom_op("nanovllm::silu_and_mul", mutates_args=())

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanovllm_kernels import fp8
+
 
 class RotationRows(NamedTuple):
     """Factors of a head's first rot dimensions, float32 [T, 1, rot]: x * cos + (x with its halves swapped) * sin."""
@@ -26,6 +28,11 @@ class _QKNorm(Protocol):
     def eps(self) -> float: ...
 
 
+def pack_norm(weight: Tensor) -> Tensor:
+    """See the package's `pack_norm`."""
+    return torch.cat((weight, weight)).float()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the package's `rms_norm`.
 
@@ -34,8 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     size = x.shape[-1]
     if weight.shape[0] == size:
-        weight = torch.cat((weight, weight))
-    return functional.layer_norm(torch.cat((x, -x), -1), (2 * size,), weight, eps=eps)[..., :size]
+        weight = pack_norm(weight)
+    return torch.layer_norm(torch.cat((x, -x), -1), (2 * size,), weight, None, eps).narrow(-1, 0, size)
 
 
 def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationRows:
@@ -45,23 +52,51 @@ def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationRows:
 
 
 def rope_and_cache(
-    qkv: Tensor, rows: RotationRows, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: _QKNorm | None
-) -> None:
-    """See the package's `rope_and_cache`."""
-    _, _, num_cached, head_dim = kv_cache.shape
+    qkv: Tensor,
+    rows: RotationRows,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+    qk_norm: _QKNorm | None,
+) -> Tensor:
+    """See the package's `rope_and_cache`. Returns all of `qkv`, rotated, in the dtype that the queries are to have."""
+    _, page_size, num_cached, head_dim = kv_cache.shape
     num_q_heads, num_kv_heads = qkv.shape[1] - num_cached, num_cached // 2
     if qk_norm is not None:
-        queries, keys = qkv[:, :num_q_heads], qkv[:, num_q_heads : num_q_heads + num_kv_heads]
+        queries, keys = qkv.narrow(1, 0, num_q_heads), qkv.narrow(1, num_q_heads, num_kv_heads)
         queries.copy_(rms_norm(queries, qk_norm.q_weight, qk_norm.eps))
         keys.copy_(rms_norm(keys, qk_norm.k_weight, qk_norm.eps))
     rot = rows.cos.shape[-1]
-    turned = qkv[:, : num_q_heads + num_kv_heads, :rot]
+    turned = qkv.narrow(1, 0, num_q_heads + num_kv_heads)
+    if rot < head_dim:
+        turned = turned.narrow(2, 0, rot)
     swapped = turned.roll(rot // 2, -1)
     torch.addcmul(turned * rows.cos, swapped, rows.sin, out=turned)
-    kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv[:, num_q_heads:])
+    if kv_scales is None:
+        qkv = qkv.to(kv_cache.dtype)
+        kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv.narrow(1, num_q_heads, num_cached))
+        return qkv
+    numbers, exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached))
+    # Of float8 torch copies no rows on a CPU, but of bytes.
+    kv_cache.view(torch.uint8).view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
+    kv_scales[slot_mapping // page_size, :, slot_mapping % page_size] = exponents
+    return qkv
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """See the package's `silu_and_mul`. Here the SiLU is rounded to the dtype of `x` before the product."""
     gate, up = x.chunk(2, -1)
     return functional.silu(gate).mul_(up)
+
+
+def rms_norm_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See the package's `rms_norm`: what a compiler is to see of it."""
+    numbers = x.float()
+    scale = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + eps)
+    return (numbers * scale * weight.narrow(0, 0, x.shape[-1]).float()).to(x.dtype)
+
+
+def silu_and_mul_formula(x: Tensor) -> Tensor:
+    """See the package's `silu_and_mul`: what a compiler is to see of it."""
+    gate, up = x.float().chunk(2, -1)
+    return (functional.silu(gate) * up).to(x.dtype)

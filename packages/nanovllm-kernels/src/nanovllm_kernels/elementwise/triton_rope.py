@@ -1,4 +1,4 @@
-"""Query and key norm, rotary embedding and the write into the paged cache on CUDA, in one kernel."""
+"""Query and key norm, rotary embedding and the write into the paged cache, quantised or not, on CUDA, in one kernel."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -7,10 +7,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_kernels import fp8
 from nanovllm_kernels.platform import can_overlap_launches
 
 # Heads a program turns: enough bytes in flight for one program, and enough programs for a decode.
 HEADS = 8
+# What follows is `fp8.quantize` again.
+LARGEST_EXPONENT = tl.constexpr(fp8.LARGEST_EXPONENT)
+BEYOND_LARGEST = tl.constexpr(fp8.BEYOND_LARGEST)
+LEAST_EXPONENT = tl.constexpr(fp8.LEAST_EXPONENT)
 
 
 def rope_and_cache(
@@ -19,6 +24,7 @@ def rope_and_cache(
     positions: Tensor,
     slot_mapping: Tensor,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
@@ -37,6 +43,7 @@ def rope_and_cache(
         positions,
         slot_mapping,
         kv_cache,
+        kv_cache if kv_scales is None else kv_scales,
         qkv if q_weight is None else q_weight,
         qkv if k_weight is None else k_weight,
         eps,
@@ -49,7 +56,9 @@ def rope_and_cache(
         PADDED_HALF=triton.next_power_of_2(rot // 2),
         HEADS=HEADS,
         Q_BLOCKS=q_blocks,
+        PAGE_SIZE=kv_cache.shape[1],
         NORM=q_weight is not None,
+        QUANTIZE=kv_scales is not None,
         OVERLAP=overlap,
         num_warps=2,
         launch_pdl=overlap,
@@ -63,6 +72,7 @@ def _rope_and_cache(
     positions_ptr,
     slot_mapping_ptr,
     kv_cache_ptr,
+    kv_scales_ptr,
     q_weight_ptr,
     k_weight_ptr,
     eps,
@@ -75,7 +85,9 @@ def _rope_and_cache(
     PADDED_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     Q_BLOCKS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One token: a block of query heads, or a block of key heads with the values beside them."""
@@ -94,6 +106,7 @@ def _rope_and_cache(
         _turn_heads(
             qkv_ptr,
             qkv_ptr,
+            kv_scales_ptr,
             q_weight_ptr,
             eps,
             heads,
@@ -104,14 +117,19 @@ def _rope_and_cache(
             PADDED_DIM,
             HALF,
             PADDED_HALF,
+            PAGE_SIZE,
             NORM,
+            False,
         )
     else:
         heads = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
-        slot_ptr = kv_cache_ptr + tl.load(slot_mapping_ptr + token) * (2 * NUM_KV_HEADS * HEAD_DIM)
+        slot = tl.load(slot_mapping_ptr + token)
+        slot_ptr = kv_cache_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM)
+        kv_scales_ptr += slot // PAGE_SIZE * (2 * NUM_KV_HEADS * PAGE_SIZE) + slot % PAGE_SIZE
         _turn_heads(
             qkv_ptr + NUM_Q_HEADS * HEAD_DIM,
             slot_ptr,
+            kv_scales_ptr,
             k_weight_ptr,
             eps,
             heads,
@@ -122,19 +140,28 @@ def _rope_and_cache(
             PADDED_DIM,
             HALF,
             PADDED_HALF,
+            PAGE_SIZE,
             NORM,
+            QUANTIZE,
         )
         dims = tl.arange(0, PADDED_DIM)
         places = (NUM_KV_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
         mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-        v = tl.load(qkv_ptr + NUM_Q_HEADS * HEAD_DIM + places, mask=mask)
-        tl.store(slot_ptr + places, v, mask=mask)
+        v = tl.load(qkv_ptr + NUM_Q_HEADS * HEAD_DIM + places, mask=mask, other=0.0)
+        if QUANTIZE:
+            v = v.to(tl.float32)
+            exponents = _scale_exponents(tl.max(tl.abs(v), 1))
+            v *= _inverse(exponents)[:, None]
+            scale_ptrs = kv_scales_ptr + (NUM_KV_HEADS + heads) * PAGE_SIZE
+            tl.store(scale_ptrs, exponents.to(tl.uint8), mask=heads < NUM_KV_HEADS)
+        tl.store(slot_ptr + places, v.to(slot_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _turn_heads(
     source_ptr,
     target_ptr,
+    scales_ptr,
     weight_ptr,
     eps,
     heads,
@@ -145,11 +172,14 @@ def _turn_heads(
     PADDED_DIM: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ):
     """Norm and rotate `heads` of one token from `source_ptr` to `target_ptr`, both with their heads side by side.
 
-    The two may be the same: every element is read before the program writes it.
+    The two may be the same: every element is read before the program writes it. scales_ptr: where with QUANTIZE the
+    token's first scale goes, the others PAGE_SIZE apart.
     """
     pairs = tl.arange(0, PADDED_HALF)
     dims = tl.arange(0, PADDED_DIM)
@@ -175,7 +205,33 @@ def _turn_heads(
         second *= factor * second_weight[None, :]
         if 2 * HALF < HEAD_DIM:
             rest *= factor * rest_weight[None, :]
-    tl.store(target_ptr + places, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask=mask)
-    tl.store(target_ptr + places + HALF, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask=mask)
+    turned_first = first * cos[None, :] - second * sin[None, :]
+    turned_second = second * cos[None, :] + first * sin[None, :]
+    if QUANTIZE:
+        top = tl.maximum(tl.max(tl.abs(turned_first), 1), tl.max(tl.abs(turned_second), 1))
+        if 2 * HALF < HEAD_DIM:
+            top = tl.maximum(top, tl.max(tl.abs(rest), 1))
+        exponents = _scale_exponents(top)
+        tl.store(scales_ptr + heads * PAGE_SIZE, exponents.to(tl.uint8), mask=inside)
+        inverse = _inverse(exponents)[:, None]
+        turned_first *= inverse
+        turned_second *= inverse
+        if 2 * HALF < HEAD_DIM:
+            rest *= inverse
+    tl.store(target_ptr + places, turned_first.to(dtype), mask=mask)
+    tl.store(target_ptr + places + HALF, turned_second.to(dtype), mask=mask)
     if 2 * HALF < HEAD_DIM:
         tl.store(target_ptr + rest_places, rest.to(dtype), mask=kept)
+
+
+@triton.jit
+def _scale_exponents(top):
+    """Biased exponents of the scales of heads whose largest magnitudes are `top`, as `fp8.quantize` takes them."""
+    exponents = ((top.to(tl.int32, bitcast=True) + BEYOND_LARGEST) >> 23) - LARGEST_EXPONENT
+    return tl.maximum(exponents, LEAST_EXPONENT)
+
+
+@triton.jit
+def _inverse(exponents):
+    """The inverse of scales with these biased exponents, as exact as they are."""
+    return ((254 - exponents) << 23).to(tl.float32, bitcast=True)

@@ -2,7 +2,8 @@
 
 This room must not know which layer a weight belongs to. For a few rows on CUDA, where a launch and the way of a small
 tensor through memory cost as much as the product, norm, product, gate and residual are one Triton kernel behind a
-custom operator; `tiles` says when, and has the figures. For more rows the pieces run one after another.
+custom operator; `tiles` says when, and has the figures. For more rows the pieces run one after another. torch.compile
+sees the pieces whatever the rows, so that one compiled function takes any number; it is for more rows than OWN_ROWS.
 
 Measured on two cores with AMX, bf16, microseconds, plain `F.linear` against the packed product (rows = tokens):
 
@@ -32,6 +33,8 @@ from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import tiles
 from nanovllm_kernels.platform import can_pack_bf16, can_pack_fp16
 
+# For more rows on CUDA every product is a library's.
+OWN_ROWS = tiles.SPLIT_ROWS
 PLANNED_ROWS = 8
 # Up to so many rows a CPU multiplies by the fp16 copy of a weight; and only weights of small models get one.
 FEW_ROWS = 3
@@ -89,42 +92,53 @@ def _packed() -> _Packed:
     )
 
 
-def _linear_of_few(x: Tensor, weight: torch.ScriptObject, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    out = _packed().product_of_few(x.float(), weight)
-    if bias is not None:
-        out.add_(bias)
-    return out.to(x.dtype) if residual is None else residual.add_(out)
+def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
+    if not isinstance(weight, PackedWeight) or not weight.blocked:
+        plain = weight.data if isinstance(weight, PackedWeight) else weight
+        return functional.linear(x.to(plain.dtype), plain, bias)
+    if weight.few is None or x.dim() != 2 or x.shape[0] > FEW_ROWS:
+        return _packed().product(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
+    out = _packed().product_of_few(x.float(), weight.few)
+    return out if bias is None else out.add_(bias)
 
 
 def linear(
     x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """`x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N]: like `residual`.
+    """`x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N].
 
-    All share one dtype; products are summed in float32. The result is rounded once, but for a residual on a CPU, or
-    beside a bias. `residual` may be overwritten, and may share memory with what is returned.
+    All share one dtype, and so does the result; products are summed in float32 and rounded once, but beside both a
+    residual and a bias. On a CPU `x` and `residual` may each be float32 or bf16 beside bf16 weights: the result has the
+    dtype of `residual`, or without one float32 for few rows and else bf16, as the products give it. `residual` may be
+    overwritten, and may share memory with what is returned.
     """
-    counters = None
-    if isinstance(weight, PackedWeight):
-        if weight.blocked:
-            if weight.few is not None and x.shape[0] <= FEW_ROWS and x.dim() == 2:
-                return _linear_of_few(x, weight.few, bias, residual)
-            # Rounded twice, as transformers does. oneDNN could add the residual and round once: nearer to the exact
-            # sum (mean error 0.0092 against 0.0096) and faster, but the default model's first word on the capital of
-            # France hangs by a rounding in bf16, and went the wrong way.
-            out = _packed().product(x, weight.data, bias, "none", [], "")
-            return out if residual is None else residual.add_(out)
-        counters = weight.counters
-        weight = weight.data
+    counters = weight.counters if isinstance(weight, PackedWeight) else None
+    plain = weight.data if isinstance(weight, PackedWeight) else weight
+    if torch.compiler.is_compiling():
+        return _linear_formula(x, plain, bias, residual)
+    if not x.is_cuda:
+        out = _linear_on_cpu(x, weight, bias)
+        return out if residual is None else residual.add_(out)
+    weight = plain
     if _runs_as_rows(x, weight):
         return _project_rows_op(x, None, 0.0, weight, bias, residual, False, False)
     if counters is not None and x.dim() == 2 and 0 < x.shape[0] <= tiles.SPLIT_ROWS:
         return _project_split_op(x, weight, bias, residual, counters)
     if residual is None:
         return functional.linear(x, weight, bias)
-    if bias is None and x.is_cuda:
+    if bias is None:
         return residual.addmm_(x, weight.t())
     return functional.linear(x, weight, bias).add_(residual)
+
+
+def _linear_formula(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """See `linear`: what a compiler is to see of it."""
+    out = functional.linear(x, weight, bias)
+    if residual is None:
+        return out
+    # A sum in float32 joins the norm that follows. Any other would be moved into the product, which would then have to
+    # begin with a copy of the residual.
+    return (out.float() + residual.float()).to(residual.dtype)
 
 
 def norm_linear(
@@ -163,7 +177,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
 
     table: the plain weight [N, K] that `weight` was packed from.
     """
-    if x.dtype == torch.float32:
+    if table.dtype == torch.float32:
         return linear(x, weight)
     if _runs_as_rows(x, table):
         return _project_rows_op(x, None, 0.0, table, None, None, False, True)
@@ -171,16 +185,16 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
         return torch.mm(x, table.t(), out_dtype=torch.float32)
     if weight.few is not None and x.shape[0] <= FEW_ROWS:
         return _packed().product_of_few(x.float(), weight.few)
-    rough = linear(x, weight)
+    # The search for the largest takes a quarter of the time in float32.
+    rough = linear(x, weight).float()
     leaders = _leaders(rough, REFINED_LOGITS)
-    rough = rough.float()
     rows = functional.embedding(leaders, table).float()
     return rough.scatter_(1, leaders, torch.bmm(rows, x.float().unsqueeze(-1)).squeeze(-1))
 
 
 def _runs_as_rows(x: Tensor, weight: Tensor) -> bool:
     """Whether the few-row kernel takes this product, and is the faster way."""
-    if not x.is_cuda or x.dim() != 2:
+    if torch.compiler.is_compiling() or not x.is_cuda or x.dim() != 2:
         return False
     return weight.is_contiguous() and tiles.pays(x.shape[0], *weight.shape)
 

@@ -78,8 +78,9 @@ def sample(
         (Holtzman et al. 2020). min_p: float32 [B], 0 for off: keeps p >= min_p * max(p) (Nguyen et al. 2024). The
         likeliest token always stays.
     seeds: int64 [B]. positions: int32 or int64 [B], of the token to come.
-    all_greedy: the host knows that every temperature is below MIN_TEMPERATURE. any_filter: the host knows that some row
-        has a filter on; when False, top_k, top_p and min_p are not looked at.
+    all_greedy: the host knows that every temperature is below MIN_TEMPERATURE; then only the logits are looked at, and
+        the other tensors may have any length. any_filter: the host knows that some row has a filter on; when False,
+        top_k, top_p and min_p are not looked at.
     """
     if logits.is_cuda:
         return _sample_op(logits, temperature, top_k, top_p, min_p, seeds, positions, all_greedy, any_filter)

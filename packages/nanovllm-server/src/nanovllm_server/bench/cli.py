@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm_server.bench.workload import Lengths, Shape
+from nanovllm_server.cli import GRAPH_MODES
 
 if TYPE_CHECKING:
     from nanovllm_core import EngineConfig
@@ -171,9 +172,12 @@ def _engine_config(options: argparse.Namespace) -> "EngineConfig":
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.gpu_memory_utilization,
         cpu_cache_gib=options.cpu_cache_gib,
+        kv_cache_dtype=options.kv_cache_dtype,
         # Random prompts share nothing else, and looking for it costs time.
         prefix_caching=options.program == "throughput" and options.prefix_len > 0,
         depth=options.depth,
+        graph_mode=None if options.graph_mode == "auto" else options.graph_mode,
+        compile=False if options.no_compile else None,
     )
 
 
@@ -222,7 +226,10 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
     ours = program.add_argument_group("engine").add_argument
     ours("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
+    ours("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
     ours("--depth", type=int, choices=(1, 2), default=2, help="steps in flight")
+    ours("--graph-mode", choices=("auto", *GRAPH_MODES), default="auto", help="steps replayed from CUDA graphs")
+    ours("--no-compile", action="store_true", help="no torch.compile between attention operators")
     peer = program.add_argument_group("peer").add_argument
     peer(
         "--peer", choices=("vllm", "transformers", "none"), default="none", help="whom to compare to, in the same call"

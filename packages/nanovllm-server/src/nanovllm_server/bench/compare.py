@@ -54,6 +54,7 @@ def run(setting: Setting, spec: ModelSpec, program: Program) -> None:
             "model": setting.model.name,
             "load_format": setting.load_format,
             "dtype": dtype,
+            "kv_cache_dtype": setting.config.kv_cache_dtype,
             "device": device,
             "temperature": setting.temperature,
             "repeat": setting.repeat,

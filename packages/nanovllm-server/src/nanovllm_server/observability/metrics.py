@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nanovllm_core.engine.status import EngineStats
+from nanovllm_core.engine.status import EngineInfo, EngineStats
 from nanovllm_server.shared import Sheet, Tally
 
 PREFIX = "nanovllm:"
@@ -61,11 +61,12 @@ class Histogram:
 class Metrics(Collector):
     """All metrics of one server. `stats` gives the engine's latest numbers; `model` labels everything."""
 
-    def __init__(self, model: str, stats: Callable[[], EngineStats], sheet: Sheet):
+    def __init__(self, model: str, info: EngineInfo, stats: Callable[[], EngineStats], sheet: Sheet):
         def histogram(name: str, help_text: str, bounds: tuple[float, ...]) -> Histogram:
             return Histogram(name, help_text, bounds, sheet)
 
         self._model = model
+        self._info = info
         self._stats = stats
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_S)
         self.inter_token_latency = histogram("inter_token_latency_seconds", "From one token to the next.", ITL_S)
@@ -90,6 +91,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Everything, for prometheus-client."""
+        yield self._cache()
         yield from self._engine()
         for histogram in (
             self.time_to_first_token,
@@ -116,6 +118,18 @@ class Metrics(Collector):
             if count:
                 http.add_metric([path, str(status)], count)
         yield http
+
+    def _cache(self) -> Metric:
+        info = self._info
+        labels = {
+            "model_name": self._model,
+            "cache_dtype": info.kv_cache_dtype,
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+        }
+        cache = GaugeMetricFamily(PREFIX + "cache_config_info", "What the KV cache is, always 1.", labels=list(labels))
+        cache.add_metric(list(labels.values()), 1)
+        return cache
 
     def _engine(self) -> Iterator[Metric]:
         stats = self._stats()

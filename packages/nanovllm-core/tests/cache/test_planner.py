@@ -1,0 +1,36 @@
+"""How many blocks the same bytes are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanovllm_core.cache.planner import bytes_per_block, plan_cache
+from nanovllm_core.config import ConfigError, EngineConfig, resolve
+from nanovllm_core.model import PagedSpec
+
+FACTS = {"max_position": 4096, "model_dtype": torch.bfloat16, "has_cuda": True, "has_fp8": True}
+
+
+@pytest.mark.parametrize(("head_dim", "gain"), [(64, 1.96), (128, 1.98)])
+def test_fp8_holds_about_twice_as_many_blocks(head_dim, gain):
+    specs = [PagedSpec(num_kv_heads=8, head_dim=head_dim, num_heads=32)] * 28
+    blocks = {}
+    for kind in ("auto", "fp8"):
+        config = resolve(EngineConfig(kv_cache_dtype=kind, max_num_seqs=4096), **FACTS)
+        block_bytes = bytes_per_block(specs, config.block_size, config.kv_cache_dtype)
+        blocks[kind] = plan_cache(config, 8 << 30, block_bytes).num_blocks
+    assert blocks["auto"] > 1000
+    assert blocks["fp8"] / blocks["auto"] > gain
+
+
+def test_fp8_is_refused_where_it_cannot_be_read():
+    with pytest.raises(ConfigError, match="kv_cache_dtype is int4, but must be 'auto' or 'fp8'"):
+        resolve(EngineConfig(kv_cache_dtype="int4"), **FACTS)
+    with pytest.raises(ConfigError, match="kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9"):
+        resolve(EngineConfig(kv_cache_dtype="fp8"), **{**FACTS, "has_fp8": False})
+    flash = EngineConfig(kv_cache_dtype="fp8", attention_backend="flash")
+    with pytest.raises(ConfigError, match="attention_backend 'flash': use 'fastest'"):
+        resolve(flash, has_flash_attention=True, **FACTS)
+    resolve(replace(flash, kv_cache_dtype="auto"), has_flash_attention=True, **FACTS)
+    assert resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), **FACTS).kv_cache_dtype == torch.float8_e4m3fn

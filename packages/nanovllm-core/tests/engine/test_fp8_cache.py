@@ -1,0 +1,70 @@
+"""The engine with an FP8 cache, against an oracle that quantises every key and value as it makes them."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+import toy_model
+
+from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_core.config import resolve
+from nanovllm_core.execution.runner import Runner
+
+BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_dtype": "fp8"}
+CONFIGS = {
+    "plain": {},
+    "chunked, depth 1, pages of 32": {"max_num_batched_tokens": 40, "depth": 1, "block_size": 32},
+    "preempted": {"num_blocks": 17, "max_model_len": 200},
+    "no prefix cache": {"prefix_caching": False},
+}
+OUTPUT = 40
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    shared = [rng.randrange(90) for _ in range(40)]
+    return [
+        shared[: rng.choice([0, 16, 33])] + [rng.randrange(90) for _ in range(rng.randrange(1, 60))] for _ in range(16)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    oracle = toy_model.make_oracle(fp8_cache=True)
+    return [oracle(prompt, OUTPUT) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", CONFIGS)
+async def test_the_tokens_of_quantised_keys_and_values(name, device, toy_spec, expected):
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, **CONFIGS[name], "device": device}))
+    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+
+    async def collect(index: int, prompt: list[int]) -> list[int]:
+        outputs = engine.generate(Request(f"r{index}", prompt, sampling))
+        return [token async for output in outputs for token in output.new_token_ids]
+
+    try:
+        found = await asyncio.gather(*(collect(index, prompt) for index, prompt in enumerate(prompts())))
+        assert (engine.stats.num_preemptions > 0) == (name == "preempted")
+        assert engine.info.kv_cache_dtype == "float8_e4m3fn"
+    finally:
+        await engine.stop()
+    same = [answer == wanted for answer, wanted in zip(found, expected, strict=True)]
+    # On a GPU the last bit of a sum may turn the rounding of a number, and that a close choice.
+    assert all(same) if device == "cpu" else sum(same) >= 12
+
+
+def test_quantised_keys_and_values_are_told_apart(oracle, expected):
+    """Else the test above would prove nothing of the quantisation."""
+    assert [oracle(prompt, OUTPUT) for prompt in prompts()] != expected
+
+
+@pytest.mark.parametrize(("kind", "itemsize"), [("auto", 4), ("fp8", 1)])
+def test_the_cache_takes_the_bytes_it_was_planned_with(toy_spec, kind, itemsize):
+    config = EngineConfig(device="cpu", num_blocks=20, max_model_len=64, kv_cache_dtype=kind)
+    resolved = resolve(config, max_position=256, model_dtype=torch.float32, has_cuda=False)
+    runner = Runner(toy_spec(), resolved)
+    assert sum(cache.nbytes for cache in (*runner._kv_caches, *runner._kv_scales)) == runner.kv_cache_bytes
+    assert runner._kv_caches[0].element_size() == itemsize

@@ -1,0 +1,56 @@
+"""The device's tables follow plans, and cost the host the same whatever the number of requests."""
+
+import numpy as np
+import torch
+from counting import calls
+
+from nanovllm_core.execution.request_table import Needs, RequestTable
+from nanovllm_core.request import SamplingParams
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+
+
+def plan_of(rows: list[int], lengths: list[int], samples: list[bool], new_rows=(), new_blocks=None) -> StepPlan:
+    scheduled = ScheduledRows(np.array(rows), np.array(lengths), np.array(samples))
+    shape = BatchShape(len(rows), sum(lengths), None)
+    return StepPlan(0, list(new_rows), new_blocks or NewBlocks(), scheduled, shape, max_seq_len=64)
+
+
+def table_of(num_rows: int) -> RequestTable:
+    return RequestTable(num_rows, 64, 16, 50, 1, torch.device("cpu"))
+
+
+def test_a_plan_is_seen_in_the_tables():
+    table = table_of(4)
+    blocks = NewBlocks()
+    blocks.add(2, 0, [9, 8, 7])
+    blocks.add(0, 1, [5])
+    new = NewRow(2, [3, 4, 5], 3, 0, SamplingParams(temperature=0.5, logprobs=4), seed=1, stop_ids=())
+    step = table.apply(plan_of([0, 2, 3], [1, 3, 2], [True, True, False], [new], blocks))
+    assert table.block_table.tolist() == [[0, 5, 0, 0], [0] * 4, [9, 8, 7, 0], [0] * 4]
+    assert table.tokens[2, :3].tolist() == [3, 4, 5]
+    assert step.rows.tolist() == [0, 2, 3]
+    assert step.query_start_loc.tolist() == [0, 1, 4, 6]
+    assert step.samples.tolist() == [1, 1, 0]
+    assert step.sampled.tolist() == [0, 1]
+    assert step.needs == Needs.RANDOM
+    assert step.num_logprobs.tolist() == [-1, 4]
+    assert step.most_logprobs == 4
+
+
+def test_blocks_grow_without_a_new_row():
+    table = table_of(3)
+    blocks = NewBlocks([2, 0], [3, 1], [6, 4])
+    table.apply(plan_of([0, 2], [1, 1], [True, True], new_blocks=blocks))
+    assert table.block_table.tolist() == [[0, 4, 0, 0], [0] * 4, [0, 0, 0, 6]]
+
+
+def test_no_function_is_called_for_each_request():
+    counts = []
+    for count in (8, 256):
+        table = table_of(count)
+        plan = plan_of(list(range(count)), [1] * count, [True] * count)
+        table.apply(plan)
+        counts.append(calls(table.apply, plan))
+    few, many = counts
+    assert few == many
+    assert sum(many.values()) < 200

@@ -1,0 +1,60 @@
+"""Who decodes waits for few prompts at a time; where nobody does, a step takes all that it may."""
+
+import numpy as np
+
+from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.scheduling.plan import StepTokens
+from nanovllm_core.scheduling.policy import MIXED_TOKENS
+from nanovllm_core.scheduling.scheduler import Scheduler
+
+BUDGET, LONG, BLOCK_SIZE = 8192, 5000, 16
+
+
+def make_scheduler(max_num_seqs: int) -> Scheduler:
+    cache = CacheManager(4000, BLOCK_SIZE, prefix_caching=False, prefix_hash="fast", watermark=0)
+    return Scheduler(
+        cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, max_model_len=8192, eos_token_ids=[1]
+    )
+
+
+def add(scheduler: Scheduler, key: int, num_tokens: int) -> None:
+    request = Request(f"r{key}", [2] * num_tokens, SamplingParams(ignore_eos=True))
+    request.key = key
+    scheduler.add(request)
+
+
+def step(scheduler: Scheduler) -> list[int]:
+    """One step; returns how many tokens each of its requests computed."""
+    planned = scheduler.schedule()
+    scheduled = planned.plan.scheduled
+    scheduler.complete(planned, StepTokens(np.full(scheduled.samples.sum(), 7, np.int32), ()))
+    return scheduled.num_tokens.tolist()
+
+
+def test_prompts_alone_take_the_whole_budget():
+    scheduler = make_scheduler(16)
+    add(scheduler, 0, LONG)
+    add(scheduler, 1, 3000)
+    assert step(scheduler) == [LONG, 3000]
+
+
+def test_prompts_beside_decodes_are_cut():
+    scheduler = make_scheduler(16)
+    add(scheduler, 0, 10)
+    step(scheduler)
+    add(scheduler, 1, LONG)
+    chunks = [step(scheduler) for _ in range(3)]
+    assert [chunk[0] for chunk in chunks] == [1, 1, 1]
+    assert sum(chunk[1] for chunk in chunks) == LONG
+    assert all(MIXED_TOKENS - BLOCK_SIZE < sum(chunk) <= MIXED_TOKENS for chunk in chunks[:2])
+
+
+def test_prompts_are_served_however_many_decode():
+    count = MIXED_TOKENS + 100
+    scheduler = make_scheduler(count + 1)
+    for key in range(count):
+        add(scheduler, key, 2)
+    step(scheduler)
+    add(scheduler, count, 40)
+    assert step(scheduler) == [1] * count + [BLOCK_SIZE]
