@@ -127,6 +127,7 @@ async def _start(assignment: Assignment) -> Service:
 def chat_format(assignment: Assignment, template: str) -> nanovllm_models.ChatFormat:
     """What the model writes, given its chat template: as the settings say, else as it is. Raises ModelError."""
     found = nanovllm_models.find_format(assignment.model, template)
+    # No table has "none".
     reasoning, calls = assignment.settings.reasoning_parser, assignment.settings.tool_call_parser
     return nanovllm_models.ChatFormat(
         found.reasoning if reasoning is None else REASONING_FORMATS.get(reasoning),

@@ -20,6 +20,8 @@ TOOLS = {
             "filter": {"type": "object"},
             "note": {"type": ["string", "null"]},
             "kind": {"enum": ["web", "news"]},
+            "level": {"enum": [1, 2.5, None, [], {}]},
+            "fixed": {"const": True},
             "order": {"$ref": "#/$defs/order"},
             "since": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
             "loop": {"$ref": "#/properties/loop"},

@@ -9,6 +9,16 @@ from nanovllm_server.protocol.json import JSON
 
 # Of references within a schema that are followed, which may go in circles.
 MAX_DEPTH = 8
+# What JSON Schema calls the types of values.
+TYPES: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
 # As Python prints them, which some templates do.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -65,7 +75,7 @@ def _types(schema: JSON, root: JSON, depth: int) -> set[str]:
     if not types:
         values = schema.get("enum")
         constants = values if isinstance(values, list) else [schema["const"]] if "const" in schema else []
-        types.update("string" if isinstance(constant, str) else "null" for constant in constants)
+        types.update(TYPES[type(constant)] for constant in constants)
     for name in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(name)
         for part in parts if isinstance(parts, list) else []:
