@@ -133,7 +133,7 @@ class Choice:
             self.index,
             "".join(self._text),
             reasoning="".join(self._reasoning),
-            calls=tuple(_joined(self._calls)),
+            calls=tuple(_joined(self._calls)) if self._calls else (),
             logprobs=None if self._top is None else tuple(self._entries),
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,

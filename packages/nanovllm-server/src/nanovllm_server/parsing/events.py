@@ -3,43 +3,38 @@
 This room must not know any format.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 SPACE = " \n\r\t"
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
+class ReasoningText(msgspec.Struct, frozen=True, gc=False):
     """Reasoning goes on."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ContentText:
+class ContentText(msgspec.Struct, frozen=True, gc=False):
     """Content goes on."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallBegun:
+class CallBegun(msgspec.Struct, frozen=True, gc=False):
     """The `index`-th tool call of the answer, from 0, calls the function `name`."""
 
     index: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallArguments:
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
     """The arguments of a call, JSON as text, go on."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnded:
+class CallEnded(msgspec.Struct, frozen=True, gc=False):
     """A call has all of its arguments."""
 
     index: int
@@ -56,17 +51,17 @@ class Trimmer:
     """
 
     def __init__(self, *, holds: bool, skip_leading: bool):
+        self.holds = holds
         self.skip_leading = skip_leading
         # Whether text has come out.
         self.said = False
         # Characters that are treated as whitespace, until the next other one.
         self.extra = ""
-        self._holds = holds
         self._held: list[str] = []
 
     def push(self, text: str) -> str:
         """The text that is decided with `text`."""
-        body = text.rstrip(SPACE) if self._holds else text
+        body = text.rstrip(SPACE) if self.holds else text
         if self.extra and not body.strip(SPACE + self.extra):
             body = ""
         self._held.append(body or text)
@@ -106,6 +101,11 @@ class Report:
         self._events: list[Event] = []
         self._reasoning = Trimmer(holds=True, skip_leading=True)
         self._content = Trimmer(holds=calls, skip_leading=False)
+
+    @property
+    def settled(self) -> bool:
+        """Whether content comes out as it goes in."""
+        return not (self._content.holds or self._content.skip_leading)
 
     def take(self) -> list[Event]:
         """The events since the last time."""

@@ -5,7 +5,7 @@ Takes any text without an exception. This room must not know stop strings, token
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat
 from nanovllm_server.parsing.calls import Tools, make_reader
-from nanovllm_server.parsing.events import Event, Report
+from nanovllm_server.parsing.events import ContentText, Event, Report
 from nanovllm_server.parsing.source import Reading, Source
 
 # Read at a time, so that looking for a tag that isn't there never goes over much text.
@@ -29,6 +29,9 @@ class Parser:
             self._calls = make_reader(form.tool_calls, self._source, self._report, tools)
         self._reading = self._read(form.reasoning, reasoning_begun)
         self._in_reasoning = False
+        self._at_content = False
+        # Nothing but content can come any more, which is so for most answers from the beginning and costs little.
+        self._settled = False
         # Whether there has been reasoning, be it empty.
         self.reasoned = False
 
@@ -49,9 +52,12 @@ class Parser:
 
     def push(self, text: str) -> list[Event]:
         """What is decided with `text`."""
+        if self._settled:
+            return [ContentText(text)] if text else []
         for at in range(0, len(text), PIECE):
             self._source.feed(text[at : at + PIECE])
             next(self._reading)
+        self._settled = self._at_content and self._report.settled
         return self._report.take()
 
     def finish(self) -> list[Event]:
@@ -65,6 +71,7 @@ class Parser:
     def _read(self, reasoning: ReasoningFormat | None, begun: bool) -> Reading[None]:
         if reasoning is not None:
             yield from self._read_reasoning(reasoning, begun)
+        self._at_content = True
         begins = () if self._calls is None else self._calls.begins
         while (yield from self._source.until(begins, self._report.content)) is not None:
             if self._calls is not None:
