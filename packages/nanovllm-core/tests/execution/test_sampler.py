@@ -1,11 +1,12 @@
-"""What the draw looks up of its rows: nothing when all are greedy, and the same whether compiled or not."""
+"""What is looked up of a step's rows: only of whom it is needed, and the same whether compiled or not."""
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.execution.sampler import draw, gather
+from nanovllm_core.execution.sampler import StepHandle, draw, gather, with_logprobs
 from nanovllm_core.layers import compiled
 
 ROWS, VOCAB = 16, 40
@@ -41,3 +42,19 @@ def test_a_compiled_look_up_draws_the_same(table, monkeypatch):
         expected = draw(logits, rows, rows, table, needs, gather)
         assert torch.equal(draw(logits, rows, rows, table, needs, fast), expected)
     assert counter.frame_count == 2
+
+
+def test_only_who_asked_gets_log_probabilities():
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
+    which, wanted = np.array([0, 1, 3, 4]), np.array([2, -1, 0, 3])
+    found = StepHandle(with_logprobs(tokens, logits, which, wanted, 3), which, wanted, None).tokens()
+    assert found.tokens.tolist() == [3, 1, 1, 5]
+    expected = logits.log_softmax(-1)
+    assert [index for index, _ in found.logprobs] == [0, 2, 3]
+    for index, entry in found.logprobs:
+        row = which[index]
+        assert entry.logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-5)
+        values, ids = expected[row].topk(int(wanted[index]))
+        assert [token for token, _ in entry.top] == ids.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)

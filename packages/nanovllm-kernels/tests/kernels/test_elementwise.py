@@ -103,6 +103,26 @@ def test_norm_of_heads_within_a_projection(device):
     torch.testing.assert_close(OPS.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5))
 
 
+@pytest.mark.parametrize("cached", [torch.float16, fp8.DTYPE])
+def test_values_that_are_no_numbers_do_not_reach_the_cache(device, cached):
+    qkv = torch.randn(3, 6, 64, device=device).half()
+    for token, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        qkv[token, 4, 7] = value
+    values = qkv[:, 4:].float().nan_to_num(0, 0, 0)
+    kv_cache = torch.zeros((1, 16, 4, 64), device=device).to(cached)
+    kv_scales = fp8.make_scales(kv_cache) if cached == fp8.DTYPE else None
+    positions = torch.arange(3, device=device)
+    OPS.rope_and_cache(
+        qkv, torch.randn(8, 64, device=device), positions, positions, kv_cache, kv_scales, None, None, 0.0
+    )
+    found = kv_cache[0, :3, 2:]
+    if kv_scales is not None:
+        found = fp8.dequantize(found.cpu(), kv_scales[0, 2:, :3].T.cpu(), torch.float32)
+    assert found.float().isfinite().all()
+    assert (found[:, 0, 7] == 0).all()
+    torch.testing.assert_close(found.float().cpu(), values.cpu(), rtol=2**-4 if kv_scales is not None else 0, atol=0.02)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", LARGE)
 @pytest.mark.parametrize("num_tokens", [1, 63, 8192])

@@ -129,7 +129,7 @@ class Runner:
             return StepHandle(None, step.sampled, step.num_logprobs, begin)
         tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs, self._gather_settings)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
-        sampled = with_logprobs(tokens, found.logits, step.most_logprobs)
+        sampled = with_logprobs(tokens, found.logits, step.sampled, step.num_logprobs, step.most_logprobs)
         return StepHandle(sampled, step.sampled, step.num_logprobs, begin)
 
     def _forward(

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm_core.execution.inputs import to_device
 from nanovllm_core.execution.request_table import Needs, RequestTable
 from nanovllm_core.request import TokenLogprobs
 from nanovllm_core.scheduling.plan import StepTokens
@@ -18,7 +19,9 @@ from nanovllm_kernels.sampling import apply_bias, apply_penalties, logprobs, sam
 
 
 class Sampled(NamedTuple):
-    """Tokens int32 [n] and, when anyone asked, log-probabilities: chosen float32 [n], top int32 and float32 [n, k]."""
+    """Tokens int32 [n], and log-probabilities of the m rows that asked, None when nobody did: chosen float32 [m], top
+    int32 and float32 [m, k].
+    """
 
     tokens: Tensor
     chosen: Tensor | None
@@ -57,11 +60,21 @@ def draw(
     )
 
 
-def with_logprobs(tokens: Tensor, logits: Tensor, most: int) -> Sampled:
-    """`tokens` [n] with up to `most` log-probabilities, -1 for none, of the model's own distribution [n, vocab]."""
+def with_logprobs(
+    tokens: Tensor, logits: Tensor, which: NDArray[np.int64], num_logprobs: NDArray[np.int64], most: int
+) -> Sampled:
+    """`tokens` [n] with log-probabilities, for those that asked, of the model's own distributions [n, vocab].
+
+    which: the rows that sample. num_logprobs: how many likeliest tokens each of them wants beside its own, -1 for
+    nothing; `most` is the largest of these.
+    """
     if most < 0:
         return Sampled(tokens, None, None, None)
-    found = logprobs(logits, tokens, most)
+    asked, of_asked = which[num_logprobs >= 0], tokens
+    if asked.size < len(tokens):
+        rows = to_device(asked.astype(np.int32), tokens.device).to(tokens.device, non_blocking=True)
+        of_asked, logits = tokens.index_select(0, rows), logits.index_select(0, rows)
+    found = logprobs(logits, of_asked, most)
     return Sampled(tokens, found.chosen, found.top_ids, found.top_logprobs)
 
 
@@ -109,12 +122,13 @@ class StepHandle:
         if sampled.chosen is None or sampled.top_ids is None or sampled.top_logprobs is None:
             return StepTokens(tokens, ())
         chosen, ids, values = sampled.chosen.tolist(), sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
+        counts = self._num_logprobs.tolist()
+        asked = [index for index, count in enumerate(counts) if count >= 0]
         return StepTokens(
             tokens,
             [
-                (index, TokenLogprobs(chosen[at], tuple(zip(ids[at][:count], values[at][:count], strict=True))))
-                for index, (at, count) in enumerate(zip(self._which.tolist(), self._num_logprobs.tolist(), strict=True))
-                if count >= 0
+                (index, TokenLogprobs(chosen[at], tuple(zip(ids[at], values[at], strict=True))[: counts[index]]))
+                for at, index in enumerate(asked)
             ],
         )
 

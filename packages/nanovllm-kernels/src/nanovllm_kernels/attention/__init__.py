@@ -32,10 +32,8 @@ class AttentionBatch:
     block_tables: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
-    num_decodes: int | None
     max_query_len: int
     max_seq_len: int
-    backend: Backend
     gathers: reference.Gathers | None
     units: tuple[Tensor, Tensor, Tensor] | None
     decode_lens: Tensor | None
@@ -96,10 +94,8 @@ def plan_batch(
         block_tables,
         seq_lens,
         query_start_loc,
-        num_decodes,
         max_query_len,
         max_seq_len,
-        backend,
         gathers,
         units,
         decode_lens,

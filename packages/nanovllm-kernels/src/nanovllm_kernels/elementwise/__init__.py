@@ -84,7 +84,8 @@ def rope_and_cache(
     qk_norm: what query and key heads go through first, if anything.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, for the scales of a quantised cache, and None for another.
     Returns the rotated queries [T, Hq, D] in the cache's dtype, over FP8 in their own; a view of `qkv` if it has that.
-    Computed in float32 and rounded once; on a CPU after the norm as well, when `qkv` isn't float32.
+    Computed in float32 and rounded once; on a CPU after the norm as well, when `qkv` isn't float32. On CUDA a value
+    that is no finite number goes to the cache as 0, so that it can't reach whoever gets the page next.
     """
     num_q_heads = qkv.shape[1] - kv_cache.shape[2]
     if not qkv.is_cuda:

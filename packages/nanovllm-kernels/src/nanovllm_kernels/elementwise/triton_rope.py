@@ -148,6 +148,8 @@ def _rope_and_cache(
         places = (NUM_KV_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
         mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
         v = tl.load(qkv_ptr + NUM_Q_HEADS * HEAD_DIM + places, mask=mask, other=0.0)
+        # FlashAttention weighs with 0 what an earlier request left behind the end of this one; 0 times a NaN is a NaN.
+        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
         if QUANTIZE:
             v = v.to(tl.float32)
             exponents = _scale_exponents(tl.max(tl.abs(v), 1))
