@@ -59,6 +59,6 @@ async def test_distributions_are_close(name, default_model, reference):
         found = torch.tensor([[logprob for _, logprob in top] for top in tops], device="cuda")
         ids = torch.tensor([[token for token, _ in top] for top in tops], device="cuda")
         error = (found - expected.gather(1, ids)).abs()
-        # bf16 keeps 8 bits: a logit of 20 is good to 0.06, and thirty layers add theirs. One in 1,000 is off by 0.6.
+        # bf16 keeps 8 bits: a logit of 20 is good to 0.06, and thirty layers add theirs.
+        assert error.max() < 0.5
         assert error.mean() < 0.05
-        assert error.max() < 1.0

@@ -144,7 +144,8 @@ def test_attention(head_dim, one_query, dtype, cached):
     from nanovllm_kernels.attention import tiles, triton_decode, triton_prefill
 
     group = 4
-    size = {FLOAT: 4, BFLOAT: 2, FP8: 1}[cached]
+    sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
+    size = tiles.number_size(sizes[dtype], sizes[cached])
     config = tiles.tile_config(head_dim, size, group, 1 if one_query else 100)
     types = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr", "starts_ptr"], INT32)
     types |= dict.fromkeys(["owners_ptr", "unit_len_ptr"], INT32) | {"scale_log2": "fp32"}
@@ -158,9 +159,7 @@ def test_attention(head_dim, one_query, dtype, cached):
         kernel = triton_prefill._attend
         constants |= {"BLOCK_Q": config.block_m // group, "SPLIT": True}
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
-    # Tiles for FP8 are meant for queries of 16 bits; of 32, fewer CTAs run at a time.
-    at_once = 1 if (dtype, cached) == (FLOAT, FP8) else config.ctas_per_sm
-    assert compiled.metadata.shared * at_once <= SHARED_MEMORY
+    assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
     if dtype == BFLOAT:
         assert ("mma.sync" if one_query else "wgmma.mma_async") in compiled.asm["ptx"]
     if (dtype, cached) == (BFLOAT, FP8):

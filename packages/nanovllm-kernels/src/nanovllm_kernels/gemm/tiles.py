@@ -25,7 +25,7 @@ The kernel that splits K, with a residual: cuBLAS / it.
     4096 x 4096          14.8 / 14.6                 14.4 / 15.5                 20 / 28
 
 Not used, for they lost everywhere to cuBLAS with the norm before it and the gate behind it as kernels of their own: the
-same without a split for weights of many columns, and with the norm or its squares within the loop (2 x the time).
+same without a split for weights of many columns, and with the norm within the loop (2 x the time).
 """
 
 from typing import NamedTuple
