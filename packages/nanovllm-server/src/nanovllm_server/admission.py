@@ -66,7 +66,8 @@ def check_key(api_key: str | None, authorization: str | None) -> None:
         return
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), api_key.encode()):
-        message = "the API key is wrong" if authorization else "an API key is needed"
+        # Clients know a wrong key by these words of OpenAI's.
+        message = "Incorrect API key provided" if authorization else "an API key is needed"
         raise ApiError(
             401,
             f"{message}: send it as 'Authorization: Bearer KEY'",
