@@ -17,9 +17,10 @@ from nanovllm_core.engine.status import EngineInfo
 from nanovllm_core.request import Request, StepOutputs, TokenLogprobs
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
+from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
-from nanovllm_server.detokenize import BYTES_OF_CHARACTERS, Vocabulary
+from nanovllm_server.detokenize import Vocabulary
 from nanovllm_server.dialect import Dialect
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.observability.metrics import Metrics
