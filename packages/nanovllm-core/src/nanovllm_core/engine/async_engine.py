@@ -10,7 +10,7 @@ from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import Request, StepOutputs
+from nanovllm_core.request import GrammarSpec, Request, StepOutputs
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 _log = logging.getLogger(__name__)
@@ -64,6 +64,9 @@ class AsyncEngine(Engine):
 
     def _submit(self, request: Request) -> None:
         self._loop.submit(request)
+
+    async def _compile(self, spec: GrammarSpec) -> None:
+        await self._loop.compile(spec)
 
     def _abort(self, key: int) -> None:
         self._loop.abort(key)

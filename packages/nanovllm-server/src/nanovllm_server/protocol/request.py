@@ -10,6 +10,7 @@ from typing import cast
 import orjson
 
 from nanovllm_core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+from nanovllm_server.protocol.answer import Answer, parse_answer
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.fields import Fields, is_number
 from nanovllm_server.protocol.json import JSON
@@ -49,7 +50,8 @@ class Limits:
 class ChatRequest:
     """A chat completion request that holds what its types say.
 
-    tools: what the model may call; None for nothing. template_values: further names for the chat template.
+    tools: what the model may call; None for nothing. answer: what it is to say otherwise; None for free text.
+    max_reasoning_tokens: after how many tokens reasoning is closed. template_values: further names for the template.
     max_tokens_field: the name under which `sampling.max_tokens` came, for refusals. request_id: the client's own.
     unknown: paths of fields that nobody knows.
     """
@@ -57,6 +59,8 @@ class ChatRequest:
     model: str
     messages: tuple[Message, ...]
     tools: Toolbox | None
+    answer: Answer | None
+    max_reasoning_tokens: int | None
     template_values: dict[str, JSON]
     include_reasoning: bool
     sampling: SamplingParams
@@ -87,6 +91,8 @@ def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) 
         model=model,
         messages=messages,
         tools=parse_tools(body),
+        answer=parse_answer(body),
+        max_reasoning_tokens=body.integer("max_reasoning_tokens", 0, limits.max_model_len),
         template_values=_template_values(body),
         include_reasoning=body.boolean("include_reasoning") is not False,
         sampling=sampling,
