@@ -8,7 +8,7 @@ from typing import Literal
 import instructor
 import openai
 import pytest
-from instructor.core import InstructorRetryException
+from instructor.core import IncompleteOutputException, InstructorRetryException
 from pydantic import BaseModel, Field
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -16,7 +16,7 @@ MESSAGES = [
     {"role": "system", "content": "You are a guide. Answer briefly."},
     {"role": "user", "content": "What is the capital of France?"},
 ]
-ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 200, "max_retries": 0}
+ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 300, "max_retries": 0}
 MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
 
 
@@ -30,7 +30,7 @@ class City(BaseModel):
 
     name: Literal["Paris", "Rome", "Oslo"]
     population: int = Field(ge=1, le=99_000_000)
-    sights: list[Sight] = Field(min_length=1, max_length=2)
+    sights: list[Sight] = Field(min_length=1, max_length=1)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,47 @@ def test_stream(sdk):
     chunks = client.chat.completions.create(**fields, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_typed_object(sdk, mode):
+    client = instructor.from_openai(sdk, mode=mode)
+    city, completion = client.chat.completions.create_with_completion(**ASKED, response_model=City)
+    assert isinstance(city, City)
+    assert completion.usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_stream_of_a_parsed_object(sdk_async, mode):
+    client = instructor.from_openai(sdk_async, mode=mode)
+    whole = await client.chat.completions.create(**ASKED, response_model=City)
+    stream = client.chat.completions.create_partial(**ASKED, response_model=City)
+    pieces = [piece async for piece in stream]
+    assert pieces[-1].model_dump() == whole.model_dump()
+    assert len({piece.model_dump_json() for piece in pieces}) > 4
+
+
+def test_several_objects(sdk):
+    client = instructor.from_openai(sdk, mode=instructor.Mode.TOOLS)
+    sights = list(client.chat.completions.create_iterable(**ASKED | {"max_tokens": 60}, response_model=Sight))
+    assert all(isinstance(sight, Sight) for sight in sights)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_object_that_is_cut_off(sdk, mode):
+    client = instructor.from_openai(sdk, mode=mode)
+    with pytest.raises(IncompleteOutputException):
+        client.chat.completions.create(**ASKED | {"max_tokens": 3}, response_model=City)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"model": "gpt-4o"}, "gpt-4o"), ({"temperature": 9}, "temperature")],
+)
+def test_errors(sdk, fields, said):
+    client = instructor.from_openai(sdk)
+    with pytest.raises(InstructorRetryException, match=said):
+        client.chat.completions.create(**ASKED | fields, response_model=City)
 
 
 def test_wrong_key():

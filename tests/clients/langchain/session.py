@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypedDict
 import openai
 import pytest
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
@@ -22,7 +22,7 @@ class City(BaseModel):
 
     name: Literal["Paris", "Rome", "Oslo"]
     population: int = Field(ge=1, le=99_000_000)
-    sights: list[Annotated[str, Field(max_length=16)]] = Field(min_length=1, max_length=2)
+    sights: list[Annotated[str, Field(max_length=16)]] = Field(min_length=1, max_length=1)
 
 
 class Trip(TypedDict):
@@ -88,6 +88,57 @@ def test_stop():
     text = model().invoke(MESSAGES).content
     stop = text[3:8]
     assert model().invoke(MESSAGES, stop=[stop]).content == text[: text.index(stop)]
+
+
+def test_tools_and_back():
+    asked = (
+        model(max_tokens=80).bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False).invoke(MESSAGES)
+    )
+    (call,) = asked.tool_calls
+    assert asked.invalid_tool_calls == []
+    assert asked.response_metadata["finish_reason"] == "tool_calls"
+    result = get_weather.invoke(call)
+    assert isinstance(result, ToolMessage)
+    answer = model().bind_tools([get_weather], tool_choice="none").invoke([*MESSAGES, asked, result])
+    assert answer.content
+    assert answer.tool_calls == []
+
+
+async def test_streamed_tool_call(one_loop):
+    bound = model(max_tokens=80).bind_tools([get_weather], tool_choice="get_weather")
+    (expected,) = bound.invoke(MESSAGES).tool_calls
+    chunks = [chunk async for chunk in bound.astream(MESSAGES)]
+    gathered = chunks[0]
+    for chunk in chunks[1:]:
+        gathered += chunk
+    (call,) = gathered.tool_calls
+    assert (call["name"], call["args"]) == (expected["name"], expected["args"])
+    assert sum(bool(chunk.tool_call_chunks) for chunk in chunks) > 2
+
+
+@pytest.mark.parametrize("strict", [None, True])
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_typed_object(method, strict):
+    structured = model(max_tokens=300).with_structured_output(City, method=method, strict=strict, include_raw=True)
+    answer = structured.invoke(MESSAGES)
+    assert answer["parsing_error"] is None
+    assert isinstance(answer["parsed"], City)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+async def test_stream_of_a_parsed_object(method, one_loop):
+    structured = model(max_tokens=300).with_structured_output(Trip, method=method)
+    whole = await structured.ainvoke(MESSAGES)
+    assert set(whole) == {"city", "by", "days"}
+    pieces = [piece async for piece in structured.astream(MESSAGES)]
+    assert pieces[-1] == whole
+    assert len(pieces) > 3
+
+
+def test_any_json():
+    structured = model(max_tokens=60).with_structured_output(method="json_mode")
+    answer = structured.invoke('Say {"ok": true} and nothing else.')
+    assert isinstance(answer, dict)
 
 
 def test_wrong_model():

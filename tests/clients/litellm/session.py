@@ -47,7 +47,7 @@ class City(BaseModel):
 
     name: Literal["Paris", "Rome", "Oslo"]
     population: int = Field(ge=1, le=99_000_000)
-    sights: list[Sight] = Field(min_length=1, max_length=2)
+    sights: list[Sight] = Field(min_length=1, max_length=1)
 
 
 def test_chat():
@@ -70,7 +70,7 @@ async def test_stream():
 
 
 async def test_reasoning():
-    fields = ASKED | {"extra_body": {"reasoning_effort": "low"}}
+    fields = ASKED | {"base_url": os.environ["THINKING_BASE_URL"]}
     whole = await litellm.acompletion(**fields)
     assert whole.choices[0].message.content is None
     assert whole.choices[0].message.reasoning_content
@@ -91,6 +91,46 @@ def test_stop():
     text = litellm.completion(**ASKED).choices[0].message.content
     stop = text[3:8]
     assert litellm.completion(**ASKED, stop=[stop]).choices[0].message.content == text[: text.index(stop)]
+
+
+def test_tools_and_back():
+    fields = {"tools": [WEATHER], "parallel_tool_calls": False}
+    asked = litellm.completion(**ASKED | fields | {"tool_choice": "required", "max_tokens": 80})
+    message = asked.choices[0].message
+    assert asked.choices[0].finish_reason == "tool_calls"
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather"
+    Weather.model_validate_json(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 21 degrees."}
+    answer = litellm.completion(**ASKED | fields | {"messages": [*MESSAGES, message, result], "tool_choice": "none"})
+    assert answer.choices[0].message.content
+
+
+async def test_streamed_tool_call():
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    fields = ASKED | {"tools": [WEATHER], "tool_choice": named, "max_tokens": 80}
+    whole = await litellm.acompletion(**fields)
+    chunks = [chunk async for chunk in await litellm.acompletion(**fields, stream=True)]
+    gathered = litellm.stream_chunk_builder(chunks, messages=MESSAGES)
+    (expected,), (call,) = whole.choices[0].message.tool_calls, gathered.choices[0].message.tool_calls
+    assert call.function.name == expected.function.name == "get_weather"
+    assert call.function.arguments == expected.function.arguments
+    assert call.id
+
+
+def test_typed_object():
+    answer = litellm.completion(**ASKED | {"response_format": City, "max_tokens": 300})
+    assert answer.choices[0].finish_reason == "stop"
+    City.model_validate_json(answer.choices[0].message.content)
+
+
+async def test_stream_of_a_parsed_object():
+    fields = ASKED | {"response_format": City, "max_tokens": 300}
+    whole = await litellm.acompletion(**fields)
+    chunks = [chunk async for chunk in await litellm.acompletion(**fields, stream=True)]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    City.model_validate_json(text)
 
 
 def test_wrong_model():

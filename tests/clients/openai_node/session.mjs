@@ -22,7 +22,7 @@ const City = z.object({
   name: z.enum(["Paris", "Rome", "Oslo"]),
   population: z.number().int().min(1).max(99_000_000),
   mayor: z.string().max(16).nullable(),
-  sights: z.array(z.object({ name: z.string().max(16), free: z.boolean() })).min(1).max(2),
+  sights: z.array(z.object({ name: z.string().max(16), free: z.boolean() })).min(1).max(1),
 });
 const Weather = z.object({ city: z.enum(["Paris", "Rome", "Oslo"]), days: z.number().int().min(1).max(7) });
 const weather = (run) =>
@@ -98,11 +98,77 @@ test("several choices", async () => {
 });
 
 test("reasoning", async () => {
-  const { message } = (await chat.create({ ...asked, reasoning_effort: "low" })).choices[0];
+  const thinking = new OpenAI({ baseURL: process.env.THINKING_BASE_URL, maxRetries: 0 }).chat.completions;
+  const { message } = (await thinking.create({ ...asked, reasoning_effort: "low" })).choices[0];
   assert.equal(message.content, null);
   assert.ok(message.reasoning.length > 0);
-  const chunks = await collect(await chat.create({ ...asked, reasoning_effort: "low", stream: true }));
+  const chunks = await collect(await thinking.create({ ...asked, reasoning_effort: "low", stream: true }));
   assert.equal(chunks.map(({ choices: [{ delta }] }) => delta.reasoning ?? "").join(""), message.reasoning);
+});
+
+test("tools and back", async () => {
+  const fields = { ...asked, tools: [weather()], parallel_tool_calls: false };
+  const first = await chat.create({ ...fields, tool_choice: "required", max_completion_tokens: 80 });
+  const { message, finish_reason } = first.choices[0];
+  assert.equal(finish_reason, "tool_calls");
+  assert.equal(message.tool_calls.length, 1);
+  const [call] = message.tool_calls;
+  Weather.strict().parse(JSON.parse(call.function.arguments));
+  const answer = await chat.create({
+    ...fields,
+    messages: [...messages, message, { role: "tool", tool_call_id: call.id, content: "Sunny, 21 degrees." }],
+    tool_choice: "none",
+  });
+  assert.ok(answer.choices[0].message.content);
+});
+
+for (const stream of [false, true]) {
+  test(`the runner calls the function that was named, ${stream ? "streamed" : "whole"}`, async () => {
+    const called = [];
+    const runner = chat.runTools({
+      ...asked,
+      stream,
+      max_completion_tokens: 80,
+      tools: [weather((values) => called.push(values) && "Sunny, 21 degrees.")],
+      tool_choice: { type: "function", function: { name: "get_weather" } },
+    });
+    assert.equal(await runner.finalFunctionToolCallResult(), "Sunny, 21 degrees.");
+    assert.deepEqual(called, [Weather.parse(called[0])]);
+  });
+}
+
+test("streamed tool calls are the whole ones in pieces", async () => {
+  const fields = { ...asked, tools: [weather()], tool_choice: "required", parallel_tool_calls: false };
+  const whole = await chat.create({ ...fields, max_completion_tokens: 80 });
+  const stream = chat.stream({ ...fields, max_completion_tokens: 80 });
+  const pieces = [];
+  stream.on("tool_calls.function.arguments.delta", (event) => pieces.push(event.arguments_delta));
+  const call = await stream.finalFunctionToolCall();
+  assert.ok(pieces.length > 2);
+  assert.equal(pieces.join(""), call.arguments);
+  assert.equal(call.arguments, whole.choices[0].message.tool_calls[0].function.arguments);
+});
+
+test("parse", async () => {
+  const answer = await chat.parse({
+    ...asked,
+    max_completion_tokens: 300,
+    response_format: zodResponseFormat(City, "city"),
+  });
+  const { message, finish_reason } = answer.choices[0];
+  assert.equal(finish_reason, "stop");
+  assert.deepEqual(message.parsed, City.strict().parse(JSON.parse(message.content)));
+});
+
+test("stream of a parsed object", async () => {
+  const fields = { ...asked, max_completion_tokens: 300, response_format: zodResponseFormat(City, "city") };
+  const whole = await chat.parse(fields);
+  const stream = chat.stream(fields);
+  const partial = new Set();
+  stream.on("content.delta", ({ parsed }) => partial.add(JSON.stringify(parsed)));
+  const final = await stream.finalChatCompletion();
+  assert.deepEqual(final.choices[0].message.parsed, whole.choices[0].message.parsed);
+  assert.ok(partial.size > 4);
 });
 
 test("wrong model", async () => {

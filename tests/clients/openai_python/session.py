@@ -3,6 +3,8 @@
 Base URL and key are taken from the environment, as the SDK does.
 """
 
+import json
+import os
 import time
 from typing import Literal
 
@@ -45,7 +47,7 @@ class City(BaseModel):
     name: Literal["Paris", "Rome", "Oslo"]
     population: int = Field(ge=1, le=99_000_000)
     mayor: str | None = Field(max_length=16)
-    sights: list[Sight] = Field(min_length=1, max_length=2)
+    sights: list[Sight] = Field(min_length=1, max_length=1)
 
 
 class GetWeather(BaseModel):
@@ -141,18 +143,18 @@ def test_several_choices(sdk):
 
 def test_reasoning(sdk):
     """As users of open models read it, and send it back."""
-    fields = {"reasoning_effort": "low"}
-    whole = create(sdk, **fields)
+    thinking = sdk.with_options(base_url=os.environ["THINKING_BASE_URL"])
+    whole = create(thinking, reasoning_effort="low")
     message = whole.choices[0].message
     assert message.content is None
     assert message.reasoning == message.reasoning_content != ""
     assert whole.usage.completion_tokens_details.reasoning_tokens == whole.usage.completion_tokens
-    deltas = [chunk.choices[0].delta for chunk in create(sdk, stream=True, **fields)]
+    deltas = [chunk.choices[0].delta for chunk in create(thinking, reasoning_effort="low", stream=True)]
     extra = [delta.model_extra for delta in deltas]
     assert "".join(values.get("reasoning", "") for values in extra) == message.reasoning
     assert not any(delta.content for delta in deltas)
     again = [*MESSAGES, message.model_dump(exclude_none=True), {"role": "user", "content": "Go on."}]
-    assert create(sdk, messages=again).choices[0].message.content
+    assert create(thinking, messages=again).choices[0].message.reasoning
 
 
 def test_stop(sdk):
@@ -167,6 +169,131 @@ def test_length(sdk):
     answer = create(sdk, max_completion_tokens=3)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 3
+
+
+def arguments(call):
+    """Of a call of get_weather, valid by its schema."""
+    assert call.type == "function"
+    assert call.id
+    assert call.function.name == "get_weather"
+    return GetWeather.model_validate_json(call.function.arguments, strict=True, extra="forbid")
+
+
+def test_tools_and_back(sdk):
+    asked = create(sdk, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_completion_tokens=80)
+    (choice,) = asked.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls
+    arguments(call)
+    answer = create(
+        sdk,
+        messages=[
+            *MESSAGES,
+            choice.message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 21 degrees."},
+        ],
+        tools=[WEATHER],
+        tool_choice="none",
+    )
+    assert answer.choices[0].message.content
+    assert answer.choices[0].message.tool_calls is None
+
+
+def test_named_tool(sdk):
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    answer = create(sdk, tools=[WEATHER], tool_choice=named, max_completion_tokens=80)
+    (call,) = answer.choices[0].message.tool_calls
+    arguments(call)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_allowed_tools(sdk):
+    other = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    answer = create(
+        sdk,
+        tools=[other, WEATHER],
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+        parallel_tool_calls=False,
+        max_completion_tokens=80,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    arguments(call)
+
+
+def test_streamed_tool_calls_are_the_whole_ones_in_pieces(sdk):
+    fields = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 80}
+    (expected,) = create(sdk, **fields).choices[0].message.tool_calls
+    chunks = list(create(sdk, stream=True, **fields))
+    deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or []]
+    assert deltas[0].id
+    assert (deltas[0].index, deltas[0].type, deltas[0].function.name) == (0, "function", "get_weather")
+    assert all((delta.index, delta.id, delta.function.name) == (0, None, None) for delta in deltas[1:])
+    assert len(deltas) > 2
+    assert "".join(delta.function.arguments or "" for delta in deltas) == expected.function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_call_that_is_cut_off(sdk):
+    answer = create(sdk, tools=[WEATHER], tool_choice="required", max_completion_tokens=3)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_parse(sdk):
+    answer = sdk.chat.completions.parse(**ASKED | {"max_completion_tokens": 300}, response_format=City)
+    message = answer.choices[0].message
+    assert isinstance(message.parsed, City)
+    assert message.refusal is None
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_parse_that_is_cut_off(sdk):
+    with pytest.raises(openai.LengthFinishReasonError):
+        sdk.chat.completions.parse(**ASKED | {"max_completion_tokens": 3}, response_format=City)
+
+
+def test_parse_several(sdk):
+    fields = {"temperature": 1.0, "seed": 3, "n": 2, "max_completion_tokens": 400}
+    answer = sdk.chat.completions.parse(**ASKED | fields, response_format=City)
+    assert all(isinstance(choice.message.parsed, City) for choice in answer.choices)
+    assert len(answer.choices) == 2
+
+
+async def test_stream_of_a_parsed_object(sdk_async):
+    fields = ASKED | {"max_completion_tokens": 300}
+    whole = await sdk_async.chat.completions.parse(**fields, response_format=City)
+    partial, done = [], []
+    async with sdk_async.chat.completions.stream(**fields, response_format=City) as stream:
+        async for event in stream:
+            if event.type == "content.delta":
+                partial.append(event.parsed)
+            elif event.type == "content.done":
+                done.append(event.parsed)
+        final = await stream.get_final_completion()
+    assert done == [whole.choices[0].message.parsed] == [final.choices[0].message.parsed]
+    # It grew piece by piece.
+    assert len({json.dumps(value) for value in partial}) > 4
+
+
+async def test_stream_of_parsed_arguments(sdk_async):
+    tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
+    fields = ASKED | {"max_completion_tokens": 80}
+    async with sdk_async.chat.completions.stream(
+        **fields, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = await stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, GetWeather)
+    assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments]
+
+
+def test_any_json(sdk):
+    messages = [{"role": "user", "content": 'Say {"ok": true} and nothing else.'}]
+    answer = create(sdk, messages=messages, response_format={"type": "json_object"}, max_completion_tokens=60)
+    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(json.loads(answer.choices[0].message.content), dict)
 
 
 def test_wrong_model(sdk):

@@ -3,14 +3,15 @@
 Base URL and key are taken from the environment, as its provider for OpenAI does.
 """
 
+import os
 from typing import Literal
 
 import pytest
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput
+from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.direct import model_request, model_request_stream
 from pydantic_ai.exceptions import ModelAuthenticationError, ModelContextWindowExceededError, ModelNotFoundError
-from pydantic_ai.messages import ModelRequest, ThinkingPart
+from pydantic_ai.messages import ModelRequest, ModelResponse, ThinkingPart, ToolCallPart, ToolReturnPart
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
@@ -18,7 +19,7 @@ from pydantic_ai.settings import ModelSettings
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
 SHORT = ModelSettings(temperature=0, max_tokens=12)
-LONG = ModelSettings(temperature=0, max_tokens=200)
+LONG = ModelSettings(temperature=0, max_tokens=300)
 
 
 class Sight(BaseModel):
@@ -31,7 +32,7 @@ class City(BaseModel):
 
     name: Literal["Paris", "Rome", "Oslo"]
     population: int = Field(ge=1, le=99_000_000)
-    sights: list[Sight] = Field(min_length=1, max_length=2)
+    sights: list[Sight] = Field(min_length=1, max_length=1)
 
 
 class Note(BaseModel):
@@ -69,21 +70,66 @@ async def test_a_conversation_goes_on():
 
 async def test_reasoning():
     """The direct API, as an agent would ask again for want of an answer."""
-    model = OpenAIChatModel(MODEL)
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=os.environ["THINKING_BASE_URL"]))
     question = [ModelRequest.user_text_prompt(QUESTION)]
-    settings = SHORT | {"extra_body": {"reasoning_effort": "low"}}
-    whole = await model_request(model, question, model_settings=settings)
+    whole = await model_request(model, question, model_settings=SHORT)
     (thought,) = whole.parts
     assert isinstance(thought, ThinkingPart)
-    async with model_request_stream(model, question, model_settings=settings) as stream:
+    async with model_request_stream(model, question, model_settings=SHORT) as stream:
         async for _ in stream:
             pass
     assert [part.content for part in stream.get().parts] == [thought.content]
     again = [*question, whole, ModelRequest.user_text_prompt("Go on.")]
-    assert (await model_request(model, again, model_settings=SHORT)).text
+    assert (await model_request(model, again, model_settings=SHORT)).thinking
 
 
 OUTPUTS = [ToolOutput(City), NativeOutput(City), NativeOutput(City, strict=True), ToolOutput(City, strict=True)]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+async def test_typed_object(output):
+    result = await agent(output_type=output).run(QUESTION, model_settings=LONG)
+    assert isinstance(result.output, City)
+
+
+@pytest.mark.parametrize("output", OUTPUTS[:2])
+async def test_stream_of_a_parsed_object(output):
+    typed = agent(output_type=output)
+    whole = await typed.run(QUESTION, model_settings=LONG)
+    async with typed.run_stream(QUESTION, model_settings=LONG) as result:
+        pieces = [piece async for piece in result.stream_output(debounce_by=None)]
+    assert pieces[-1] == whole.output
+    assert len(pieces) > 1
+
+
+async def test_prompted_object():
+    result = await agent(output_type=PromptedOutput(Note)).run(QUESTION, model_settings=LONG)
+    assert isinstance(result.output, Note)
+
+
+async def test_tools_and_back():
+    asked = []
+
+    def settings(context):
+        # The model is too small to call on its own account.
+        return LONG | ({"tool_choice": ["get_weather"]} if context.run_step == 1 else {})
+
+    guide = agent(output_type=City, model_settings=settings)
+
+    @guide.tool_plain
+    def get_weather(city: Literal["Paris", "Rome", "Oslo"]) -> str:
+        """The weather in a city."""
+        asked.append(city)
+        return f"Sunny in {city}, 21 degrees."
+
+    result = await guide.run(QUESTION)
+    assert isinstance(result.output, City)
+    parts = [part for message in result.all_messages() for part in message.parts]
+    called = [part for part in parts if isinstance(part, ToolCallPart) and part.tool_name == "get_weather"]
+    returned = [part for part in parts if isinstance(part, ToolReturnPart) and part.tool_name == "get_weather"]
+    assert asked == [call.args_as_dict()["city"] for call in called]
+    assert [call.tool_call_id for call in called] == [part.tool_call_id for part in returned]
+    assert isinstance(result.all_messages()[-2], ModelResponse)
 
 
 async def test_wrong_model():
