@@ -13,8 +13,8 @@ from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm_core.engine.engine import Engine
-from nanovllm_core.engine.status import EngineInfo
-from nanovllm_core.request import Request, StepOutputs, TokenLogprobs
+from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo
+from nanovllm_core.request import GrammarError, GrammarSpec, Request, StepOutputs, TokenLogprobs
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
@@ -103,6 +103,9 @@ class ScriptedEngine(Engine):
 
     def die(self, reason: str) -> None:
         self._die(reason)
+
+    async def compile(self, spec: GrammarSpec) -> None:
+        raise GrammarError(NO_GRAMMARS)
 
     async def stop(self) -> None:
         self._die("stopped")
