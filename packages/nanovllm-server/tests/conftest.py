@@ -110,9 +110,6 @@ class ScriptedEngine(Engine):
     def die(self, reason: str) -> None:
         self._die(reason)
 
-    async def stop(self) -> None:
-        self._die("stopped")
-
     def _submit(self, request: Request) -> None:
         if self.crash is not None:
             raise self.crash
@@ -121,7 +118,7 @@ class ScriptedEngine(Engine):
         self._tasks[request.key] = task
         task.add_done_callback(lambda _: self._tasks.pop(request.key, None))
 
-    async def _compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> None:
         self.num_compiling += 1
         try:
             await asyncio.sleep(self.compiling_s)

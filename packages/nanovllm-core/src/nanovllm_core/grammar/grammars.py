@@ -24,6 +24,7 @@ MAX_KEPT_BYTES = 256 << 20
 MAX_BYTES = 64 << 20
 # Characters that one may be written in.
 MAX_SOURCE = 1 << 20
+_STOPPED = "the engine was stopped before this grammar was compiled"
 # Compiling gives way to serving.
 _NICE = 5
 
@@ -59,8 +60,11 @@ class Grammars:
         if task is None:
             self._compiling[spec] = task = asyncio.create_task(self._compile(spec))
             task.add_done_callback(lambda done: self._settle(spec, done))
-        # Whoever gives up doesn't end it for the others.
-        return await asyncio.shield(task)
+        # Not awaited itself: whoever gives up doesn't end it for the others.
+        await asyncio.wait((task,))
+        if task.cancelled():
+            raise GrammarError(_STOPPED)
+        return task.result()
 
     def close(self) -> None:
         """Give up what is being compiled."""
