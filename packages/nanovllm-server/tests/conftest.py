@@ -110,6 +110,9 @@ class ScriptedEngine(Engine):
     def die(self, reason: str) -> None:
         self._die(reason)
 
+    async def stop(self) -> None:
+        self._die("stopped")
+
     def _submit(self, request: Request) -> None:
         if self.crash is not None:
             raise self.crash

@@ -7,8 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from nanovllm_core.grammar.compiler import Compiler
-from nanovllm_core.request import GrammarSpec
+from nanovllm_core.grammar.compiler import Compiler, Grammar
 from nanovllm_models import default_model_path, load_tokenizer
 from nanovllm_models.vocabulary import read_vocabulary
 from nanovllm_server.constraint.constraint import constrain
@@ -20,7 +19,7 @@ from nanovllm_server.protocol.fields import Fields
 from nanovllm_server.protocol.tools import parse_tools
 
 END = 2
-LENGTH = 300
+LENGTH = 400
 
 
 @dataclass
@@ -50,17 +49,17 @@ class Walker:
             self.tokenizer.encode(text, add_special_tokens=False)[0] for text in ('"', "}", "]", '",', '"}', "<", "\n")
         ]
 
-    def draw(self, spec: GrammarSpec, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
+    def draw(self, grammar: Grammar, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
         """Tokens that the grammar allows, often on the way to one of `goals`, and whether they came to an end."""
-        matcher = self.compiler.compile(spec).start()
+        matcher = grammar.start()
         masks = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
         plans = [self.tokenizer.encode(goal, add_special_tokens=False) for goal in goals]
         made: list[int] = []
         plan: list[int] = []
         while len(made) < LENGTH:
             matcher.fill(masks, 0)
-            allowed = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))
-            assert allowed.size, "nothing may come next"
+            allowed = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+            assert allowed.any(), "nothing may come next"
             if not plan and plans and random.random() < 0.2:
                 plan = list(random.choice(plans))
             token = self._choose(allowed, random, plan)
@@ -72,12 +71,12 @@ class Walker:
         return made, False
 
     def _choose(self, allowed, random, plan):
-        if plan and plan[0] in allowed:
+        if plan and allowed[plan[0]]:
             return plan[0]
-        if END in allowed and random.random() < 0.5:
+        if allowed[END] and random.random() < 0.5:
             return END
-        ends = [token for token in self._ends if token in allowed]
-        return random.choice(ends) if ends and random.random() < 0.5 else int(random.choice(allowed))
+        ends = [token for token in self._ends if allowed[token]]
+        return random.choice(ends) if ends and random.random() < 0.5 else int(random.choice(np.flatnonzero(allowed)))
 
 
 @pytest.fixture(scope="session")
@@ -96,8 +95,9 @@ def tell(walker):
         constraint = constrain(parse_answer(body), tools, dialect, dialect.opening(prompt))
         assert constraint is not None
         random = Random(seed)
+        grammar = walker.compiler.compile(constraint.spec)
         for _ in range(count):
-            tokens, finished = walker.draw(constraint.spec, random, goals)
+            tokens, finished = walker.draw(grammar, random, goals)
             schemas = None if tools is None else tools.schemas
             parser = dialect.parser(prompt, schemas, apart=constraint.apart)
             detokenizer = Detokenizer(walker.vocabulary, dialect.tags(schemas))

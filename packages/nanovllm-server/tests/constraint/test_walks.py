@@ -63,7 +63,7 @@ def test_calls_validate(tell, name, choice, prompt):
     tool_choice = NAMED if choice == "named" else choice
     finished = 0
     for told in tell(
-        ChatFormat(reasoning, form), text, count=6, goals=goals(form), tools=TOOLS, tool_choice=tool_choice
+        ChatFormat(reasoning, form), text, count=10, goals=goals(form), tools=TOOLS, tool_choice=tool_choice
     ):
         if not told.finished:
             continue
