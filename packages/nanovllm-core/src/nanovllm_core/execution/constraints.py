@@ -6,7 +6,10 @@ Steps without such rows pass by. Everything here happens on the thread that laun
 grammars are compiled.
 """
 
+import time
 from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +22,10 @@ from nanovllm_core.request import Budget, GrammarMatcher
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
 _EVERYTHING = np.int32(-1)
+# What following a grammar may take, in seconds: so much at all, and for each token. All others wait meanwhile. JSON
+# takes 10 us a token, and only very ambiguous rules of one's own come near.
+_PATIENCE = 2.0
+_PATIENCE_PER_TOKEN = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +34,8 @@ class Constraint:
 
     matcher: None without a grammar, and when its end has come. budget: None without one, and when it is closed.
     num_sampled: outputs that steps were launched for. num_known: those of them that the host has seen. last: the latest
-    of these, as many as the budget's end has. failure: why there is nothing that the row could sample.
+    of these, as many as the budget's end has. spent: seconds on its grammar. failure: why there is nothing that the row
+    could sample.
     """
 
     matcher: GrammarMatcher | None
@@ -35,6 +43,7 @@ class Constraint:
     num_sampled: int = 0
     num_known: int = 0
     last: deque[int] = field(default_factory=deque[int])
+    spent: float = 0.0
     failure: str | None = None
 
     @classmethod
@@ -67,15 +76,12 @@ class Constraint:
         matcher = self.matcher
         if matcher is None or self.failure is not None:
             return
-        try:
+        with self._following():
             if not matcher.accept(token):
                 self.failure = f"the grammar took back token {token}, which it had allowed"
             elif matcher.terminated:
                 # The request ends with this token; what is still in flight for it is thrown away.
                 self.matcher = None
-        # The library's own limits, of which it says so little; the request fails, not the engine.
-        except RuntimeError as error:
-            self.failure = _cannot_follow(error)
 
     def fill(self, masks: NDArray[np.int32], index: int) -> bool:
         """Write what the row may sample to masks[index]. False when it may sample anything, or has failed."""
@@ -84,13 +90,11 @@ class Constraint:
             return False
         mask[:] = _EVERYTHING
         if self.matcher is not None:
-            try:
+            with self._following():
                 self.matcher.fill(masks, index)
-            except RuntimeError as error:
-                self.failure = _cannot_follow(error)
-                return False
-            if not mask.any():
-                self.failure = "the grammar has come to a place that no token of the model leads on from"
+                if not mask.any():
+                    self.failure = "the grammar has come to a place that no token of the model leads on from"
+            if self.failure is not None:
                 return False
         if forced is not None:
             word, bit = divmod(forced, 32)
@@ -101,6 +105,19 @@ class Constraint:
                 self.budget = None
         return True
 
+    @contextmanager
+    def _following(self) -> Generator[None]:
+        """Count the time, and let what the matcher raises fail the request, not the engine."""
+        begin = time.perf_counter()
+        try:
+            yield
+        # The library's own limits, of which it says no more than this.
+        except RuntimeError as error:
+            self.failure = f"the grammar can't be followed further: {' '.join(str(error).split())}"
+        self.spent += time.perf_counter() - begin
+        if self.spent > _PATIENCE + _PATIENCE_PER_TOKEN * self.num_known:
+            self.failure = "the grammar takes too long to follow: make its rules less ambiguous"
+
     def _forced(self) -> int | None:
         """The token that the budget asks for, if it has run out."""
         budget = self.budget
@@ -109,10 +126,6 @@ class Constraint:
         last = tuple(self.last)
         sizes = range(len(budget.end) - 1, -1, -1)
         return budget.end[next(size for size in sizes if last[len(last) - size :] == budget.end[:size])]
-
-
-def _cannot_follow(error: RuntimeError) -> str:
-    return f"the grammar can't be followed further: {' '.join(str(error).split())}"
 
 
 class Constraints:
