@@ -9,10 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import xgrammar
+from transformers import AutoTokenizer
+
+from nanovllm_models.default_model import default_model_path
+from nanovllm_server.schemas import regex
 
 # Walks that are this long are steered to their end; those that are `MAX_TOKENS` long never end.
 STEER_AFTER = 60
-MAX_TOKENS = 6_000
+MAX_TOKENS = 2_000
 ENDING = ('"', "}", "]", '"}', '"]', "}}", '"}}', "0", "1", "null", "true")
 
 
@@ -33,6 +37,8 @@ class Walker:
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self.vocabulary = vocabulary
         self.end = end
+        # Some bytes never occur in UTF-8, and have no token.
+        self.bytes = {token[0]: index for index, token in enumerate(vocabulary) if len(token) == 1}
         self.closing = [vocabulary.index(word.encode()) for word in ENDING if word.encode() in vocabulary]
         self.short = np.array([len(token) for token in vocabulary])
         self.mask = xgrammar.allocate_token_bitmask(1, len(vocabulary))
@@ -46,8 +52,11 @@ class Walker:
             json.dumps(schema), any_whitespace=any_whitespace, max_whitespace_cnt=2 if any_whitespace else None
         )
 
-    def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random) -> Walk:
-        """One walk. Every token is one that the mask allows; after a while those that close are preferred."""
+    def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random, hints: list[str] | None = None) -> Walk:
+        """One walk. Every token is one that the mask allows; after a while those that close are preferred.
+
+        hints: what a walk by chance would not find, such as words that a string must have; tried where it goes on long.
+        """
         matcher = xgrammar.GrammarMatcher(grammar)
         written: list[int] = []
         while len(written) < MAX_TOKENS:
@@ -57,6 +66,12 @@ class Walker:
             if not len(allowed):
                 raise AssertionError(f"no token is allowed after {self.text(written)[-200:]!r}")
             token = self._choose(allowed, len(written), rng)
+            if hints and self.end not in allowed and len(written) > STEER_AFTER // 2 and rng.random() < 0.2:
+                for byte in rng.choice(hints).encode():
+                    if not matcher.accept_token(self.bytes[byte]):
+                        break
+                    written.append(self.bytes[byte])
+                continue
             if not matcher.accept_token(token):
                 raise AssertionError(f"{self.vocabulary[token]!r} was allowed and is not accepted")
             if token == self.end:
@@ -85,6 +100,52 @@ class Walker:
                 return int(rng.choice(odd))
         return int(rng.choice(allowed))
 
+    def accepts(self, grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+        """Whether the grammar permits `text` and may end there."""
+        matcher = xgrammar.GrammarMatcher(grammar)
+        return matcher.accept_string(text) and matcher.accept_token(self.end)
+
     def text(self, tokens: list[int]) -> str:
         """What these tokens say."""
         return b"".join(self.vocabulary[token] for token in tokens).decode("utf-8", errors="replace")
+
+
+def default_walker() -> Walker:
+    """With the tokenizer of the default model."""
+    tokenizer = AutoTokenizer.from_pretrained(default_model_path())
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
+    return Walker(list(info.decoded_vocab), tokenizer.eos_token_id)
+
+
+def hints(schema) -> list[str]:
+    """Strings that patterns anywhere in a schema match."""
+    found: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+            texts = [value.get("pattern"), *(value.get("patternProperties") or ())]
+            for text in texts:
+                if isinstance(text, str):
+                    try:
+                        found.add(_sample(regex.parse(text)))
+                    except regex.RegexError:
+                        continue
+        elif isinstance(value, list):
+            waiting.extend(value)
+    return sorted(found)
+
+
+def _sample(node: regex.Node) -> str:
+    match node:
+        case regex.Chars(ranges):
+            return next((chr(low) for low, _ in ranges if low > 0x20), chr(ranges[-1][1]))
+        case regex.Seq(parts):
+            return "".join(_sample(part) for part in parts)
+        case regex.Alt(options):
+            return _sample(options[0])
+        case regex.Repeat(part, low):
+            return _sample(part) * low
+        case _:
+            return ""

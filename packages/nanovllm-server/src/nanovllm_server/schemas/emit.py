@@ -10,7 +10,7 @@ from nanovllm_server.protocol.json import JSON
 from nanovllm_server.schemas.document import SchemaError
 from nanovllm_server.schemas.library import Library
 from nanovllm_server.schemas.plan import Constants, Items, Members, Numbers, Plan, Texts, plans
-from nanovllm_server.schemas.shapes import NEVER, Conj
+from nanovllm_server.schemas.shapes import Conj
 
 # Of different schemas inside one.
 MAX_PARTS = 5_000

@@ -110,8 +110,7 @@ class Library:
         entry = self._entries[index]
         if isinstance(entry, Negation):
             return self.complement(self.shapes(entry.conj), self.place(entry.conj))
-        assert entry is not None
-        return self._reader(self, entry)
+        return () if entry is None else self._reader(self, entry)
 
     # What two have in common.
 

@@ -28,7 +28,6 @@ from nanovllm_server.schemas.shapes import (
     Text,
     both,
     higher,
-    item_at,
     where,
 )
 from nanovllm_server.schemas.strings import as_text, format_pattern
@@ -83,7 +82,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Objects: named properties in this order (with whether they are required), and others by the pattern of their names.
+    """Objects: named properties in this order (with whether they are required), and others by a pattern of names.
 
     A pattern that is None is any name.
     """
@@ -277,34 +276,37 @@ def _arrays(library: Library, shape: Array, place: str) -> list[Plan]:
     high = shape.high
     if shape.rest == (NEVER,):
         high = higher(high, len(shape.prefix))
-    for index, item in enumerate(shape.prefix):
-        if item == (NEVER,):
-            high = higher(high, index)
-            break
-    low = shape.low
-    prefix = list(shape.prefix)
-    position = 0
-    for some in sorted(shape.contains, key=lambda some: some.item):
-        if some.high is not None and (high is None or high > some.high):
-            raise _refused(shape, "contains", place, "can't be enforced with maxContains below maxItems")
-        for _ in range(min(some.low, MAX_WRITTEN_OUT)):
-            while len(prefix) <= position:
-                prefix.append(shape.rest)
-            prefix[position] = both(prefix[position], some.item)
-            position += 1
-    low = max(low, position)
+    if (NEVER,) in shape.prefix:
+        high = higher(high, shape.prefix.index((NEVER,)))
+    prefix, wanted = _with_contained(shape, high, place)
+    low = max(shape.low, wanted)
     if high is not None and low > high:
         return []
-    if max(low, high or 0) > MAX_ITEMS:
-        if low > MAX_ITEMS:
-            raise _refused(shape, "minItems", place, f"above {MAX_ITEMS} is not supported")
-        high = MAX_ITEMS
+    if low > MAX_ITEMS:
+        raise _refused(shape, "minItems", place, f"above {MAX_ITEMS} is not supported")
     if high is not None:
+        high = min(high, MAX_ITEMS)
         prefix = prefix[:high]
     if shape.unique and (high is None or high > 1):
         return [_distinct(library, shape, prefix, low, high, place)]
     rest = (NEVER,) if high is not None and high <= len(prefix) else shape.rest
     return [Items(tuple(prefix), rest, low, high)]
+
+
+def _with_contained(shape: Array, high: int | None, place: str) -> tuple[list[Conj], int]:
+    """The first items, which are those that `contains` asks for, and how many it asks for."""
+    prefix = list(shape.prefix)
+    position = 0
+    for some in sorted(shape.contains, key=lambda some: some.item):
+        if some.high is not None and (high is None or high > some.high):
+            raise _refused(shape, "contains", place, "can't be enforced with maxContains below maxItems")
+        if some.low > MAX_WRITTEN_OUT:
+            raise _refused(shape, "contains", place, f"can't be enforced with minContains above {MAX_WRITTEN_OUT}")
+        prefix += [shape.rest] * (position + some.low - len(prefix))
+        for index in range(position, position + some.low):
+            prefix[index] = both(prefix[index], some.item)
+        position += some.low
+    return prefix, position
 
 
 def _distinct(library: Library, shape: Array, prefix: list[Conj], low: int, high: int | None, place: str) -> Plan:

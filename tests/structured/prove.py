@@ -1,0 +1,32 @@
+"""`python tests/structured/prove.py [WALKS]`: the proof over all corpora, as a table."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import corpora  # noqa: E402
+from proof import prove  # noqa: E402
+from walks import default_walker  # noqa: E402
+
+
+def main() -> int:
+    """Prints what became of each corpus; 1 if anything is wrong."""
+    walks = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    names = sys.argv[2:] or ["suite", "tools", "real"]
+    walker = default_walker()
+    failed = False
+    for name in names:
+        cases = {"suite": corpora.suite, "tools": corpora.tools, "real": corpora.real}[name]()
+        report = prove(walker, cases, walks)
+        seconds = {key: round(value, 1) for key, value in report.seconds.items()}
+        print(f"{name}: {len(cases)} schemas, {dict(report.counts)}, seconds {seconds}", flush=True)
+        print("  refused by:", ", ".join(f"{keyword} {count}" for keyword, count in report.refused.most_common()))
+        for line in report.wrong:
+            print("  WRONG", line, flush=True)
+        failed = failed or bool(report.wrong)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
