@@ -40,7 +40,7 @@ def tools() -> list[Case]:
 
 def real() -> list[Case]:
     """Schemas of installed packages: files, parts of these, and models of pydantic."""
-    return [*_files(), *_models("openai.types")]
+    return [*_files(), *_models("openai.types.chat"), *_models("openai.types.fine_tuning")]
 
 
 def _load(name: str) -> list[dict[str, Any]]:

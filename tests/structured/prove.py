@@ -5,15 +5,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import corpora  # noqa: E402
-from proof import prove  # noqa: E402
-from walks import default_walker  # noqa: E402
+import corpora
+from proof import prove
+from walks import default_walker
 
 
 def main() -> int:
     """Prints what became of each corpus; 1 if anything is wrong."""
     walks = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    names = sys.argv[2:] or ["suite", "tools", "real"]
+    names = [name for name in sys.argv[2:] if name != "-v"] or ["suite", "tools", "real"]
     walker = default_walker()
     failed = False
     for name in names:
@@ -22,6 +22,11 @@ def main() -> int:
         seconds = {key: round(value, 1) for key, value in report.seconds.items()}
         print(f"{name}: {len(cases)} schemas, {dict(report.counts)}, seconds {seconds}", flush=True)
         print("  refused by:", ", ".join(f"{keyword} {count}" for keyword, count in report.refused.most_common()))
+        for line in report.slow:
+            print("  SLOW", line)
+        if "-v" in sys.argv:
+            for line in report.refusals:
+                print("  REFUSED", line[:300])
         for line in report.wrong:
             print("  WRONG", line, flush=True)
         failed = failed or bool(report.wrong)

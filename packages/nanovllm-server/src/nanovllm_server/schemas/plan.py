@@ -8,8 +8,8 @@ a schema.
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import permutations
-from math import ceil, floor, perm
+from itertools import combinations, permutations
+from math import ceil, comb, floor, perm
 from typing import TypeAlias
 
 from nanovllm_server.protocol.json import JSON
@@ -34,6 +34,8 @@ from nanovllm_server.schemas.strings import as_text, format_pattern
 
 # Of constants that stand for a keyword that has no other form.
 MAX_WRITTEN_OUT = 2_000
+# Of values whose arrangements are counted.
+MAX_DISTINCT = 200
 # Of items that xgrammar is asked to count.
 MAX_ITEMS = 100_000
 MAX_MULTIPLE = 1024
@@ -310,15 +312,16 @@ def _with_contained(shape: Array, high: int | None, place: str) -> tuple[list[Co
 
 
 def _distinct(library: Library, shape: Array, prefix: list[Conj], low: int, high: int | None, place: str) -> Plan:
-    """Every array of different items, where there are few."""
+    """Every array of different items where there are few, else those in which they stand in the order of the schema."""
     items = library.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
-    most = len(values) if high is None else min(high, len(values))
-    count = sum(perm(len(values), length) for length in range(low, most + 1)) if len(values) < 50 else None
-    if prefix or len(values) < len(items) or count is None or count > MAX_WRITTEN_OUT:
-        problem = f"can be enforced where items are an enum with at most {MAX_WRITTEN_OUT} arrangements; leave it out"
-        raise _refused(shape, "uniqueItems", place, problem)
-    return Constants(tuple(list(some) for length in range(low, most + 1) for some in permutations(values, length)))
+    most = min(len(values) if high is None else high, len(values))
+    if not prefix and len(values) == len(items) and len(values) <= MAX_DISTINCT:
+        for ways, count in ((permutations, perm), (combinations, comb)):
+            if sum(count(len(values), length) for length in range(low, most + 1)) <= MAX_WRITTEN_OUT:
+                return Constants(tuple(list(some) for length in range(low, most + 1) for some in ways(values, length)))
+    problem = f"can be enforced only where items are an enum with at most {MAX_WRITTEN_OUT} choices of them"
+    raise _refused(shape, "uniqueItems", place, f"{problem}; leave it out")
 
 
 # Objects.
