@@ -336,8 +336,12 @@ class _Parser:
         return int(digits, 16)
 
 
+def _counting(digits: str) -> bool:
+    return digits.isascii() and digits.isdecimal() and len(digits) < 7
+
+
 def whole(tree: Node) -> Node:
-    """The tree that matches whole strings where `tree` is found in them. Raises RegexError for anchors in the middle."""
+    """The tree that matches whole strings where `tree` is found in them. Raises RegexError for anchors elsewhere."""
     return _edge(tree, True, True)
 
 
@@ -345,14 +349,14 @@ def _edge(node: Node, left: bool, right: bool) -> Node:
     """`node` with anything around it on those sides where it is not anchored."""
     if isinstance(node, Alt) and _has_anchor(node):
         return Alt(tuple(_edge(option, left, right) for option in node.options))
-    parts = list(node.parts) if isinstance(node, Seq) else [node]
+    parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
     start, end = 0, len(parts)
     while start < end and parts[start] == Anchor(True) and left:
         start += 1
     while end > start and parts[end - 1] == Anchor(False) and right:
         end -= 1
     open_left, open_right = left and start == 0, right and end == len(parts)
-    inner = parts[start:end]
+    inner: list[Node] = parts[start:end]
     if inner and open_left and _has_anchor(inner[0]):
         if isinstance(inner[0], Repeat):
             raise RegexError("it repeats an assertion")
@@ -367,7 +371,8 @@ def _edge(node: Node, left: bool, right: bool) -> Node:
     for part in inner:
         if _has_anchor(part):
             raise RegexError("it has an anchor in the middle")
-    return seq([ANYTHING] * open_left + inner + [ANYTHING] * open_right)
+    around: list[Node] = [ANYTHING]
+    return seq(around * open_left + inner + around * open_right)
 
 
 def _has_anchor(node: Node) -> bool:
@@ -404,7 +409,7 @@ def narrow(node: Node, alphabet: Ranges) -> Node:
             return left[0] if len(left) == 1 else Alt(tuple(dict.fromkeys(left)))
         case Repeat(part, low, high):
             inner = narrow(part, alphabet)
-            if inner == NOTHING or inner == EMPTY or high == 0:
+            if inner in (NOTHING, EMPTY) or high == 0:
                 return NOTHING if inner == NOTHING and low else EMPTY
             return Repeat(inner, low, high)
         case _:
