@@ -121,7 +121,7 @@ class ScriptedEngine(Engine):
         self._tasks[request.key] = task
         task.add_done_callback(lambda _: self._tasks.pop(request.key, None))
 
-    async def _compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> None:
         self.num_compiling += 1
         try:
             await asyncio.sleep(self.compiling_s)

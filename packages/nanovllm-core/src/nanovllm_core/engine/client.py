@@ -138,6 +138,15 @@ class EngineClient(Engine):
             socket.close()
             raise
 
+    async def compile(self, spec: GrammarSpec) -> None:
+        """See `Engine.compile`."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        key = next(self._keys)
+        self._compiling[key] = answer = asyncio.get_running_loop().create_future()
+        self._socket.send(wire.Compile(key, spec))
+        await answer
+
     async def stop(self) -> None:
         """Leave the engine, and end it if it is this client's; requests still running get an EngineDeadError."""
         self._receiver.cancel()
@@ -163,12 +172,6 @@ class EngineClient(Engine):
                     self._die(_obituary(self._owned))
                 case other:
                     self._die(f"the engine sent {type(other).__name__} while it was serving")
-
-    async def _compile(self, spec: GrammarSpec) -> None:
-        key = next(self._keys)
-        self._compiling[key] = answer = asyncio.get_running_loop().create_future()
-        self._socket.send(wire.Compile(key, spec))
-        await answer
 
     def _settle(self, key: int, error: Exception | None) -> None:
         answer = self._compiling.pop(key)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm_core.engine.status import NO_GRAMMARS, EngineDeadError, EngineInfo, EngineStats
 from nanovllm_core.engine.streams import Backlog, Reader, RequestStreams, Sink
-from nanovllm_core.request import GrammarError, GrammarSpec, Request, RequestError, RequestOutput
+from nanovllm_core.request import GrammarSpec, Request, RequestError, RequestOutput
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
@@ -71,17 +71,6 @@ class Engine(ABC):
         """Refuse a request that this engine could never serve. Raises RequestError, which names the field."""
         check_request(request, self.info)
 
-    async def compile(self, spec: GrammarSpec) -> None:
-        """Have a grammar ready for requests that bring it; those that bring one that isn't wait for it.
-
-        Raises GrammarError for one that can't be compiled, is too large or takes too long, and EngineDeadError.
-        """
-        if not self.info.grammars:
-            raise GrammarError(NO_GRAMMARS)
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        await self._compile(spec)
-
     def open(self, request: Request, sink: Sink) -> OpenRequest:
         """Serve one request: `sink` is woken whenever there is something to take.
 
@@ -127,16 +116,20 @@ class Engine(ABC):
             opened.close()
 
     @abstractmethod
+    async def compile(self, spec: GrammarSpec) -> None:
+        """Have a grammar ready for requests that bring it; those that bring one that isn't wait for it.
+
+        Raises GrammarError for one that can't be compiled, is too large or takes too long, and EngineDeadError when the
+        engine has died or dies meanwhile.
+        """
+
+    @abstractmethod
     async def stop(self) -> None:
         """End the engine; requests still running get an EngineDeadError."""
 
     @abstractmethod
     def _submit(self, request: Request) -> None:
         """Send a checked request, under its key, on its way."""
-
-    @abstractmethod
-    async def _compile(self, spec: GrammarSpec) -> None:
-        """Have a grammar compiled and kept. Raises GrammarError, and EngineDeadError when the engine dies meanwhile."""
 
     @abstractmethod
     def _abort(self, key: int) -> None:

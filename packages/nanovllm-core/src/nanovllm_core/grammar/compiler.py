@@ -30,11 +30,16 @@ _INNER = ("content", "elements", "tags")
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Matcher:
-    """Where an answer stands in its grammar; see `nanovllm_core.request.GrammarMatcher`."""
+    """Where an answer stands in its grammar; see `nanovllm_core.request.GrammarMatcher`.
+
+    possible: int32 [words], the mask of tokens that can come at all: those that are text, and ends. xgrammar allows
+    more, of which it takes none.
+    """
 
     inner: "xgrammar.GrammarMatcher"
+    possible: NDArray[np.int32]
 
     @property
     def terminated(self) -> bool:
@@ -48,13 +53,15 @@ class Matcher:
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
         """Write which tokens may come next to masks[index]."""
         self.inner.fill_next_token_bitmask(masks, index)
+        masks[index] &= self.possible
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
     """A compiled grammar; see `nanovllm_core.request.CompiledGrammar`."""
 
     inner: "xgrammar.CompiledGrammar"
+    possible: NDArray[np.int32]
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +72,7 @@ class Grammar:
         """A matcher that stands at the beginning."""
         import xgrammar
 
-        return Matcher(xgrammar.GrammarMatcher(self.inner))
+        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible)
 
 
 class Compiler:
@@ -90,9 +97,16 @@ class Compiler:
         # One thread: what compiles beside it is other grammars. No cache: `Grammars` is one, and knows its size.
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
+    @cached_property
+    def _possible(self) -> NDArray[np.int32]:
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        bits[: len(self._tokens)] = [token != b"" for token in self._tokens]
+        bits[list(self._end_ids)] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
     def warm(self) -> None:
         """Import and build what every grammar needs, which takes seconds."""
-        _ = self._inner
+        _ = self._inner, self._possible
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Compile. Raises GrammarError."""
@@ -109,8 +123,8 @@ class Compiler:
                     compiled = inner.compile_grammar(spec.source)
                 case "structural_tag":
                     compiled = inner.compile_structural_tag(bound_whitespace(spec.source))
-            grammar = Grammar(compiled)
-            first = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
+            grammar = Grammar(compiled, self._possible)
+            first = np.zeros((1, len(self._possible)), np.int32)
             grammar.start().fill(first, 0)
         # What C++ throws comes as one of these, by its kind; only its text tells what is wrong.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:

@@ -93,15 +93,8 @@ class Vetter:
 
     def vet(self, spec: GrammarSpec) -> None:
         """Try a grammar, and wait for the verdict. Raises GrammarError."""
-        ours, theirs = os.pipe()
-        try:
-            try:
-                self._send(spec, theirs)
-            finally:
-                os.close(theirs)
-            said = _read_all(ours, time.monotonic() + _START_SECONDS + MAX_SECONDS)
-        finally:
-            os.close(ours)
+        # Whoever killed the process, it was not this grammar.
+        said = self._ask(spec) or self._ask(spec)
         match said[-1:]:
             case verdict if verdict == PASSED:
                 return
@@ -119,6 +112,18 @@ class Vetter:
                 )
             case _:
                 raise GrammarError("the process that compiles grammars was stopped: try again")
+
+    def _ask(self, spec: GrammarSpec) -> bytes:
+        """What the process says of a grammar; b"" when it ended, or was ended, before it said anything."""
+        ours, theirs = os.pipe()
+        try:
+            try:
+                self._send(spec, theirs)
+            finally:
+                os.close(theirs)
+            return _read_all(ours, time.monotonic() + _START_SECONDS + MAX_SECONDS)
+        finally:
+            os.close(ours)
 
     def close(self) -> None:
         """End the process, and with it whatever it tries."""
