@@ -2,9 +2,9 @@
 
 A captured step has one padded shape: so many requests with as many tokens each (decodes), or any mix within so many
 tokens. It is one graph, or, in the mode "piecewise", pieces between which attention is launched for the true batch, by
-kernels that no graph could hold. The choice of tokens is a graph of its own: a step with log-probabilities or penalties needs
-only the forward pass. All share one memory pool: one step runs at a time. This room must not know what is inside a
-step, but for the places where attention breaks it.
+kernels that no graph could hold. The choice of tokens is a graph of its own: a step with log-probabilities or penalties
+needs only the forward pass. All share one memory pool: one step runs at a time. This room must not know what is inside
+a step, but for the places where attention breaks it.
 """
 
 from collections import Counter
