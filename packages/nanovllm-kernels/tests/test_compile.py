@@ -84,6 +84,13 @@ KERNELS = [
     ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT": 1 << 30, "BLOCK": 2048}),
     ("sampling.triton_adjust", "_add_bias", 4, BIAS, {"BLOCK": 128}),
     (
+        "sampling.triton_adjust",
+        "_apply_masks",
+        4,
+        {"out_ptr": FLOAT, "which_ptr": INT32, "masks_ptr": INT32},
+        {"LEAST_ALLOWED": -1e30, "BLOCK": 2048},
+    ),
+    (
         "sampling.triton_logprobs",
         "_normalize",
         16,

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm_kernels.sampling import IN_PROMPT, apply_bias, apply_penalties, logprobs, noise, reference, sample
+from nanovllm_kernels.sampling import (
+    IN_PROMPT,
+    apply_bias,
+    apply_masks,
+    apply_penalties,
+    logprobs,
+    noise,
+    reference,
+    sample,
+)
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None):
@@ -200,6 +209,60 @@ def test_bias():
     expected[1, 3] += 3
     expected[1, 9] = -math.inf
     torch.testing.assert_close(out, expected)
+
+
+def packed(allowed: torch.Tensor) -> torch.Tensor:
+    """Bools [M, V] as masks, bit by bit."""
+    masks = torch.zeros((allowed.shape[0], -(-allowed.shape[1] // 32)), dtype=torch.int64)
+    for row, token in allowed.nonzero().tolist():
+        masks[row, token // 32] |= 1 << (token % 32)
+    return masks.to(torch.int32)
+
+
+@pytest.mark.parametrize("vocab_size", [32, 45, 100])
+def test_masks(vocab_size):
+    logits = torch.randn(4, vocab_size).to(torch.bfloat16)
+    before = logits.clone()
+    logits[3, :3] = before[3, :3] = -math.inf
+    allowed = torch.rand(2, vocab_size) < 0.3
+    allowed[1, 0] = True
+    out = apply_masks(logits, torch.tensor([1, 3], dtype=torch.int32), packed(allowed))
+    assert torch.equal(logits, before)
+    expected = logits.float()
+    expected[1, ~allowed[0]] = expected[3, ~allowed[1]] = -math.inf
+    expected[3, 0] = out[3, 0]
+    kept = [0, 1, 2] if allowed[1, :3].all() else [index for index in range(3) if allowed[1, index]]
+    expected[3, kept] = out[3, 0]
+    assert torch.equal(out, expected)
+    assert out.dtype == torch.float32
+    assert -math.inf < float(out[3, 0]) < -1e9
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 100.0},
+        {"top_k": 3},
+        {"top_k": 60},
+        {"top_p": 0.9},
+        {"top_p": 1e-6},
+        {"min_p": 0.5},
+        {"temperature": 0.01, "top_k": 5, "top_p": 0.5},
+    ],
+)
+def test_masked_tokens_are_never_drawn(settings):
+    generator = torch.Generator().manual_seed(0)
+    num_rows, vocab_size = 500, 64
+    logits = torch.randn((num_rows, vocab_size), generator=generator) * 10
+    allowed = torch.rand((num_rows, vocab_size), generator=generator) < torch.rand((num_rows, 1), generator=generator)
+    allowed[torch.arange(num_rows), torch.randint(vocab_size, (num_rows,), generator=generator)] = True
+    # Everything that some masks allow is forbidden by a bias: the mask decides.
+    logits[::10][allowed[::10]] = -math.inf
+    masked = apply_masks(logits, torch.arange(num_rows, dtype=torch.int32), packed(allowed))
+    drawn = draw(masked, **settings).long()
+    assert allowed[torch.arange(num_rows), drawn].all()
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])

@@ -13,13 +13,14 @@ from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm_core.engine.engine import Engine
-from nanovllm_core.engine.status import EngineInfo
-from nanovllm_core.request import Request, StepOutputs, TokenLogprobs
+from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo
+from nanovllm_core.request import GrammarError, GrammarSpec, Request, StepOutputs, TokenLogprobs
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
+from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
-from nanovllm_server.detokenize import BYTES_OF_CHARACTERS, Vocabulary
+from nanovllm_server.detokenize import Vocabulary
 from nanovllm_server.dialect import Dialect
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.observability.metrics import Metrics
@@ -102,6 +103,9 @@ class ScriptedEngine(Engine):
 
     def die(self, reason: str) -> None:
         self._die(reason)
+
+    async def compile(self, spec: GrammarSpec) -> None:
+        raise GrammarError(NO_GRAMMARS)
 
     async def stop(self) -> None:
         self._die("stopped")

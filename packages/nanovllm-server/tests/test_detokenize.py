@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from nanovllm_server.detokenize import Detokenizer, Vocabulary, VocabularyError
+from nanovllm_models.token_bytes import VocabularyError
+from nanovllm_server.detokenize import Detokenizer, Vocabulary
 
 TEXT = st.text(alphabet=st.sampled_from("abé😀 \n"), max_size=30)
 

@@ -11,15 +11,25 @@ from nanovllm_core.config import ConfigError, EngineConfig
 from nanovllm_core.engine.client import EngineAddress, EngineClient, EngineProcess
 from nanovllm_core.engine.engine import Engine, OpenRequest
 from nanovllm_core.engine.status import EngineDeadError, EngineInfo, EngineStats
-from nanovllm_core.request import Request, RequestError, RequestOutput, SamplingParams, TokenLogprobs
+from nanovllm_core.request import (
+    Budget,
+    GrammarError,
+    GrammarSpec,
+    Request,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     from nanovllm_core.engine.async_engine import AsyncEngine
-    from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec, PagedSpec
+    from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec, PagedSpec, Vocabulary
     from nanovllm_core.parallel import ParallelContext
 
 __all__ = [
     "AsyncEngine",
+    "Budget",
     "BuildContext",
     "CausalLM",
     "ConfigError",
@@ -32,6 +42,8 @@ __all__ = [
     "EngineProcess",
     "EngineStats",
     "ForwardContext",
+    "GrammarError",
+    "GrammarSpec",
     "ModelSpec",
     "OpenRequest",
     "PagedSpec",
@@ -41,6 +53,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "TokenLogprobs",
+    "Vocabulary",
 ]
 
 # What imports torch, which takes seconds and half a gigabyte: a process that only talks to an engine needs neither.
@@ -52,6 +65,7 @@ _ON_FIRST_USE = {
     "ModelSpec": "nanovllm_core.model",
     "PagedSpec": "nanovllm_core.model",
     "ParallelContext": "nanovllm_core.parallel",
+    "Vocabulary": "nanovllm_core.model",
 }
 
 

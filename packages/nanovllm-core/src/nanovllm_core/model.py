@@ -3,7 +3,7 @@
 This room must not know any architecture, file format or schedule.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -74,13 +74,26 @@ class BuildContext:
     compile: bool = False
 
 
+class Vocabulary(NamedTuple):
+    """What a model's tokens stand for.
+
+    tokens: by id, the bytes that each adds to a text; b"" for one that is no text, and that no grammar lets come but by
+        its id. May be shorter than the logits are wide: what lies behind is no text either. end_ids: those that end an
+        answer, among the `eos_token_ids` of the model.
+    """
+
+    tokens: Sequence[bytes]
+    end_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model that the engine can build: everything it must know beforehand, and how to get it.
 
     vocab_size: rows of the logits. max_position: longest sequence. dtype: the checkpoint's. eos_token_ids: ids that end
     a sequence. build: makes the model, weights included, in the process that will run it; a module-level function or a
-    functools.partial of one, since the spec may travel to that process by pickle.
+    functools.partial of one, since the spec may travel to that process by pickle. vocabulary: likewise, called when a
+    request first asks for a grammar; without it none can.
     """
 
     name: str
@@ -89,3 +102,4 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     build: Callable[[BuildContext], CausalLM]
+    vocabulary: Callable[[], Vocabulary] | None = None

@@ -6,13 +6,18 @@ This room must not know how requests are scheduled, where their cache lies or ho
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 64
+MAX_BUDGET_END = 64
 # Of what must be above zero; anything smaller would vanish in float32.
 _LEAST = 1e-6
 
@@ -26,6 +31,33 @@ class RequestError(ValueError):
     def __init__(self, field: str, message: str):
         super().__init__(message)
         self.field = field
+
+
+class GrammarError(ValueError):
+    """A grammar that nothing can be held to; the message, one line, says why and what would be right."""
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an answer must look like, as its sender wrote it.
+
+    kind: how `source` is to be read. "json_schema": a JSON Schema, as JSON. "regex": a regular expression for the whole
+        answer. "ebnf": rules in GBNF, of which `root` is the answer. "structural_tag": one of xgrammar's structural
+        tags, as JSON.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
+    source: str
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """How long the first part of an answer may be, which the ids `end` close in a row, as they do reasoning.
+
+    num_tokens: once so many tokens were made and `end` is not among them, the next tokens are `end`; if the last ones
+        are how it begins, what is left of it.
+    """
+
+    num_tokens: int
+    end: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +76,11 @@ class SamplingParams:
         don't stop it. stop_token_ids: further ids that stop it; like EOS they are part of `new_token_ids`.
     logprobs: None for none, else how many alternatives to report beside each chosen token (0..20); of the model's own
         distribution, before penalties and temperature.
+    grammar: what the answer must look like. It decides over everything else: where it allows nothing but what
+        min_tokens or logit_bias hold back, that comes all the same; when it is complete, end-of-sequence ends the
+        request whatever ignore_eos says; stop_token_ids stop it only where it allows them.
+    budget: closes the first part of an answer when it is too long. A grammar that allows no such end there wins, and
+        the budget is given up.
     """
 
     max_tokens: int | None = None
@@ -60,6 +97,8 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    grammar: GrammarSpec | None = None
+    budget: Budget | None = None
 
     def validate(self, vocab_size: int) -> None:
         """Refuse what no sampler could honour. Raises RequestError, which names the field."""
@@ -73,6 +112,12 @@ class SamplingParams:
             raise RequestError("stop_token_ids", f"stop_token_ids may have at most {MAX_STOP_TOKENS} entries")
         for token in self.stop_token_ids:
             _require_int("stop_token_ids", token, 0, vocab_size - 1)
+        if self.budget is not None:
+            _require_int("budget", self.budget.num_tokens, 0, None)
+            if not 1 <= len(self.budget.end) <= MAX_BUDGET_END:
+                raise RequestError("budget", f"the end of a budget must have 1 to {MAX_BUDGET_END} token ids")
+            for token in self.budget.end:
+                _require_int("budget", token, 0, vocab_size - 1)
 
     def _validate_numbers(self) -> None:
         _require_float("temperature", self.temperature, 0, 100)
@@ -102,9 +147,35 @@ def _require_int(name: str, value: int, low: int, high: int | None) -> None:
         raise RequestError(name, f"{name} must be an integer {bounds}, not {value}")
 
 
+class GrammarMatcher(Protocol):
+    """Where one request's output stands in its grammar."""
+
+    @property
+    def terminated(self) -> bool:
+        """Whether an end-of-sequence token has come, after which there is nothing more to match."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Go on by one token. False, and nothing changed, when the grammar doesn't allow it here."""
+        ...
+
+    def fill(self, masks: "NDArray[np.int32]", index: int) -> None:
+        """Write which tokens may come next to masks[index], as `nanovllm_kernels.sampling.apply_masks` reads it."""
+        ...
+
+
+class CompiledGrammar(Protocol):
+    """What `nanovllm_core.grammar` made of a GrammarSpec; all others only pass it on."""
+
+    def start(self) -> GrammarMatcher:
+        """A matcher that stands at the beginning."""
+        ...
+
+
 class RequestStatus(Enum):
     """Where a request is in its life. Preemption leads back to WAITING."""
 
+    WAITING_GRAMMAR = "waiting for its grammar"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -123,6 +194,7 @@ class Request:
     priority: lower is served first; among equals, whoever came first.
     key: what the engine calls it, never used twice by any client of an engine.
     row: where its state is while it runs, -1 for nowhere.
+    compiled: its grammar, once there, if it has one.
     """
 
     id: str
@@ -144,6 +216,7 @@ class Request:
     stop_ids: frozenset[int] = field(init=False, default=frozenset())
     max_total_tokens: int = field(init=False, default=0)
     seed: int = field(init=False, default=0)
+    compiled: CompiledGrammar | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -163,6 +236,7 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     keys, tokens: each new token and whose it is, those of one request in order. logprobs: one entry for each new token
     of those that asked. begins: requests whose first token is here, and how many of their prompt's tokens were found in
     the prefix cache. ends: requests whose last token is here, why they ended, and the id that ended them, if one did.
+    failures: requests that end here without having come to an end, and why.
     """
 
     keys: list[int] = []
@@ -170,6 +244,7 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[tuple[int, TokenLogprobs]] = []
     begins: list[tuple[int, int]] = []
     ends: list[tuple[int, FinishReason, int | None]] = []
+    failures: list[tuple[int, str]] = []
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanovllm_core import BuildContext, ForwardContext, ModelSpec, PagedSpec, ParallelContext
+from nanovllm_core import BuildContext, ForwardContext, ModelSpec, PagedSpec, ParallelContext, Vocabulary
 from nanovllm_core.layers.attention import Heads, attend, qkv_parts
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -20,6 +20,14 @@ from nanovllm_core.layers.weights import load_weights
 
 VOCAB, HIDDEN, LONGEST, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 97, 64, 256, 4, 2, 16, 2
 EOS = 5
+# Text for grammars: a few words that one token stands for, and the printable characters that are left.
+WORDS = (b'{"', b'": ', b'", "', b"true", b"null", b"  ", b"ab", b"</t", b"hink>", b"\xc3", b"\xa9")
+
+
+def toy_vocabulary() -> Vocabulary:
+    characters = [bytes([code]) for code in (10, *range(32, 127)) if chr(code) not in "`^~|$%&;@#="]
+    texts = [*WORDS, *characters]
+    return Vocabulary([*texts[:EOS], b"", *texts[EOS:]], (EOS,))
 
 
 class ToyLayer(nn.Module):
@@ -103,6 +111,7 @@ def toy_spec(kind: str = "toy") -> ModelSpec:
         eos_token_ids=(EOS,),
         dtype=torch.float32,
         build=partial(build_toy, kind),
+        vocabulary=toy_vocabulary,
     )
 
 

@@ -36,6 +36,7 @@ def arguments():
         "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),
         "apply_penalties": (logits, rows, torch.ones((3, 20), dtype=torch.int32), ones, ones, ones),
         "apply_bias": (logits, rows, integers([3, 4]), integers([[1], [2]]), torch.ones(2, 1), integers([[9], [9]])),
+        "apply_masks": (logits, integers([1]), integers([[5]])),
         "sample": (logits, *row_numbers, False, True),
         "logprobs": (logits, integers([3, 4]), 2),
     }

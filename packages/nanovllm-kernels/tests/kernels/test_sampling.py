@@ -125,6 +125,28 @@ def test_bias(device, position_dtype):
     torch.testing.assert_close(OPS.apply_bias(*arguments), reference.apply_bias(*arguments), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(50, torch.float32), (4100, torch.bfloat16)])
+def test_masks(device, vocab_size, dtype):
+    logits = torch.randn(5, vocab_size, device=device).to(dtype)
+    logits[:, ::7] = -math.inf
+    # Wider than needed: what lies behind must not matter.
+    masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32) + 2), device=device).to(torch.int32)
+    masks[1, 1:] = 0
+    which = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    actual = OPS.apply_masks(logits, which, masks[:, :-2])
+    expected = reference.apply_masks(logits.cpu(), which.cpu(), masks[:, :-2].cpu())
+    assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_many_masks(device):
+    logits = torch.randn(256, 151_936, device=device)
+    masks = torch.randint(-(2**31), 2**31, (200, 4748), device=device).to(torch.int32)
+    which = torch.randperm(256, device=device)[:200].to(torch.int32)
+    actual = OPS.apply_masks(logits, which, masks)
+    assert torch.equal(actual.cpu(), reference.apply_masks(logits.cpu(), which.cpu(), masks.cpu()))
+
+
 @pytest.mark.parametrize("num_top", [0, 3])
 def test_logprobs(device, num_top):
     logits = torch.randn(3, 9000, device=device) * 3

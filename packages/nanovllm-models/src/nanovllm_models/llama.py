@@ -21,6 +21,7 @@ from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSp
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_rotary
 from nanovllm_models.fields import Fields
+from nanovllm_models.vocabulary import read_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +192,15 @@ def build_llama(build: BuildContext, *, config: LlamaConfig, weights: WeightSour
 
 def make_spec(path: Path, fields: Fields, config: LlamaConfig, name: str, weights: WeightSource) -> ModelSpec:
     """The spec of a model of this architecture. Raises ModelError."""
+    eos_token_ids = parse_eos_token_ids(path, fields)
     return ModelSpec(
         name=name,
         vocab_size=config.vocab_size,
         max_position=config.max_position_embeddings,
-        eos_token_ids=parse_eos_token_ids(path, fields),
+        eos_token_ids=eos_token_ids,
         dtype=parse_dtype(fields),
         build=partial(build_llama, config=config, weights=weights),
+        vocabulary=partial(read_vocabulary, path, eos_token_ids),
     )
 
 

@@ -16,10 +16,11 @@ from hypercorn.typing import ASGIFramework
 import nanovllm_models
 from nanovllm_core import ConfigError, Engine, EngineClient, EngineDeadError
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS
+from nanovllm_models.token_bytes import VocabularyError
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
 from nanovllm_server.crew import Assignment, Failed, Order
-from nanovllm_server.detokenize import Vocabulary, VocabularyError
+from nanovllm_server.detokenize import Vocabulary
 from nanovllm_server.dialect import Dialect
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.metrics import Metrics

@@ -8,9 +8,9 @@ import torch
 from nanovllm_core.config import EngineConfig, resolve
 from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.loop import EngineLoop
-from nanovllm_core.engine.status import EngineStats
+from nanovllm_core.engine.status import EngineDeadError, EngineStats
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import Request, StepOutputs
+from nanovllm_core.request import GrammarError, GrammarSpec, Request, StepOutputs
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 _log = logging.getLogger(__name__)
@@ -42,6 +42,18 @@ class AsyncEngine(Engine):
     async def start(cls, spec: ModelSpec, config: EngineConfig | None = None) -> "AsyncEngine":
         """Load the model, size the cache, start the loop. Raises ConfigError, and whatever `spec.build` raises."""
         return cls(await build_loop(spec, config or EngineConfig()))
+
+    async def compile(self, spec: GrammarSpec) -> None:
+        """See `Engine.compile`."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        try:
+            await self._loop.compile(spec)
+        except GrammarError:
+            # Compiling ends with the engine.
+            if self.dead is not None:
+                raise EngineDeadError(self.dead) from None
+            raise
 
     async def stop(self) -> None:
         """End the loop after the steps in flight; requests still running get an EngineDeadError."""

@@ -23,7 +23,7 @@ from nanovllm_core.config import ConfigError, EngineConfig
 from nanovllm_core.engine import process, wire
 from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import Request
+from nanovllm_core.request import GrammarError, GrammarSpec, Request
 
 if TYPE_CHECKING:
     from nanovllm_core.model import ModelSpec
@@ -92,6 +92,7 @@ class EngineClient(Engine):
         self.address = socket.address
         self._socket = socket
         self._owned = owned
+        self._compiling: dict[int, asyncio.Future[None]] = {}
         self._receiver = asyncio.create_task(self._receive())
 
     @classmethod
@@ -137,6 +138,15 @@ class EngineClient(Engine):
             socket.close()
             raise
 
+    async def compile(self, spec: GrammarSpec) -> None:
+        """See `Engine.compile`."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        key = next(self._keys)
+        self._compiling[key] = answer = asyncio.get_running_loop().create_future()
+        self._socket.send(wire.Compile(key, spec))
+        await answer
+
     async def stop(self) -> None:
         """Leave the engine, and end it if it is this client's; requests still running get an EngineDeadError."""
         self._receiver.cancel()
@@ -154,12 +164,28 @@ class EngineClient(Engine):
                 case wire.Step(outputs, stats):
                     self.stats = stats
                     self._streams.dispatch(outputs)
+                case wire.Compiled(key, error):
+                    self._settle(key, None if error is None else GrammarError(error))
                 case wire.Dead(reason):
                     self._die(reason)
                 case None:
                     self._die(_obituary(self._owned))
                 case other:
                     self._die(f"the engine sent {type(other).__name__} while it was serving")
+
+    def _settle(self, key: int, error: Exception | None) -> None:
+        answer = self._compiling.pop(key)
+        if answer.cancelled():
+            return
+        if error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error)
+
+    def _die(self, reason: str) -> None:
+        super()._die(reason)
+        for key in tuple(self._compiling):
+            self._settle(key, EngineDeadError(reason))
 
     def _submit(self, request: Request) -> None:
         self._socket.send(wire.Submit.of(request))

@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
-from nanovllm_core.engine.status import EngineDeadError, EngineInfo, EngineStats
+from nanovllm_core.engine.status import NO_GRAMMARS, EngineDeadError, EngineInfo, EngineStats
 from nanovllm_core.engine.streams import Backlog, Reader, RequestStreams, Sink
-from nanovllm_core.request import Request, RequestError, RequestOutput
+from nanovllm_core.request import GrammarSpec, Request, RequestError, RequestOutput
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
@@ -27,6 +27,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
         )
     sampling = request.sampling
     sampling.validate(info.vocab_size)
+    if sampling.grammar is not None and not info.grammars:
+        raise RequestError("grammar", NO_GRAMMARS)
     room = info.max_model_len - request.num_prompt_tokens
     if sampling.max_tokens is not None and sampling.max_tokens > room:
         raise RequestError(
@@ -40,8 +42,9 @@ def check_request(request: Request, info: EngineInfo) -> None:
 class OpenRequest:
     """A request that is being served.
 
-    take: everything made since the last call, as one output; None if that is nothing. close: must be called at the end,
-    early or not, and ends the request if it still runs; calling it again does nothing.
+    take: everything made since the last call, as one output; None if that is nothing. Raises GrammarError when the
+    request's grammar failed and nothing more will come. close: must be called at the end, early or not, and ends the
+    request if it still runs; calling it again does nothing.
     """
 
     take: Callable[[], RequestOutput | None]
@@ -95,8 +98,8 @@ class Engine(ABC):
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Serve one request and yield what is made, all there is at a time; the last output has a finish_reason.
 
-        Closing the generator early aborts the request. Raises RequestError, and EngineDeadError when the engine has
-        died or dies meanwhile.
+        Closing the generator early aborts the request. Raises RequestError, GrammarError when its grammar can't be
+        compiled or fails, and EngineDeadError when the engine has died or dies meanwhile.
         """
         reader = Reader()
         opened = self.open(request, reader)
@@ -111,6 +114,14 @@ class Engine(ABC):
                 yield output
         finally:
             opened.close()
+
+    @abstractmethod
+    async def compile(self, spec: GrammarSpec) -> None:
+        """Have a grammar ready for requests that bring it; those that bring one that isn't wait for it.
+
+        Raises GrammarError for one that can't be compiled, is too large or takes too long, and EngineDeadError when the
+        engine has died or dies meanwhile.
+        """
 
     @abstractmethod
     async def stop(self) -> None:

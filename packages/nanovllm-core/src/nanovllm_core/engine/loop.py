@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.config import ResolvedConfig
-from nanovllm_core.engine.status import EngineInfo, EngineStats
+from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import Tracer, Track
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.sampler import StepHandle
+from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import Request, StepOutputs
+from nanovllm_core.request import GrammarError, GrammarSpec, Request, RequestStatus, StepOutputs
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_core.scheduling.scheduler import ScheduledStep, Scheduler
 
@@ -45,8 +46,13 @@ class EngineLoop:
         depth: int,
         launcher: ThreadPoolExecutor,
         tracer: Tracer | None,
+        grammars: Grammars | None,
     ):
         self.info = info
+        self._grammars = grammars
+        # Requests whose grammar isn't ready, by key.
+        self._compiling: dict[int, asyncio.Task[None]] = {}
+        self._failures: list[tuple[int, str]] = []
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
@@ -95,17 +101,47 @@ class EngineLoop:
             kv_cache_bytes=runner.kv_cache_bytes,
             prefix_caching=config.prefix_caching,
             attention_backend=config.attention_backend,
+            grammars=spec.vocabulary is not None,
         )
+        grammars = None
+        if spec.vocabulary is not None:
+            grammars = Grammars(spec.vocabulary, spec.vocab_size, spec.eos_token_ids)
         tracer = None if config.trace is None else Tracer(config.trace, runner.device)
-        return cls(scheduler, runner, info, config.depth, launcher, tracer)
+        return cls(scheduler, runner, info, config.depth, launcher, tracer, grammars)
+
+    async def compile(self, spec: GrammarSpec) -> None:
+        """Have a grammar ready. Raises GrammarError."""
+        if self._grammars is None:
+            raise GrammarError(NO_GRAMMARS)
+        await self._grammars.compile(spec)
 
     def submit(self, request: Request) -> None:
-        """Queue a checked request. Raises ValueError when its key is in use."""
+        """Queue a checked request, once its grammar is ready. Raises ValueError when its key is in use."""
+        spec = request.sampling.grammar
+        if spec is not None and self._grammars is not None:
+            request.compiled = self._grammars.get(spec)
+            if request.compiled is None:
+                request.status = RequestStatus.WAITING_GRAMMAR
+                self._compiling[request.key] = asyncio.create_task(self._queue_compiled(request, spec, self._grammars))
+                return
         self._scheduler.add(request)
+        self._wake.set()
+
+    async def _queue_compiled(self, request: Request, spec: GrammarSpec, grammars: Grammars) -> None:
+        try:
+            request.compiled = await grammars.compile(spec)
+        except GrammarError as error:
+            self._failures.append((request.key, str(error)))
+        else:
+            request.status = RequestStatus.WAITING
+            self._scheduler.add(request)
+        del self._compiling[request.key]
         self._wake.set()
 
     def abort(self, key: int) -> None:
         """End a request, if it is still there; nothing more is emitted for it."""
+        if (compiling := self._compiling.pop(key, None)) is not None:
+            compiling.cancel()
         if self._scheduler.abort(key):
             self._wake.set()
 
@@ -120,7 +156,7 @@ class EngineLoop:
         counters = scheduler.counters
         return EngineStats(
             num_requests_running=scheduler.rows.num_running,
-            num_requests_waiting=scheduler.num_waiting,
+            num_requests_waiting=scheduler.num_waiting + len(self._compiling),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
@@ -146,9 +182,9 @@ class EngineLoop:
                     outputs = await self._complete()
                     # First the device's next step, then whoever waits for this one.
                     self._fill()
-                    emit(outputs, self.stats())
+                    emit(self._with_failures(outputs), self.stats())
                 else:
-                    emit(StepOutputs(), self.stats())
+                    emit(self._with_failures(StepOutputs()), self.stats())
                     await self._wake.wait()
                     self._wake.clear()
                     self._fill()
@@ -157,8 +193,17 @@ class EngineLoop:
         finally:
             self._launcher.shutdown(wait=False, cancel_futures=True)
             self._waiter.shutdown(wait=False, cancel_futures=True)
+            for compiling in self._compiling.values():
+                compiling.cancel()
+            if self._grammars is not None:
+                self._grammars.close()
             if self._tracer is not None:
                 self._tracer.trace.close()
+
+    def _with_failures(self, outputs: StepOutputs) -> StepOutputs:
+        outputs.failures.extend(self._failures)
+        self._failures.clear()
+        return outputs
 
     def _fill(self) -> None:
         loop = asyncio.get_running_loop()

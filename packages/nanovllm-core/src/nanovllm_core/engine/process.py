@@ -24,7 +24,7 @@ import zmq.asyncio
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.status import EngineStats
-from nanovllm_core.request import StepOutputs
+from nanovllm_core.request import GrammarError, StepOutputs
 
 if TYPE_CHECKING:
     from nanovllm_core.engine.loop import EngineLoop
@@ -122,6 +122,7 @@ class EngineServer:
         # By number, in the order they came; a number is never used twice.
         self._clients: dict[int, Client] = {}
         self._numbers = itertools.count()
+        self._compiling: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serve until a client says Stop or the loop fails."""
@@ -156,15 +157,29 @@ class EngineServer:
                     if (client := self._client_of(key)) is not None:
                         client.keys.discard(key)
                         self._engine.abort(key)
+                case wire.Compile():
+                    compiling = asyncio.create_task(self._compile(message))
+                    self._compiling.add(compiling)
+                    compiling.add_done_callback(self._compiling.discard)
                 case wire.Stop():
                     self._engine.stop()
+
+    async def _compile(self, asked: wire.Compile) -> None:
+        try:
+            await self._engine.compile(asked.grammar)
+        except GrammarError as error:
+            answer = wire.Compiled(asked.key, str(error))
+        else:
+            answer = wire.Compiled(asked.key, None)
+        if self._client_of(asked.key) is not None:
+            self._send(asked.key // wire.KEYS_PER_CLIENT, answer)
 
     def _client_of(self, key: int) -> Client | None:
         return self._clients.get(key // wire.KEYS_PER_CLIENT)
 
     def _emit(self, outputs: StepOutputs, stats: EngineStats) -> None:
         parts = split_by_client(outputs)
-        for key, _, _ in outputs.ends:
+        for key in (*(key for key, _, _ in outputs.ends), *(key for key, _ in outputs.failures)):
             if (client := self._client_of(key)) is not None:
                 client.keys.discard(key)
         # Whoever has nothing in this step hears now and then how things stand, and once everything is at rest.
@@ -188,7 +203,7 @@ class EngineServer:
 def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
     """What each client gets of a step's outputs, by its number; clients that get nothing are left out."""
     clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
-    numbers = set(clients)
+    numbers = set(clients).union(key // wire.KEYS_PER_CLIENT for key, _ in outputs.failures)
     if len(numbers) <= 1:
         return dict.fromkeys(numbers, outputs)
     parts = {number: StepOutputs() for number in numbers}
@@ -202,4 +217,6 @@ def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
         parts[begin[0] // wire.KEYS_PER_CLIENT].begins.append(begin)
     for end in outputs.ends:
         parts[end[0] // wire.KEYS_PER_CLIENT].ends.append(end)
+    for failure in outputs.failures:
+        parts[failure[0] // wire.KEYS_PER_CLIENT].failures.append(failure)
     return parts

@@ -5,6 +5,10 @@ This room must not know how the engine comes by any of it.
 
 from dataclasses import dataclass
 
+NO_GRAMMARS = (
+    "grammars can't be used with this model, as nothing says what its tokens stand for: give its ModelSpec a vocabulary"
+)
+
 
 class EngineDeadError(RuntimeError):
     """The engine has stopped for good; the message says why."""
@@ -12,7 +16,10 @@ class EngineDeadError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What stays the same as long as the engine lives. `num_blocks` counts usable blocks, without the null block."""
+    """What stays the same as long as the engine lives.
+
+    num_blocks: usable blocks, without the null block. grammars: whether requests may bring one.
+    """
 
     model: str
     device: str
@@ -27,6 +34,7 @@ class EngineInfo:
     kv_cache_bytes: int
     prefix_caching: bool
     attention_backend: str
+    grammars: bool = False
 
     @property
     def kv_cache_tokens(self) -> int:

@@ -9,7 +9,7 @@ import asyncio
 from typing import Protocol
 
 from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import FinishReason, Request, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.request import FinishReason, GrammarError, Request, RequestOutput, StepOutputs, TokenLogprobs
 
 
 class Sink(Protocol):
@@ -30,6 +30,7 @@ class Backlog:
     __slots__ = (
         "_num_output_tokens",
         "_request",
+        "failure",
         "finish_reason",
         "logprobs",
         "num_cached_tokens",
@@ -45,13 +46,19 @@ class Backlog:
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
+        self.failure: str | None = None
         self._request = request
         self._num_output_tokens = 0
 
     def take(self) -> RequestOutput | None:
-        """Everything since the last call as one output, under the id that the sender chose; None if that is nothing."""
+        """Everything since the last call as one output, under the id that the sender chose; None if that is nothing.
+
+        Raises GrammarError when the request's grammar failed and nothing more will come.
+        """
         tokens, logprobs, request = self.tokens, self.logprobs, self._request
         if not tokens:
+            if self.failure is not None:
+                raise GrammarError(self.failure)
             return None
         self.tokens = []
         self._num_output_tokens += len(tokens)
@@ -128,6 +135,10 @@ class RequestStreams:
                 backlog.sink.wake()
         for key, _, _ in outputs.ends:
             backlogs.pop(key, None)
+        for key, failure in outputs.failures:
+            if (backlog := backlogs.pop(key, None)) is not None:
+                backlog.failure = failure
+                backlog.sink.wake()
 
     def fail_all(self, reason: str) -> None:
         """Tell every open sink that nothing more will come."""

@@ -1,14 +1,14 @@
 """What engine and client say to each other: msgspec structs as MessagePack over ZeroMQ.
 
-Client to engine: Hello once, then Submit and Abort; Stop from the one that owns the engine. Engine to client: Ready or
-Failed once, then one Step for every step that has something for that client (and now and then an empty one), and Dead
-when the loop fails. This room must not know who listens.
+Client to engine: Hello once, then Submit, Abort and Compile; Stop from the one that owns the engine. Engine to client:
+Ready or Failed once, then one Step for every step that has something for that client (and now and then an empty one), a
+Compiled for every Compile, and Dead when the loop fails. This room must not know who listens.
 """
 
 import msgspec
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_core.request import Request, SamplingParams, StepOutputs
+from nanovllm_core.request import GrammarSpec, Request, SamplingParams, StepOutputs
 
 # Each client's requests have keys of its own, this many: key // KEYS_PER_CLIENT tells the client.
 KEYS_PER_CLIENT = 1 << 32
@@ -55,6 +55,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     key: int
 
 
+class Compile(msgspec.Struct, frozen=True, tag=True):
+    """Have a grammar compiled. key: like a request's, for the answer."""
+
+    key: int
+    grammar: GrammarSpec
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Let the engine end."""
 
@@ -80,14 +87,21 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a Compile. error: why it can't be done, None when it is."""
+
+    key: int
+    error: str | None
+
+
 class Dead(msgspec.Struct, frozen=True, tag=True):
     """The engine failed; no more will come."""
 
     reason: str
 
 
-ToEngine = Hello | Submit | Abort | Stop
-ToClient = Ready | Failed | Step | Dead
+ToEngine = Hello | Submit | Abort | Compile | Stop
+ToClient = Ready | Failed | Step | Compiled | Dead
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

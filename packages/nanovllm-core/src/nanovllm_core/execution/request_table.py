@@ -31,6 +31,7 @@ class Needs(IntFlag):
     FILTER = 2
     PENALTY = 4
     BIAS = 8
+    MASK = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ plan is as it is.
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from nanovllm_core.cache.planner import bytes_per_block, plan_cache
 from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Launch, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
@@ -68,6 +70,7 @@ class Runner:
             len(spec.eos_token_ids),
             self.device,
         )
+        self._constraints = Constraints(config.max_num_seqs, spec.vocab_size, self.device)
         specs = self._model.cache_specs()
         self._num_heads = specs[0].num_heads
         self._kv_caches, self._kv_scales = self._allocate(0)
@@ -86,24 +89,32 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Start a step. On CUDA it returns as soon as everything is queued; nothing here waits for the device.
+        """Start a step. On CUDA it returns as soon as everything is queued; nothing here waits for the device, but for
+        the tokens of the step before where what a row may sample depends on its own.
 
         Raises RuntimeError when something does wait and the config forbids it.
         """
         with self._no_waiting():
             begin = self._now() if self._config.trace is not None else None
             step = self._table.apply(plan)
-            captured = self.graphs.dispatch(plan.shape)
-            if captured is not None:
-                return self._replay(plan, step, captured, begin)
-            logits = self._forward(
-                step.rows,
-                step.query_start_loc,
-                num_tokens=plan.shape.num_tokens,
-                bounds=_bounds(plan),
-                with_logits=step.sampled.size > 0,
-            )
-            return self._choose(step, logits, begin)
+            if self._constraints.begin(plan):
+                step = replace(step, needs=step.needs | Needs.MASK)
+            handle = self._start(plan, step, begin)
+            self._constraints.launched(handle)
+            return handle
+
+    def _start(self, plan: StepPlan, step: StepInputs, begin: torch.cuda.Event | None) -> StepHandle:
+        captured = self.graphs.dispatch(plan.shape)
+        if captured is not None:
+            return self._replay(plan, step, captured, begin)
+        logits = self._forward(
+            step.rows,
+            step.query_start_loc,
+            num_tokens=plan.shape.num_tokens,
+            bounds=_bounds(plan),
+            with_logits=step.sampled.size > 0,
+        )
+        return self._choose(step, logits, begin)
 
     def _replay(
         self, plan: StepPlan, step: StepInputs, captured: CapturedStep, begin: torch.cuda.Event | None
@@ -127,10 +138,11 @@ class Runner:
             # What is passed for the tokens isn't read.
             self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
             return StepHandle(None, step.sampled, step.num_logprobs, begin)
-        tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs, self._gather_settings)
+        masks = self._constraints.masks(step.sampled) if step.needs & Needs.MASK else None
+        tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs, self._gather_settings, masks)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
         sampled = with_logprobs(tokens, found.logits, step.sampled, step.num_logprobs, step.most_logprobs)
-        return StepHandle(sampled, step.sampled, step.num_logprobs, begin)
+        return StepHandle(sampled, step.sampled, step.num_logprobs, begin, self._constraints.failed)
 
     def _forward(
         self,

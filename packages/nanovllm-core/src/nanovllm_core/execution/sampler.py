@@ -3,7 +3,7 @@
 This room must not know which request a row belongs to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from nanovllm_core.execution.inputs import to_device
 from nanovllm_core.execution.request_table import Needs, RequestTable
 from nanovllm_core.request import TokenLogprobs
 from nanovllm_core.scheduling.plan import StepTokens
-from nanovllm_kernels.sampling import apply_bias, apply_penalties, logprobs, sample
+from nanovllm_kernels.sampling import apply_bias, apply_masks, apply_penalties, logprobs, sample
 
 
 class Sampled(NamedTuple):
@@ -29,6 +29,13 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor | None
 
 
+class Masks(NamedTuple):
+    """Which tokens may be drawn in some of a step's rows: `which` and `masks` of `apply_masks`."""
+
+    which: Tensor
+    bits: Tensor
+
+
 Gather = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
@@ -38,18 +45,26 @@ def gather(rows: Tensor, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def draw(
-    logits: Tensor, rows: Tensor, positions: Tensor, table: RequestTable, needs: Needs, gather_settings: Gather
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    table: RequestTable,
+    needs: Needs,
+    gather_settings: Gather,
+    masks: Masks | None = None,
 ) -> Tensor:
     """Choose a token for each row of `logits` [n, vocab], of the requests in `rows` int32 [n]: int32 [n].
 
     positions: int32 [n], which the tokens will have. needs: of all rows together; may ask for more than any needs.
-    gather_settings: `gather`, or what was compiled of it.
+    gather_settings: `gather`, or what was compiled of it. masks: what some may not choose, whatever else is asked for.
     """
     if needs & Needs.PENALTY:
         penalties = gather(rows, (table.repetition, table.presence, table.frequency))
         logits = apply_penalties(logits, rows, table.counts, *penalties)
     if needs & Needs.BIAS:
         logits = apply_bias(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
+    if masks is not None:
+        logits = apply_masks(logits, masks.which, masks.bits)
     settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)
     if needs & Needs.RANDOM:
         settings = gather_settings(rows, settings)
@@ -83,6 +98,7 @@ class StepHandle:
 
     sampled: of every request of the step, None when none samples. which: int64, the requests that do. num_logprobs:
     int64, of each. begin, end: on CUDA, when the device began the step, if anyone wants to know, and when it ended.
+    failed: which of the requests that sample have no token, and why.
     """
 
     def __init__(
@@ -91,7 +107,9 @@ class StepHandle:
         which: NDArray[np.int64],
         num_logprobs: NDArray[np.int64],
         begin: torch.cuda.Event | None,
+        failed: Sequence[tuple[int, str]] = (),
     ):
+        self._failed = failed
         self._which = which
         self._num_logprobs = num_logprobs
         self.begin = begin
@@ -113,14 +131,16 @@ class StepHandle:
         if self.end is not None:
             self.end.synchronize()
 
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """The tokens alone, of the requests that sample; to be called when the step has ended."""
+        return np.zeros(0, np.int32) if self._sampled is None else self._sampled.tokens.numpy()[self._which]
+
     def tokens(self) -> StepTokens:
         """What was sampled; to be called when the step has ended."""
-        sampled = self._sampled
-        if sampled is None:
-            return StepTokens(np.zeros(0, np.int32), ())
-        tokens = sampled.tokens.numpy()[self._which]
-        if sampled.chosen is None or sampled.top_ids is None or sampled.top_logprobs is None:
-            return StepTokens(tokens, ())
+        sampled, tokens = self._sampled, self.token_ids
+        if sampled is None or sampled.chosen is None or sampled.top_ids is None or sampled.top_logprobs is None:
+            return StepTokens(tokens, (), self._failed)
         chosen, ids, values = sampled.chosen.tolist(), sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
         counts = self._num_logprobs.tolist()
         asked = [index for index, count in enumerate(counts) if count >= 0]
@@ -130,6 +150,7 @@ class StepHandle:
                 (index, TokenLogprobs(chosen[at], tuple(zip(ids[at], values[at], strict=True))[: counts[index]]))
                 for at, index in enumerate(asked)
             ],
+            self._failed,
         )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import SamplingParams, TokenLogprobs
+from nanovllm_core.request import CompiledGrammar, SamplingParams, TokenLogprobs
 
 
 class BatchShape(NamedTuple):
@@ -54,7 +54,8 @@ class NewBlocks:
 class NewRow:
     """A request that gets a row: all that the device must know of it.
 
-    seed: of its random numbers. stop_ids: what must not come up before `sampling.min_tokens` outputs.
+    seed: of its random numbers. stop_ids: what must not come up before `sampling.min_tokens` outputs. compiled: its
+    grammar, if it has one.
     """
 
     row: int
@@ -64,6 +65,7 @@ class NewRow:
     sampling: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    compiled: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,10 @@ class StepPlan:
 class StepTokens(NamedTuple):
     """What a step sampled. tokens: int32, one for each row of the plan that samples, in its order.
 
-    logprobs: which of the tokens, and its log-probabilities, where they were asked for.
+    logprobs: which of the tokens, and its log-probabilities, where they were asked for. failed: which of them stand for
+    nothing, as the request's grammar has failed, and why.
     """
 
     tokens: NDArray[np.int32]
     logprobs: Sequence[tuple[int, TokenLogprobs]]
+    failed: Sequence[tuple[int, str]] = ()

@@ -100,7 +100,8 @@ class Scheduler:
         room = self._max_model_len - request.num_prompt_tokens
         request.max_total_tokens = request.num_prompt_tokens + min(room, sampling.max_tokens or room)
         request.stop_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
+        # A grammar allows no end-of-sequence token but where it is complete, and then nothing else.
+        if not sampling.ignore_eos or sampling.grammar is not None:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         self._requests[request.key] = request
@@ -253,6 +254,7 @@ class Scheduler:
             sampling=request.sampling,
             seed=request.seed,
             stop_ids=tuple(sorted(request.stop_ids)),
+            compiled=request.compiled,
         )
 
     def _launch(
@@ -294,6 +296,13 @@ class Scheduler:
     def _append(self, sampled: Rows, wanted: NDArray[np.bool_], found: StepTokens) -> StepOutputs:
         """Take in the tokens of the rows `sampled`, but of those only that are `wanted`."""
         rows = self.rows
+        failures: list[tuple[int, str]] = []
+        for index, reason in found.failed:
+            if wanted[index]:
+                wanted[index] = False
+                (request,) = rows.of(sampled[index : index + 1])
+                failures.append((request.key, reason))
+                self._finish(request)
         keys, took, tokens = rows.keys[sampled], sampled[wanted], found.tokens[wanted]
         requests, new = rows.of(took), tokens.tolist()
         for request, token in zip(requests, new, strict=True):
@@ -316,6 +325,7 @@ class Scheduler:
                 (requests[index].key, requests[index].num_cached_tokens) for index in np.flatnonzero(first).tolist()
             ],
             ends=ends,
+            failures=failures,
         )
 
     def _preempt(self, request: Request) -> None:

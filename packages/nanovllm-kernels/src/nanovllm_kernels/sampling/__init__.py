@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, biases, temperature and filters, the draw, log-probabilities.
+"""From logits to tokens: penalties, biases, masks, temperature and filters, the draw, log-probabilities.
 
 This room must not know requests: it sees rows of logits and per-row numbers. The draw is a stateless function of
 (seed, position, token id), see `noise`, so that it depends on neither the batch nor the device.
@@ -11,7 +11,16 @@ from torch import Tensor
 
 from nanovllm_kernels.sampling import reference
 
-__all__ = ["IN_PROMPT", "MIN_TEMPERATURE", "Logprobs", "apply_bias", "apply_penalties", "logprobs", "sample"]
+__all__ = [
+    "IN_PROMPT",
+    "MIN_TEMPERATURE",
+    "Logprobs",
+    "apply_bias",
+    "apply_masks",
+    "apply_penalties",
+    "logprobs",
+    "sample",
+]
 
 IN_PROMPT = reference.IN_PROMPT
 MIN_TEMPERATURE = reference.MIN_TEMPERATURE
@@ -55,6 +64,19 @@ def apply_bias(
     if logits.is_cuda:
         return _apply_bias_op(logits, rows, positions, bias_ids, bias_values, bias_until)
     return reference.apply_bias(logits, rows, positions, bias_ids, bias_values, bias_until)
+
+
+def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
+    """Forbid tokens in some rows. Returns new float32 logits [B, V].
+
+    logits: [B, V]. which: int32 [M], the rows of `logits` that have a mask, none of them twice.
+    masks: int32 [M, ceil(V / 32)]: token t is allowed in row which[m] where bit t % 32 of masks[m, t // 32] is set.
+        Forbidden ones become -inf. Allowed ones stay as they are but for -inf, which becomes a large negative number:
+        where a bias forbids all that a mask allows, the mask decides.
+    """
+    if logits.is_cuda:
+        return _apply_masks_op(logits, which, masks)
+    return reference.apply_masks(logits, which, masks)
 
 
 def sample(
@@ -119,6 +141,16 @@ def _apply_bias_op(
 
 
 _apply_bias_op.register_fake(lambda logits, *_: logits.new_empty(logits.shape, dtype=torch.float32))
+
+
+@torch.library.custom_op("nanovllm::apply_masks", mutates_args=())
+def _apply_masks_op(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
+    from nanovllm_kernels.sampling import triton_adjust
+
+    return triton_adjust.apply_masks(logits, which, masks)
+
+
+_apply_masks_op.register_fake(lambda logits, *_: logits.new_empty(logits.shape, dtype=torch.float32))
 
 
 @torch.library.custom_op("nanovllm::sample", mutates_args=())

@@ -4,6 +4,7 @@ Passes over the vocabulary are what costs here, so that rows without a filter ar
 cut down to its candidates before anything is drawn.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from nanovllm_kernels.sampling import noise
 
 IN_PROMPT = 1 << 30
 MIN_TEMPERATURE = 1e-5
+# The least that a mask leaves of what it allows; finite, and so over any temperature.
+LEAST_ALLOWED = -1e30
 
 # A row is this many sorted candidates wide at first, and as many times wider at each new try: most nuclei are small,
 # and to sort the whole vocabulary takes ten times as long as to pick the first few hundred.
@@ -49,6 +52,18 @@ def apply_bias(
     values = bias_values.index_select(0, rows).masked_fill_(~active, 0.0)
     ids = bias_ids.index_select(0, rows).masked_fill_(~active, 0)
     return out.scatter_add_(1, ids.long(), values)
+
+
+def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
+    """See the package's `apply_masks`."""
+    out = logits.to(torch.float32, copy=True)
+    vocab_size = logits.shape[1]
+    for row, mask in zip(which.tolist(), masks, strict=True):
+        # A byte at a time, the lowest bit first: tokens in order, as int32 are stored little-endian wherever we run.
+        bits = np.unpackbits(mask.contiguous().numpy().view(np.uint8), count=vocab_size, bitorder="little")
+        allowed = torch.from_numpy(bits.view(np.bool_))
+        out[row].clamp_(min=LEAST_ALLOWED).masked_fill_(~allowed, -torch.inf)
+    return out
 
 
 def sample(

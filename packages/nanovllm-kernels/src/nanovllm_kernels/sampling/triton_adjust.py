@@ -1,4 +1,4 @@
-"""Penalties and biases on CUDA."""
+"""Penalties, biases and masks on CUDA."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.sampling.reference import IN_PROMPT
+from nanovllm_kernels.sampling.reference import IN_PROMPT, LEAST_ALLOWED
 
 BLOCK = 2048
 BIAS_BLOCK = 128
@@ -56,6 +56,24 @@ def apply_bias(
         bias_until.stride(0),
         num_entries,
         BLOCK=BIAS_BLOCK,
+        num_warps=4,
+    )
+    return out
+
+
+def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
+    """See the package's `apply_masks`."""
+    vocab_size = logits.shape[1]
+    out = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    _apply_masks[(which.shape[0], triton.cdiv(vocab_size, BLOCK))](
+        out,
+        which,
+        masks,
+        out.stride(0),
+        masks.stride(0),
+        vocab_size,
+        LEAST_ALLOWED=LEAST_ALLOWED,
+        BLOCK=BLOCK,
         num_warps=4,
     )
     return out
@@ -116,3 +134,28 @@ def _add_bias(
     values = tl.load(values_ptr + row * values_stride + entries, mask=active, other=0.0)
     # Atomic because ids may repeat.
     tl.atomic_add(out_ptr + index * out_stride + ids, values, mask=active)
+
+
+@triton.jit
+def _apply_masks(
+    out_ptr,
+    which_ptr,
+    masks_ptr,
+    out_stride,
+    masks_stride,
+    vocab_size,
+    LEAST_ALLOWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab_size
+    row = tl.load(which_ptr + index).to(tl.int64)
+    words = tl.load(masks_ptr + index * masks_stride + tokens // 32, mask=inside, other=0)
+    logits = tl.load(out_ptr + row * out_stride + tokens, mask=inside, other=0.0)
+    allowed = ((words >> (tokens % 32)) & 1) != 0
+    tl.store(
+        out_ptr + row * out_stride + tokens,
+        tl.where(allowed, tl.maximum(logits, LEAST_ALLOWED), float("-inf")),
+        mask=inside,
+    )

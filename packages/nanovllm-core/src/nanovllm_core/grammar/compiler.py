@@ -1,0 +1,178 @@
+"""From a GrammarSpec to what matchers run on, by xgrammar (Dong et al. 2024, https://arxiv.org/abs/2411.15100).
+
+Everything here takes as long and as much memory as the grammar's author likes and can't be interrupted: see `vetting`.
+xgrammar is imported on first use, as it brings transformers. This room must not know requests, processes or devices.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm_core.request import GrammarError, GrammarSpec
+
+if TYPE_CHECKING:
+    import xgrammar
+
+# Whitespace characters in a row between the parts of a JSON text: enough for what models like to write, a line break
+# and four levels of indentation by two, and never an answer of nothing else. Each costs a grammar 0.1 MB.
+MAX_WHITESPACE = 9
+# Of what xgrammar says, which may quote the grammar. Characters.
+_MAX_REASON = 500
+# What a structural tag's formats hold further formats in.
+_INNER = ("content", "elements", "tags")
+# "[12:00:00] /project/cpp/grammar_parser.cc:83: "
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matcher:
+    """Where an answer stands in its grammar; see `nanovllm_core.request.GrammarMatcher`.
+
+    possible: int32 [words], the mask of tokens that can come at all: those that are text, and ends. xgrammar allows
+    more, of which it takes none.
+    """
+
+    inner: "xgrammar.GrammarMatcher"
+    possible: NDArray[np.int32]
+
+    @property
+    def terminated(self) -> bool:
+        """Whether an end-of-sequence token has come."""
+        return self.inner.is_terminated()
+
+    def accept(self, token: int) -> bool:
+        """Go on by one token. False, and nothing changed, when the grammar doesn't allow it here."""
+        return self.inner.accept_token(token)
+
+    def fill(self, masks: NDArray[np.int32], index: int) -> None:
+        """Write which tokens may come next to masks[index]."""
+        self.inner.fill_next_token_bitmask(masks, index)
+        masks[index] &= self.possible
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A compiled grammar; see `nanovllm_core.request.CompiledGrammar`."""
+
+    inner: "xgrammar.CompiledGrammar"
+    possible: NDArray[np.int32]
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        return self.inner.memory_size_bytes
+
+    def start(self) -> Matcher:
+        """A matcher that stands at the beginning."""
+        import xgrammar
+
+        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible)
+
+
+class Compiler:
+    """Compiles grammars for one vocabulary of `vocab_size` tokens; those beyond `tokens` are no text."""
+
+    def __init__(self, tokens: Sequence[bytes], end_ids: Sequence[int], vocab_size: int):
+        self._tokens = tokens
+        self._end_ids = end_ids
+        self._vocab_size = vocab_size
+
+    @cached_property
+    def _inner(self) -> "xgrammar.GrammarCompiler":
+        import xgrammar
+
+        # Bytes are given as they are: nothing in them is read as an escape.
+        info = xgrammar.TokenizerInfo(
+            list(self._tokens),
+            xgrammar.VocabType.RAW,
+            vocab_size=self._vocab_size,
+            stop_token_ids=list(self._end_ids),
+        )
+        # One thread: what compiles beside it is other grammars. No cache: `Grammars` is one, and knows its size.
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    @cached_property
+    def _possible(self) -> NDArray[np.int32]:
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        bits[: len(self._tokens)] = [token != b"" for token in self._tokens]
+        bits[list(self._end_ids)] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def warm(self) -> None:
+        """Import and build what every grammar needs, which takes seconds."""
+        _ = self._inner, self._possible
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Compile. Raises GrammarError."""
+        inner = self._inner
+        try:
+            match spec.kind:
+                case "json_schema":
+                    # Said in fewer words than by what comes next, which quotes all of it.
+                    json.loads(spec.source)
+                    compiled = inner.compile_json_schema(spec.source, max_whitespace_cnt=MAX_WHITESPACE)
+                case "regex":
+                    compiled = inner.compile_regex(spec.source)
+                case "ebnf":
+                    compiled = inner.compile_grammar(spec.source)
+                case "structural_tag":
+                    compiled = inner.compile_structural_tag(bound_whitespace(spec.source))
+            grammar = Grammar(compiled, self._possible)
+            first = np.zeros((1, len(self._possible)), np.int32)
+            grammar.start().fill(first, 0)
+        # What C++ throws comes as one of these, by its kind; only its text tells what is wrong.
+        except (RuntimeError, ValueError, TypeError, RecursionError) as error:
+            raise GrammarError(f"this {_NAMES[spec.kind]} can't be compiled: {_reason(error)}") from error
+        if not first.any():
+            raise GrammarError(f"this {_NAMES[spec.kind]} can't be met: no token of the model begins what it asks for")
+        return grammar
+
+
+_NAMES = {
+    "json_schema": "JSON schema",
+    "regex": "regular expression",
+    "ebnf": "EBNF grammar",
+    "structural_tag": "structural tag",
+}
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(_PLACE.sub("", str(error)).split()) or type(error).__name__
+    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."
+
+
+def bound_whitespace(source: str) -> str:
+    """A structural tag as JSON, whose JSON parts allow MAX_WHITESPACE, but where they say themselves how much.
+
+    Raises ValueError when it is no JSON object.
+    """
+    tag: Any = json.loads(source)
+    if not isinstance(tag, dict):
+        raise ValueError("a structural tag must be a JSON object")
+    _bound(cast("dict[str, Any]", tag).get("format"))
+    return json.dumps(tag)
+
+
+def _bound(part: Any) -> None:
+    # What is no format is left for xgrammar to complain of.
+    if isinstance(part, list):
+        for each in cast("list[Any]", part):
+            _bound(each)
+    if not isinstance(part, dict):
+        return
+    part = cast("dict[str, Any]", part)
+    if part.get("type") == "json_schema" and part.get("max_whitespace_cnt") is None:
+        part["max_whitespace_cnt"] = MAX_WHITESPACE
+    for name in _INNER:
+        _bound(part.get(name))
+    rules: Any = part.get("rules")
+    if isinstance(rules, list):
+        for rule in cast("list[Any]", rules):
+            if isinstance(rule, list):
+                _bound(cast("list[Any]", rule)[-1:])

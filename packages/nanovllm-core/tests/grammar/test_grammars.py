@@ -1,0 +1,103 @@
+"""The cache of grammars: each compiled once, whoever asks, and the least recently used given up."""
+
+import asyncio
+
+import pytest
+import toy_model
+from grammars import JSON, REGEX, SharedVetter
+
+from nanovllm_core import GrammarError, GrammarSpec, Vocabulary
+from nanovllm_core.grammar import grammars
+from nanovllm_core.grammar.compiler import Compiler
+from nanovllm_core.grammar.grammars import Grammars
+
+
+@pytest.fixture(scope="module")
+def vetter():
+    vetter = SharedVetter()
+    yield vetter
+    vetter.end()
+
+
+@pytest.fixture
+async def kept(vetter, monkeypatch):
+    vetter.use(monkeypatch)
+    kept = Grammars(toy_model.toy_vocabulary, toy_model.VOCAB, (toy_model.EOS,))
+    yield kept
+    kept.close()
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[GrammarSpec]:
+    """Every spec that is compiled, in order."""
+    specs: list[GrammarSpec] = []
+    compile_one = Compiler.compile
+
+    def count(compiler: Compiler, spec: GrammarSpec):
+        specs.append(spec)
+        return compile_one(compiler, spec)
+
+    monkeypatch.setattr(Compiler, "compile", count)
+    return specs
+
+
+async def test_a_grammar_is_compiled_once_whoever_waits_and_whoever_gives_up(kept, compiled):
+    waiting = [asyncio.create_task(kept.compile(REGEX)) for _ in range(5)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    found = await asyncio.gather(*waiting[1:])
+    assert len(set(map(id, found))) == 1
+    assert await kept.compile(GrammarSpec(REGEX.kind, REGEX.source)) is found[0]
+    assert kept.get(REGEX) is found[0]
+    assert compiled == [REGEX]
+
+
+async def test_a_failure_is_everyone_s_and_is_not_kept(kept):
+    bad = GrammarSpec("regex", "((")
+    failures = await asyncio.gather(*(kept.compile(bad) for _ in range(3)), return_exceptions=True)
+    assert [type(failure) for failure in failures] == [GrammarError] * 3
+    assert kept.get(bad) is None
+    assert kept.num_kept == 0
+
+
+async def test_the_least_recently_used_are_given_up(kept, compiled, monkeypatch):
+    specs = [GrammarSpec("regex", f"[ab]{{{count}}}") for count in range(1, 5)]
+    sizes = [(await kept.compile(spec)).num_bytes + len(spec.source) for spec in specs[:3]]
+    monkeypatch.setattr(grammars, "MAX_KEPT_BYTES", sum(sizes) + max(sizes) // 2)
+    assert kept.get(specs[0]) is not None
+    await kept.compile(specs[3])
+    assert [kept.get(spec) is not None for spec in specs] == [True, False, True, True]
+    await kept.compile(specs[1])
+    assert compiled == [*specs, specs[1]]
+
+
+async def test_limits_are_named(kept, monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_SOURCE", 50)
+    with pytest.raises(GrammarError, match="is written in 51 characters, but may take at most 50"):
+        await kept.compile(GrammarSpec("regex", "a" * 51))
+    monkeypatch.setattr(grammars, "MAX_SOURCE", 1000)
+    monkeypatch.setattr(grammars, "MAX_BYTES", 1000)
+    with pytest.raises(GrammarError, match="MiB when compiled, but may take at most"):
+        await kept.compile(JSON)
+
+
+async def test_closing_ends_who_waits(kept):
+    waiting = asyncio.create_task(kept.compile(REGEX))
+    await asyncio.sleep(0)
+    kept.close()
+    with pytest.raises(GrammarError, match="the engine was stopped"):
+        await waiting
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        (lambda: Vocabulary([b"a"], ()), "ends answers with \\[\\], which must be some of"),
+        (lambda: Vocabulary([b"a"], (0,)), "ends answers with \\[0\\], which must be some of .* \\[5\\]"),
+    ],
+)
+async def test_a_vocabulary_must_end_answers_as_the_model_does(vocabulary, message):
+    kept = Grammars(vocabulary, toy_model.VOCAB, (toy_model.EOS,))
+    with pytest.raises(GrammarError, match=message):
+        await kept.compile(REGEX)
+    kept.close()

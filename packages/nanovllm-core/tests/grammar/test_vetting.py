@@ -1,0 +1,118 @@
+"""Grammars that want too much are refused in time, and harm nobody."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import toy_model
+from grammars import JSON, REGEX, SLOW
+
+from nanovllm_core import GrammarError
+from nanovllm_core.grammar import vetting
+from nanovllm_core.grammar.vetting import Vetter
+
+
+def make_vetter() -> Vetter:
+    vocabulary = toy_model.toy_vocabulary()
+    return Vetter(list(vocabulary.tokens), vocabulary.end_ids, toy_model.VOCAB)
+
+
+@pytest.fixture(scope="module")
+def vetter():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vetting, "MAX_SECONDS", 4.0)
+        vetter = make_vetter()
+    vetter.vet(JSON)
+    yield vetter
+    vetter.close()
+
+
+def test_what_takes_too_long_is_refused_in_time_and_holds_up_nobody(vetter):
+    refused: list[tuple[str, float]] = []
+
+    def refuse() -> None:
+        begin = time.monotonic()
+        with pytest.raises(GrammarError) as caught:
+            vetter.vet(SLOW)
+        refused.append((str(caught.value), time.monotonic() - begin))
+
+    slow = [threading.Thread(target=refuse) for _ in range(3)]
+    for thread in slow:
+        thread.start()
+    begin = time.monotonic()
+    for _ in range(3):
+        vetter.vet(REGEX)
+    quick = time.monotonic() - begin
+    assert all(thread.is_alive() for thread in slow), f"three quick ones took {quick}"
+    for thread in slow:
+        thread.join()
+    for message, seconds in refused:
+        assert message.startswith("this grammar takes more than 4 s to compile: make it smaller")
+        assert 3.9 < seconds < 8
+
+
+def test_a_process_that_was_killed_is_replaced(vetter):
+    before = vetter.pid
+    os.kill(before, signal.SIGKILL)
+    vetter.vet(REGEX)
+    assert vetter.pid != before
+    with pytest.raises(GrammarError, match="parenthesis"):
+        vetter.vet(type(REGEX)("regex", "(("))
+
+
+def test_what_takes_too_much_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(vetting, "MAX_BYTES", 24 << 20)
+    vetter = make_vetter()
+    try:
+        with pytest.raises(GrammarError, match="this grammar takes more than 24 MiB to compile"):
+            vetter.vet(SLOW)
+        vetter.vet(REGEX)
+    finally:
+        vetter.close()
+    with pytest.raises(GrammarError, match="the engine was stopped"):
+        vetter.vet(REGEX)
+
+
+PARENT = """
+import threading
+from grammars import REGEX, SLOW
+from test_vetting import make_vetter
+
+vetter = make_vetter()
+vetter.vet(REGEX)
+threading.Thread(target=vetter.vet, args=(SLOW,), daemon=True).start()
+print(vetter.pid, flush=True)
+threading.Event().wait()
+"""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_there(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_it_ends_with_its_parent_and_so_does_what_it_tries():
+    here = Path(__file__).parent
+    path = os.pathsep.join(map(str, (here, here.parent / "support")))
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as parent:
+        pid = int(parent.stdout.readline())
+        deadline = time.monotonic() + 5
+        while not children(pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        trials = children(pid)
+        assert trials
+        parent.kill()
+    while any(map(is_there, (pid, *trials))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_there, (pid, *trials)))

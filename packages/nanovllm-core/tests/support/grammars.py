@@ -1,0 +1,106 @@
+"""Grammars over the toy vocabulary, and what their answers look like by the standard library."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+import toy_model
+
+from nanovllm_core import GrammarSpec
+from nanovllm_core.grammar import grammars
+from nanovllm_core.grammar.compiler import Compiler
+from nanovllm_core.grammar.vetting import Vetter
+
+OBJECT = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer"},
+        "b": {"enum": ["x", "true"]},
+        "c": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TAGGED = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"},
+            {"type": "json_schema", "json_schema": OBJECT},
+        ],
+    },
+}
+JSON = GrammarSpec("json_schema", json.dumps(OBJECT))
+REGEX = GrammarSpec("regex", "(ab|x[0-9]{2}){3,5}")
+EBNF = GrammarSpec("ebnf", 'root ::= item ("," item)*\nitem ::= [a-c] | "(" root ")"')
+TAG = GrammarSpec("structural_tag", json.dumps(TAGGED))
+# As many values as characters that a grammar may have: seconds to compile.
+SLOW = GrammarSpec("json_schema", json.dumps({"enum": [f"value number {index}" for index in range(40_000)]}))
+
+
+def text_of(tokens: Sequence[int]) -> bytes:
+    pieces = toy_model.toy_vocabulary().tokens
+    return b"".join(pieces[token] for token in tokens)
+
+
+def is_object(text: bytes) -> bool:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return (
+        isinstance(value, dict)
+        and {"a", "b"} <= value.keys() <= {"a", "b", "c"}
+        and type(value["a"]) is int
+        and value["b"] in ("x", "true")
+        and all(isinstance(item, bool) for item in value.get("c", []))
+        and len(value.get("c", [])) <= 3
+        and re.search(rb"\s{10}", text) is None
+    )
+
+
+def is_list(text: bytes) -> bool:
+    # From the inside out.
+    while (shorter := re.sub(rb"\([a-c](,[a-c])*\)", b"a", text)) != text:
+        text = shorter
+    return re.fullmatch(rb"[a-c](,[a-c])*", text) is not None
+
+
+def is_tagged(text: bytes) -> bool:
+    _, tag, rest = text.partition(b"</think>")
+    return tag != b"" and is_object(rest)
+
+
+CHECKS: dict[GrammarSpec, Callable[[bytes], bool]] = {
+    JSON: is_object,
+    REGEX: lambda text: re.fullmatch(rb"(ab|x[0-9]{2}){3,5}", text) is not None,
+    EBNF: is_list,
+    TAG: is_tagged,
+}
+
+
+def toy_compiler() -> Compiler:
+    vocabulary = toy_model.toy_vocabulary()
+    return Compiler(vocabulary.tokens, vocabulary.end_ids, toy_model.VOCAB)
+
+
+class SharedVetter(Vetter):
+    """A vetter of the toy vocabulary that outlives the engines which use it: its process takes seconds to start."""
+
+    def __init__(self) -> None:
+        vocabulary = toy_model.toy_vocabulary()
+        super().__init__(list(vocabulary.tokens), vocabulary.end_ids, toy_model.VOCAB)
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def end(self) -> None:
+        super().close()
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(grammars, "Vetter", lambda *_: self)

@@ -1,0 +1,35 @@
+"""What grammars must know of a model's tokens, from its directory.
+
+This room must not know how grammars work.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+
+from nanovllm_core.model import Vocabulary
+from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS
+from nanovllm_models.token_bytes import TokenBytes
+from nanovllm_models.tokenizer import load_tokenizer
+
+
+def read_vocabulary(path: Path, end_ids: tuple[int, ...]) -> Vocabulary:
+    """The vocabulary of the model in `path`, whose answers end with one of `end_ids`; takes seconds.
+
+    Special tokens are no text, but for those with which some family writes its reasoning or its tool calls.
+    Raises ModelError, and VocabularyError for a tokenizer whose tokens don't stand for bytes.
+    """
+    backend = load_tokenizer(path).backend
+    token_bytes = TokenBytes(backend)
+    tokens = [token_bytes.of(token) for token in range(backend.get_vocab_size(with_added_tokens=True))]
+    words = _format_words()
+    for token, added in backend.get_added_tokens_decoder().items():
+        if token in end_ids or (added.special and added.content not in words):
+            tokens[token] = b""
+    return Vocabulary(tokens, end_ids)
+
+
+def _format_words() -> frozenset[str]:
+    forms = (*REASONING_FORMATS.values(), *TOOL_CALL_FORMATS.values())
+    return frozenset(
+        word for form in forms for field in fields(form) if isinstance(word := getattr(form, field.name), str)
+    )
