@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from contract import Exchange, check
 from hypercorn.asyncio import serve
+from hypercorn.typing import ASGIFramework
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -199,9 +201,44 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Vo
     service.renderer.close()
 
 
+class Witness:
+    """Around the application: sees every answer, to hold it to the contract."""
+
+    def __init__(self, app: ASGIFramework):
+        self._app = app
+        self.exchanges: list[Exchange] = []
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, kind, body, complete = 0, "", bytearray(), False
+
+        async def send_and_see(event) -> None:
+            nonlocal status, kind, complete
+            if event["type"] == "http.response.start":
+                status = event["status"]
+                kind = dict(event["headers"]).get(b"content-type", b"").decode()
+            elif event["type"] == "http.response.body":
+                body.extend(event.get("body", b""))
+                complete = not event.get("more_body", False)
+            await send(event)
+
+        try:
+            await self._app(scope, receive, send_and_see)
+        finally:
+            if status:
+                self.exchanges.append(Exchange(scope["method"], scope["path"], status, kind, bytes(body), complete))
+
+
 @pytest.fixture
-def app(service: Service) -> Quart:
-    return create_app(service)
+def app(service: Service) -> Iterator[Quart]:
+    app = create_app(service)
+    witness = Witness(app.asgi_app)
+    app.asgi_app = witness
+    yield app
+    for exchange in witness.exchanges:
+        check(exchange)
 
 
 @pytest.fixture

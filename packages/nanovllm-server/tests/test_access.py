@@ -124,11 +124,6 @@ async def test_alias_is_answered_by_its_name(post):
     assert (await (await post(model="alias")).get_json())["model"] == "alias"
 
 
-async def test_page(client):
-    body = await (await client.get("/")).get_json()
-    assert body["name"] == "nanovllm"
-
-
 async def scrape(client):
     response = await client.get("/metrics")
     text = await response.get_data(as_text=True)

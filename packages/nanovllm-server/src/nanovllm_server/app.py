@@ -3,6 +3,7 @@
 This room must not know how anything is computed.
 """
 
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import cast
 
@@ -13,12 +14,12 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
 from nanovllm_core import EngineDeadError
-from nanovllm_server import __version__
 from nanovllm_server.admission import MAX_BODY_BYTES, check_content, check_key
 from nanovllm_server.observability.exchange import Exchange, ExchangeLayer, exchange_of
-from nanovllm_server.observability.metrics import PATHS
+from nanovllm_server.page import read_page
+from nanovllm_server.protocol.bodies import Health
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
-from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.openapi import document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope, models_body
 from nanovllm_server.service import Service
@@ -62,14 +63,11 @@ def create_app(service: Service) -> Quart:
 
     async def health() -> Response:
         reason = service.unhealthy()
-        return _json({"status": "ok"}) if reason is None else _json({"status": "unavailable", "reason": reason}, 503)
+        body: Health = {"status": "ok"} if reason is None else {"status": "unavailable", "reason": reason}
+        return _json(body, 200 if reason is None else 503)
 
     async def metrics() -> Response:
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def page() -> Response:
-        endpoints: list[JSON] = [*sorted(set(PATHS) - {"/"})]
-        return _json({"name": "nanovllm", "version": __version__, "models": [*service.names], "endpoints": endpoints})
 
     async def refuse(error: Exception) -> Response:
         return _refusal(_as_api_error(error, service))
@@ -79,11 +77,27 @@ def create_app(service: Service) -> Quart:
     app.add_url_rule("/v1/models", view_func=models, methods=["GET"])
     app.add_url_rule("/health", view_func=health, methods=["GET"])
     app.add_url_rule("/metrics", view_func=metrics, methods=["GET"])
-    app.add_url_rule("/", view_func=page, methods=["GET"])
+    _add_documents(app, service)
     app.register_error_handler(Exception, refuse)
     layer = ExchangeLayer(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
     app.asgi_app = layer  # pyright: ignore[reportAttributeAccessIssue]
     return app
+
+
+def _add_documents(app: Quart, service: Service) -> None:
+    """Routes to what never changes."""
+    needs_key = service.api_key is not None
+    description = orjson.dumps(document(service.names, service.limits, service.defaults, needs_key=needs_key))
+    html, page_headers = read_page()
+
+    async def openapi() -> Response:
+        return Response(description, content_type="application/json")
+
+    async def page() -> Response:
+        return Response(html, headers=page_headers)
+
+    app.add_url_rule("/openapi.json", view_func=openapi, methods=["GET"])
+    app.add_url_rule("/", view_func=page, methods=["GET"])
 
 
 async def _read(service: Service, exchange: Exchange) -> ChatRequest:
@@ -95,7 +109,7 @@ async def _read(service: Service, exchange: Exchange) -> ChatRequest:
     return chat
 
 
-def _json(body: JSON, status: int = 200) -> Response:
+def _json(body: Mapping[str, object], status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, content_type="application/json")
 
 

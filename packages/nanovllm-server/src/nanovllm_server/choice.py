@@ -12,8 +12,8 @@ from nanovllm_core.request import RequestOutput, SamplingParams, TokenLogprobs
 from nanovllm_server.detokenize import Detokenizer, Vocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, CallEnded, ContentText, Event, ReasoningText
 from nanovllm_server.parsing.parser import Parser
-from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.response import CallDelta, Delta, Finish
+from nanovllm_server.protocol.bodies import Finish, TokenLogprob, TopLogprob
+from nanovllm_server.protocol.response import CallDelta, Delta
 from nanovllm_server.stops import StopMatcher
 
 
@@ -49,7 +49,7 @@ class Choice:
         # Ended by what it says: a stop string, or the one call that it may make.
         self._over = False
         # Of tokens whose text has not come out yet.
-        self._entries: list[JSON] = []
+        self._entries: list[TokenLogprob] = []
         self._reasoning: list[str] = []
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
@@ -152,14 +152,13 @@ def _joined(calls: list[CallDelta]) -> Iterator[CallDelta]:
             yield from group
 
 
-def logprob_entry(vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs, top: int) -> JSON:
+def logprob_entry(vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs, top: int) -> TokenLogprob:
     """OpenAI's object for one token: its text, its true bytes and its `top` likeliest alternatives."""
-    entry = _one(vocabulary, token, logprobs.logprob)
-    entry["top_logprobs"] = [_one(vocabulary, other, logprob) for other, logprob in logprobs.top[:top]]
-    return entry
+    others = [_one(vocabulary, other, logprob) for other, logprob in logprobs.top[:top]]
+    return {**_one(vocabulary, token, logprobs.logprob), "top_logprobs": others}
 
 
-def _one(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, JSON]:
+def _one(vocabulary: Vocabulary, token: int, logprob: float) -> TopLogprob:
     piece = vocabulary.piece(token)
     return {
         "token": piece.decode(errors="replace"),

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import cast
 
 import orjson
 
@@ -9,17 +10,17 @@ from nanovllm_core import EngineDeadError
 from nanovllm_server.generation import Generation
 from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.observability.logs import Logger
+from nanovllm_server.protocol.bodies import ChatCompletionChunk, ChunkChoice, Error
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
-from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 # Stands for the choice in a chunk that is cut in two. No text can look like it: its quotes would be escaped.
-MARK: JSON = ["nanovllm"]
+MARK = cast(ChunkChoice, ["nanovllm"])
 
 
-def event(body: JSON) -> bytes:
+def event(body: ChatCompletionChunk | Error) -> bytes:
     """One unnamed event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
@@ -65,5 +66,5 @@ class ChatStream:
         self._started.add(delta.index)
         return b"".join([self._event(choice) for choice in stream_choices(delta, first=first)])
 
-    def _event(self, choice: JSON) -> bytes:
+    def _event(self, choice: ChunkChoice) -> bytes:
         return self._head + orjson.dumps(choice) + self._tail

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import orjson
 
+from nanovllm_server.protocol.bodies import Error
 from nanovllm_server.protocol.json import JSON
 
 SHOWN_CHARACTERS = 80
@@ -33,7 +34,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, JSON]:
+    def body(self) -> Error:
         """The error object of OpenAI's own schema."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanovllm_server.protocol.error import ApiError, bad_field, show, unsupported
+from nanovllm_server.protocol.error import ApiError, show, unsupported
 from nanovllm_server.protocol.fields import Fields
 from nanovllm_server.protocol.json import JSON
 
@@ -38,10 +38,7 @@ def parse_messages(body: Fields) -> tuple[tuple[Message, ...], list[str]]:
     unknown: list[str] = []
     messages: list[Message] = []
     for index, item in enumerate(items):
-        path = f"{body.path('messages')}[{index}]"
-        if not isinstance(item, dict):
-            raise bad_field(path, "an object with role and content", item)
-        fields = Fields(item, path)
+        fields = body.element("messages", index, item, "an object with role and content")
         messages.append(_message(fields))
         unknown += fields.unknown()
     return tuple(messages), unknown
@@ -60,27 +57,25 @@ def _message(fields: Fields) -> Message:
     reasoning = next((text for text in map(fields.text, names) if text), None)
     content = _content(fields, optional=bool(calls or reasoning))
     fields.text("refusal")
-    if fields.raw("function_call") is not None:
+    if fields.raw("function_call", {"type": "null"}) is not None:
         path = fields.path("function_call")
         raise unsupported(path, f"{path} is not supported: use tool_calls")
     return Message(role=role, content=content, name=fields.text("name"), reasoning=reasoning, tool_calls=calls)
 
 
 def _content(fields: Fields, *, optional: bool) -> str | None:
-    content = fields.raw("content")
+    content = fields.raw("content", {"type": ["string", "array"], "minItems": 1})
     if isinstance(content, str) or (content is None and optional):
         return content
     if not isinstance(content, list) or not content:
         raise fields.wrong("content", "a string or a non-empty array of text parts")
     # One line a part, as most servers of open models have it.
-    return "\n".join(_part(part, f"{fields.path('content')}[{index}]") for index, part in enumerate(content))
+    right = 'an object like {"type": "text", "text": "..."}'
+    return "\n".join(_part(fields.element("content", index, part, right)) for index, part in enumerate(content))
 
 
-def _part(part: JSON, path: str) -> str:
-    if not isinstance(part, dict):
-        raise bad_field(path, 'an object like {"type": "text", "text": "..."}', part)
-    fields = Fields(part, path)
-    kind = fields.text("type")
+def _part(fields: Fields) -> str:
+    kind = fields.raw("type", {"const": "text"})
     if kind != "text":
         raise _bad_kind(fields, kind)
     text = fields.text("text")
@@ -89,8 +84,8 @@ def _part(part: JSON, path: str) -> str:
     return text
 
 
-def _bad_kind(fields: Fields, kind: str | None) -> ApiError:
-    if kind is None:
+def _bad_kind(fields: Fields, kind: JSON) -> ApiError:
+    if not isinstance(kind, str):
         return fields.wrong("type", '"text"')
     path = fields.path("type")
     return unsupported(path, f'{path} must be "text", not {show(kind)}: this server takes text only')
@@ -100,10 +95,7 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
     items = fields.array("tool_calls", "an array of tool calls") or []
     calls: list[ToolCall] = []
     for index, item in enumerate(items):
-        path = f"{fields.path('tool_calls')}[{index}]"
-        if not isinstance(item, dict):
-            raise bad_field(path, "an object with id, type and function", item)
-        call = Fields(item, path)
+        call = fields.element("tool_calls", index, item, "an object with id, type and function")
         call.one_of("type", ("function",))
         function = call.child("function")
         if function is None:

@@ -73,7 +73,11 @@ class ChatRequest:
 
 def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Read the body of a request. Raises ApiError (400), which names the field."""
-    body = _body(data)
+    return read_chat_request(_body(data), limits, defaults)
+
+
+def read_chat_request(body: Fields, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
+    """The same, of a body that is known to be a JSON object."""
     model = body.text("model")
     if not model:
         raise body.wrong("model", "the name of a model")
@@ -128,7 +132,7 @@ def _template_values(body: Fields) -> dict[str, JSON]:
     if effort is not None:
         # Templates know one or the other.
         values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    own = body.raw("chat_template_kwargs")
+    own = body.raw("chat_template_kwargs", {"type": "object"})
     if own is not None and not isinstance(own, dict):
         raise body.wrong("chat_template_kwargs", "an object")
     return {**values, **(own or {})}
@@ -183,7 +187,13 @@ def _logprobs(body: Fields) -> int | None:
 
 def _logit_bias(body: Fields, vocab_size: int) -> dict[int, float]:
     right = f"an object of at most {MAX_LOGIT_BIAS} token ids"
-    values = body.raw("logit_bias")
+    accepted: dict[str, JSON] = {
+        "type": "object",
+        "maxProperties": MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    }
+    values = body.raw("logit_bias", accepted)
     if values is None:
         return {}
     if not isinstance(values, dict) or len(values) > MAX_LOGIT_BIAS:
@@ -207,7 +217,8 @@ def _logit_bias(body: Fields, vocab_size: int) -> dict[int, float]:
 
 def _stop(body: Fields) -> tuple[str, ...]:
     right = f"a non-empty string or an array of at most {MAX_STOPS}, each of at most {MAX_STOP_LENGTH} characters"
-    value = body.raw("stop")
+    one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+    value = body.raw("stop", {"anyOf": [one, {"type": "array", "items": one, "maxItems": MAX_STOPS}]})
     if value is None:
         return ()
     stops = value if isinstance(value, list) else [value]
@@ -224,7 +235,8 @@ def _stop(body: Fields) -> tuple[str, ...]:
 
 def _stop_token_ids(body: Fields, vocab_size: int) -> tuple[int, ...]:
     right = f"an array of at most {MAX_STOP_TOKENS} token ids"
-    values = body.array("stop_token_ids", right, MAX_STOP_TOKENS) or []
+    one: dict[str, JSON] = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    values = body.array("stop_token_ids", right, MAX_STOP_TOKENS, one) or []
     tokens: list[int] = []
     for index, token in enumerate(values):
         if type(token) is not int or not 0 <= token < vocab_size:
@@ -234,9 +246,11 @@ def _stop_token_ids(body: Fields, vocab_size: int) -> tuple[int, ...]:
 
 
 def _request_id(body: Fields) -> str | None:
-    value = body.text("request_id")
     # It goes back in a header.
-    if value is not None and not (value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
+    value = body.raw("request_id", {"type": "string", "pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
+    if value is None:
+        return None
+    if not (isinstance(value, str) and value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
         raise body.wrong("request_id", f"a string of 1 to {MAX_ID_LENGTH} printable ASCII characters")
     return value
 

@@ -1,6 +1,7 @@
 """The tools of a request: JSON in, what may be called out. This room must not know how models call anything."""
 
 from dataclasses import dataclass
+from typing import cast
 
 from nanovllm_server.protocol.error import ApiError, bad_field, unsupported
 from nanovllm_server.protocol.fields import Fields
@@ -39,13 +40,11 @@ def parse_tools(body: Fields) -> Toolbox | None:
     definitions: list[dict[str, JSON]] = []
     schemas: dict[str, JSON] = {}
     for index, item in enumerate(items):
-        path = f"{body.path('tools')}[{index}]"
-        if not isinstance(item, dict):
-            raise bad_field(path, "an object with type and function", item)
-        name, schema = _function(Fields(item, path))
+        tool = body.element("tools", index, item, "an object with type and function")
+        name, schema = _function(tool)
         if name in schemas:
-            raise bad_field(f"{path}.function.name", "different from those of the other tools", name)
-        definitions.append(item)
+            raise bad_field(tool.path("function.name"), "different from those of the other tools", name)
+        definitions.append(cast(dict[str, JSON], item))
         schemas[name] = schema
     # What the model does not see it does not call.
     return None if choice == "none" else Toolbox(tuple(definitions), schemas, parallel is not False)
@@ -62,8 +61,7 @@ def _tool_choice(body: Fields) -> JSON:
 
 
 def _function(tool: Fields) -> tuple[str, JSON]:
-    kind = tool.text("type")
-    if kind != "function":
+    if tool.raw("type", {"const": "function"}) != "function":
         raise tool.wrong("type", '"function"')
     function = tool.child("function")
     if function is None:

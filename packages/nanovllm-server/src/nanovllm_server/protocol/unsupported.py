@@ -61,13 +61,13 @@ SUCCESSORS: dict[str, str] = {
 def refuse_unsupported(body: Fields) -> None:
     """Raise an ApiError for the first field that asks for what this release can't do."""
     for name, successor in SUCCESSORS.items():
-        if body.raw(name) is not None:
+        if body.raw(name, {"enum": [None]}) is not None:
             raise unsupported(
                 name, f"{name} is not supported: its successor is {successor}, which is not supported yet either"
             )
     for table, reason in ((LATER, "is not supported yet"), (FOREIGN, "is not supported")):
         for name, harmless in table.items():
-            value = body.raw(name)
+            value = body.raw(name, {"enum": [None, *harmless]})
             if value is not None and not any(_same(value, other) for other in harmless):
                 raise unsupported(name, f"{name} {reason}: leave it out{_or_harmless(harmless)}")
 
