@@ -1,0 +1,40 @@
+"""The formats of strings that are enforced, as patterns. This room must not know who reads them."""
+
+_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+    rf"|{_LEAP}-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_HEX = r"[0-9A-Fa-f]"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
+# Unreserved characters, those that delimit parts of a component, and escapes.
+_URI_CHAR = rf"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
+_TIMES = r"(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
+_DAYS = r"(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+_IPV6 = "|".join(
+    [
+        rf"(?:{_HEX}{{1,4}}:){{7}}{_HEX}{{1,4}}",
+        *(rf"(?:{_HEX}{{1,4}}:){{1,{8 - n}}}(?::{_HEX}{{1,4}}){{1,{n - 1}}}" for n in range(2, 8)),
+        rf"(?:{_HEX}{{1,4}}:){{1,7}}:",
+        rf":(?:(?::{_HEX}{{1,4}}){{1,7}}|:)",
+    ]
+)
+
+# RFC 3339, 4122, 2673, 4291, 1123, 5321, 3986 and ISO 8601 as far as RFC 3339 has it. Others are annotations.
+FORMATS: dict[str, str] = {
+    "date": rf"^{_DATE}$",
+    "time": rf"^{_TIME}$",
+    "date-time": rf"^{_DATE}T{_TIME}$",
+    "duration": rf"^P(?:{_DAYS}(?:T{_TIMES})?|T{_TIMES}|[0-9]+W)$",
+    "uuid": rf"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
+    "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
+    "ipv6": rf"^(?:{_IPV6})$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,3}}$",
+    "email": rf"^{_ATOM}+(?:\.{_ATOM}+)*@{_LABEL}(?:\.{_LABEL}){{1,3}}$",
+    "uri": rf"^[A-Za-z][A-Za-z0-9+.-]*:(?://)?{_URI_CHAR}+(?:/{_URI_CHAR}*)*(?:\?(?:{_URI_CHAR}|[/?])*)?"
+    rf"(?:#(?:{_URI_CHAR}|[/?])*)?$",
+}

@@ -1,0 +1,115 @@
+"""Which strings meet limits, as one pattern for xgrammar. This room must not know what schemas are."""
+
+from nanovllm_server.schemas import regex
+from nanovllm_server.schemas.document import SchemaError
+from nanovllm_server.schemas.formats import FORMATS
+from nanovllm_server.schemas.regex import PLAIN, Alt, Chars, Node, Repeat, Seq, narrow, parse, whole, write
+from nanovllm_server.schemas.shapes import Text, where
+
+MAX_LENGTH = 1_000_000
+
+
+def format_pattern(name: str) -> str | None:
+    """The strings of a format; None for one that is not enforced."""
+    pattern = FORMATS.get(name)
+    return None if pattern is None else write(narrow(whole(parse(pattern)), PLAIN))
+
+
+def as_text(shape: Text, place: str) -> str | None:
+    """The strings of a shape as a pattern for xgrammar; None if there are none. Raises SchemaError."""
+    tree = as_tree(shape, place)
+    return None if tree == regex.NOTHING else write(tree)
+
+
+def as_tree(shape: Text, place: str) -> Node:
+    """The strings of a shape that need no escapes, as a tree. Raises SchemaError."""
+    keyword = next((k for k, _ in shape.places if k in ("pattern", "maxLength", "minLength")), "pattern")
+    at = where(shape, keyword) or place
+    if len(shape.found) > 1:
+        raise SchemaError(at, "pattern", "can't be enforced together with another pattern")
+    if shape.absent:
+        raise SchemaError(at, "not", "of a pattern can't be enforced")
+    try:
+        tree: Node = whole(parse(next(iter(shape.found)))) if shape.found else regex.ANYTHING
+        tree = narrow(tree, PLAIN)
+    except regex.RegexError as error:
+        raise SchemaError(at, "pattern", f"has a pattern that can't be enforced: {error}") from error
+    if shape.low or shape.high is not None:
+        limited = limit(tree, shape.low, shape.high)
+        if limited is None:
+            raise SchemaError(at, keyword, "can't be enforced together with this pattern")
+        tree = limited
+    if shape.excluded:
+        if tree != narrow(regex.ANYTHING, PLAIN):
+            hidden = [text for text in shape.excluded if _matches(tree, text)]
+            if hidden:
+                raise SchemaError(at, "not", "of single strings can't be enforced together with a pattern or length")
+            return tree
+        tree = without(regex.ANYTHING, list(shape.excluded))
+    return tree
+
+
+def _matches(tree: Node, text: str) -> bool:
+    return regex.found(regex.seq([regex.Anchor(True), tree, regex.Anchor(False)]), text)
+
+
+def limit(tree: Node, low: int, high: int | None) -> Node | None:
+    """`tree` where it matches `low` to `high` code points; None where this room can't say it."""
+    least, most = regex.lengths(tree)
+    if least >= low and (high is None or (most is not None and most <= high)):
+        return tree
+    if (high is not None and least > high) or (most is not None and most < low):
+        return regex.NOTHING
+    match tree:
+        case Alt(options):
+            limited = [limit(option, low, high) for option in options]
+            if any(option is None for option in limited):
+                return None
+            left = tuple(option for option in limited if option is not None and option != regex.NOTHING)
+            return left[0] if len(left) == 1 else Alt(left)
+        case Repeat(Chars() as part, fewest, most_times):
+            highest = high if most_times is None else most_times if high is None else min(high, most_times)
+            return Repeat(part, max(low, fewest), None if highest is None else min(highest, MAX_LENGTH))
+        case Seq(parts):
+            return _limit_one(parts, low, high)
+        case _:
+            return None
+
+
+def _limit_one(parts: tuple[Node, ...], low: int, high: int | None) -> Node | None:
+    """Where one part alone varies in length, the limits are its own."""
+    varying = [index for index, part in enumerate(parts) if len(set(regex.lengths(part))) > 1]
+    if len(varying) != 1:
+        return None
+    index = varying[0]
+    fixed = sum(regex.lengths(part)[0] for other, part in enumerate(parts) if other != index)
+    inner = limit(parts[index], max(low - fixed, 0), None if high is None else high - fixed)
+    if inner is None or inner == regex.NOTHING:
+        return inner
+    return regex.seq([*parts[:index], inner, *parts[index + 1 :]])
+
+
+def without(tree: Node, texts: list[str]) -> Node:
+    """Every string without escapes but `texts`. `tree` is ANYTHING."""
+    assert tree is regex.ANYTHING
+    root: dict[str, dict[str, object]] = {}
+    for text in texts:
+        if all(_plain(character) for character in text):
+            node: dict[str, object] = root  # type: ignore[assignment]
+            for character in (*text, ""):
+                node = node.setdefault(character, {})  # type: ignore[assignment]
+    return narrow(_outside(root), PLAIN)
+
+
+def _plain(character: str) -> bool:
+    return any(low <= ord(character) <= high for low, high in PLAIN)
+
+
+def _outside(node: dict) -> Node:
+    points = regex.normal([(ord(character), ord(character)) for character in node if character])
+    options: list[Node] = [] if "" in node else [regex.EMPTY]
+    options.append(regex.seq([Chars(regex.invert(points)), regex.ANYTHING]))
+    for character, child in node.items():
+        if character:
+            options.append(regex.seq([Chars(((ord(character), ord(character)),)), _outside(child)]))
+    return Alt(tuple(options)) if len(options) > 1 else options[0]
