@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm_kernels.sampling import IN_PROMPT, apply_bias, apply_penalties, logprobs, noise, reference, sample
+from nanovllm_kernels.sampling import (
+    IN_PROMPT,
+    apply_bias,
+    apply_penalties,
+    forbid,
+    logprobs,
+    noise,
+    reference,
+    sample,
+)
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None):
@@ -199,6 +208,23 @@ def test_bias():
     expected[0, 0] += 0.25
     expected[1, 3] += 3
     expected[1, 9] = -math.inf
+    torch.testing.assert_close(out, expected)
+
+
+def test_forbid():
+    logits = torch.randn(3, 10).to(torch.bfloat16)
+    rows = torch.tensor([1, 0, 1], dtype=torch.int32)
+    tokens = torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 0]], dtype=torch.int32)
+    num_prompt = torch.tensor([2, 1], dtype=torch.int32)
+    sequences = torch.tensor(
+        [[[-1, -1, 9], [-1, 4, 8], [2, 3, 7], [-1, 3, 6]], [[-1, 8, 9], [6, 7, 1], [5, 6, 2], [-1, -1, -1]]],
+        dtype=torch.int32,
+    )
+    out = forbid(logits, rows, torch.tensor([3, 4, 5]), tokens, num_prompt, sequences)
+    expected = logits.float()
+    # After [5,] 6, 7; after [1, 2,] 3, 4, of which "2, 3" begins in the prompt; after [5,] 6, 7, 8, 9.
+    expected[0, 1] = -math.inf
+    expected[1, [9, 8]] = -math.inf
     torch.testing.assert_close(out, expected)
 
 

@@ -13,6 +13,8 @@ import msgspec
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 64
+MAX_FORBIDDEN = 256
+MAX_FORBIDDEN_LENGTH = 16
 # Of what must be above zero; anything smaller would vanish in float32.
 _LEAST = 1e-6
 
@@ -42,6 +44,8 @@ class SamplingParams:
     logit_bias: added to the logits of the given token ids.
     min_tokens: no end-of-sequence or stop token before that many. ignore_eos: the model's end-of-sequence tokens
         don't stop it. stop_token_ids: further ids that stop it; like EOS they are part of `new_token_ids`.
+    forbidden: sequences of token ids that the output may not contain: where all of one but its last have just been
+        made, that last can't be.
     logprobs: None for none, else how many alternatives to report beside each chosen token (0..20); of the model's own
         distribution, before penalties and temperature.
     """
@@ -59,6 +63,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    forbidden: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
 
     def validate(self, vocab_size: int) -> None:
@@ -73,6 +78,20 @@ class SamplingParams:
             raise RequestError("stop_token_ids", f"stop_token_ids may have at most {MAX_STOP_TOKENS} entries")
         for token in self.stop_token_ids:
             _require_int("stop_token_ids", token, 0, vocab_size - 1)
+        self._validate_forbidden(vocab_size)
+
+    def _validate_forbidden(self, vocab_size: int) -> None:
+        if len(self.forbidden) > MAX_FORBIDDEN:
+            raise RequestError("forbidden", f"at most {MAX_FORBIDDEN} token sequences may be forbidden")
+        for tokens in self.forbidden:
+            if not 0 < len(tokens) <= MAX_FORBIDDEN_LENGTH:
+                raise RequestError(
+                    "forbidden",
+                    f"a forbidden sequence has 1 to {MAX_FORBIDDEN_LENGTH} tokens, but one has {len(tokens)}: choose "
+                    "shorter words",
+                )
+            for token in tokens:
+                _require_int("forbidden", token, 0, vocab_size - 1)
 
     def _validate_numbers(self) -> None:
         _require_float("temperature", self.temperature, 0, 100)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm_kernels.sampling import reference
 
-__all__ = ["IN_PROMPT", "MIN_TEMPERATURE", "Logprobs", "apply_bias", "apply_penalties", "logprobs", "sample"]
+__all__ = ["IN_PROMPT", "MIN_TEMPERATURE", "Logprobs", "apply_bias", "apply_penalties", "forbid", "logprobs", "sample"]
 
 IN_PROMPT = reference.IN_PROMPT
 MIN_TEMPERATURE = reference.MIN_TEMPERATURE
@@ -55,6 +55,21 @@ def apply_bias(
     if logits.is_cuda:
         return _apply_bias_op(logits, rows, positions, bias_ids, bias_values, bias_until)
     return reference.apply_bias(logits, rows, positions, bias_ids, bias_values, bias_until)
+
+
+def forbid(
+    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
+) -> Tensor:
+    """Make tokens impossible that would end a forbidden sequence. Returns new float32 logits [B, V].
+
+    logits: [B, V]. rows: int32 [B], each one's row in the tables. positions: int32 or int64 [B], of the token to come.
+    tokens: int32 [R, T], all that is known of each row. num_prompt: int32 [R]; what lies before is no part of a
+        sequence.
+    sequences: int32 [R, K, L], each at the end of its L; what comes before it, and all of an unused one, is -1.
+
+    Plain torch on every device: few ask for it, and what it reads is small.
+    """
+    return reference.forbid(logits, rows, positions, tokens, num_prompt, sequences)
 
 
 def sample(
