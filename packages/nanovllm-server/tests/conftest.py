@@ -53,13 +53,24 @@ class ScriptedTokenizer:
     backend: Tokenizer
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
     given: list[tuple[Any, Any]] = field(default_factory=list)
+    turns: list[tuple[bool, bool, Any]] = field(default_factory=list)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def render_chat(self, messages, *, tools=None, template_values=None) -> str:
+    def render_chat(
+        self,
+        messages,
+        *,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        tools=None,
+        documents=None,
+        template_values=None,
+    ) -> str:
         self.rendered.append(list(messages))
         self.given.append((tools, template_values))
+        self.turns.append((add_generation_prompt, continue_final_message, documents))
         if any(message["role"] == "tool" for message in messages):
             raise TemplateError("this template has no tools")
         turns = "".join(f"<|start|>{message['role']}:{message['content']}" for message in messages)

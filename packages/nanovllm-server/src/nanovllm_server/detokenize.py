@@ -16,7 +16,7 @@ class VocabularyError(ValueError):
 
 
 class Vocabulary:
-    """The bytes that each token of a tokenizer stands for.
+    """The bytes that each token of a tokenizer stands for. specials: those that stand for no text.
 
     Knows byte-level BPE (GPT-2's way of writing bytes as printable characters) and SentencePiece with byte fallback
     (Llama 2). Raises VocabularyError for other tokenizers.
@@ -25,7 +25,7 @@ class Vocabulary:
     def __init__(self, backend: Tokenizer):
         self._backend = backend
         # Ids that stand for no text: end of sequence, turn markers and the like.
-        self._special = frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+        self.specials = frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
         decoders = _decoder_names(backend)
         self._byte_level = "ByteLevel" in decoders
         if not self._byte_level and "ByteFallback" not in decoders:
@@ -44,15 +44,15 @@ class Vocabulary:
 
     def shown(self, token: int) -> bytes:
         """The bytes that `token` adds to an answer: none if it is special."""
-        return b"" if token in self._special else self.piece(token)
+        return b"" if token in self.specials else self.piece(token)
 
     def is_special(self, token: int) -> bool:
         """Whether `token` stands for no text."""
-        return token in self._special
+        return token in self.specials
 
     def special(self, names: Iterable[str]) -> frozenset[int]:
         """The special tokens that have one of these names."""
-        return self._special & {self._backend.token_to_id(name) for name in names}
+        return self.specials & {self._backend.token_to_id(name) for name in names}
 
     def _bytes(self, text: str) -> bytes:
         if not self._byte_level:

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import logging
 from multiprocessing.connection import Connection
-from typing import cast
+from typing import Any, cast
 
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
@@ -30,7 +30,8 @@ from nanovllm_server.shared import Sheet
 
 BACKLOG = 2048
 CLOSE_S = 3.0
-# Longer than clients and proxies keep idle connections, so that they close them and never meet a closed one.
+# Longer than clients and proxies keep idle connections, so that they close them and never meet a closed one. It is also
+# what a client may take to send the head of a request.
 KEEP_ALIVE_S = 75
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -119,7 +120,10 @@ async def _start(assignment: Assignment) -> Service:
         gate=Gate(engine.info.max_num_seqs + settings.max_queue, sheet),
         metrics=Metrics(names[0], engine.info, lambda: engine.stats, sheet),
         logger=get_logger("nanovllm"),
-        api_key=settings.api_key,
+        api_keys=settings.api_keys,
+        max_body_bytes=settings.max_body_bytes,
+        request_timeout_s=settings.request_timeout_s,
+        log_prompts=settings.log_prompts,
         defaults=assignment.defaults,
     )
 
@@ -136,6 +140,7 @@ def chat_format(assignment: Assignment, template: str) -> nanovllm_models.ChatFo
 
 
 async def _serve(service: Service, assignment: Assignment, orders: Orders) -> None:
+    asyncio.get_running_loop().set_exception_handler(on_stray_exception)
     draining = asyncio.create_task(_drain(service, orders))
 
     async def closed() -> None:
@@ -156,6 +161,19 @@ async def _drain(service: Service, orders: Orders) -> None:
     service.gate.closed = SHUTTING_DOWN
     await service.gate.empty.wait()
     orders.report("drained")
+
+
+def on_stray_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Say nothing of connections that broke while they were being closed; of all else what asyncio says."""
+    error = context.get("exception")
+    broken = [error] if not isinstance(error, BaseExceptionGroup) else _leaves(error)
+    if not all(isinstance(leaf, OSError) for leaf in broken):
+        loop.default_exception_handler(context)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    inner = [_leaves(each) if isinstance(each, BaseExceptionGroup) else [each] for each in group.exceptions]
+    return [leaf for leaves in inner for leaf in leaves]
 
 
 def http_config(listener: int) -> Config:

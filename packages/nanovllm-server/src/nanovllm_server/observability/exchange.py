@@ -20,12 +20,15 @@ from hypercorn.typing import (
     HTTPScope,
     Scope,
 )
+from structlog.contextvars import bind_contextvars
 
 from nanovllm_server.observability.logs import Logger
 
 CLIENT_LEFT = 499
 QUIET_PATHS = ("/health", "/metrics")
 LINGER_S = 10.0
+STALLED_S = 60.0
+MAX_PATH_SHOWN = 200
 MAX_ID_LENGTH = 256
 SCOPE_KEY = "nanovllm.exchange"
 REQUEST_ID_HEADER = b"x-request-id"
@@ -50,12 +53,23 @@ class Exchange:
 
 
 class ExchangeLayer:
-    """Wraps an ASGI application. `count` gets the path and the status of every exchange that has ended."""
+    """Wraps an ASGI application. `count` gets the path and the status of every exchange that has ended.
 
-    def __init__(self, app: ASGIFramework, logger: Logger, count: Callable[[str, int], None]):
+    stalled_s: how long a piece of an answer may wait for its reader, who is dropped then.
+    """
+
+    def __init__(
+        self,
+        app: ASGIFramework,
+        logger: Logger,
+        count: Callable[[str, int], None],
+        *,
+        stalled_s: float = STALLED_S,
+    ):
         self._app = app
         self._logger = logger
         self._count = count
+        self._stalled_s = stalled_s
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         """One exchange; anything but HTTP passes through."""
@@ -64,6 +78,8 @@ class ExchangeLayer:
             return
         exchange = Exchange(_request_id(scope), scope["path"])
         cast(dict[str, object], scope)[SCOPE_KEY] = exchange
+        # For whatever is logged on behalf of this exchange, by whomever. The task ends with it.
+        bind_contextvars(request_id=exchange.request_id)
 
         async def receive_and_note() -> ASGIReceiveEvent:
             event = await receive()
@@ -79,7 +95,12 @@ class ExchangeLayer:
                 exchange.answered = True
                 if not exchange.body_received.is_set():
                     await _linger(exchange)
-            await send(event)
+            try:
+                async with asyncio.timeout(self._stalled_s):
+                    await send(event)
+            except TimeoutError:
+                exchange.answered, exchange.facts["dropped"] = False, "reads too slowly"
+                raise
 
         try:
             await self._app(scope, receive_and_note, send_and_note)
@@ -95,7 +116,7 @@ class ExchangeLayer:
         log(
             "request",
             method=scope["method"],
-            path=exchange.path,
+            path=scope["raw_path"][:MAX_PATH_SHOWN].decode("latin-1"),
             status=status,
             seconds=round(time.monotonic() - exchange.arrival, 4),
             request_id=exchange.request_id,

@@ -32,7 +32,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     text: of the content. logprobs: OpenAI's objects, one a token, when asked for. stop_reason: the stop string or stop
     token id that ended the choice; None when the model did, by its end-of-sequence token. in_reasoning: it ended before
-    any content could come.
+    any content could come. token_ids: of all tokens since the last delta, when asked for.
     """
 
     index: int
@@ -43,6 +43,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: Finish | None = None
     stop_reason: str | int | None = None
     in_reasoning: bool = False
+    token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What stays the same over the whole of one answer."""
+    """What stays the same over the whole of one answer. prompt_token_ids: for who asked for token ids."""
 
     id: str
     created: int
     model: str
+    prompt_token_ids: tuple[int, ...] | None = None
 
     def completion(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> dict[str, JSON]:
         """The whole answer; `choices` holds the deltas of each, in order."""
-        return {
+        body: dict[str, JSON] = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
@@ -84,8 +86,13 @@ class Envelope:
             "choices": [_whole(deltas) for deltas in choices],
             "usage": usage.body(),
         }
+        if self.prompt_token_ids is not None:
+            body["prompt_token_ids"] = [*self.prompt_token_ids]
+        return body
 
-    def chunk(self, choices: list[JSON], usage: JSON, *, with_usage: bool) -> dict[str, JSON]:
+    def chunk(
+        self, choices: list[JSON], usage: JSON, *, with_usage: bool, with_prompt: bool = False
+    ) -> dict[str, JSON]:
         """One chunk of a streamed answer. The field `usage` is there only in answers that were asked for it."""
         chunk: dict[str, JSON] = {
             "id": self.id,
@@ -97,6 +104,8 @@ class Envelope:
         }
         if with_usage:
             chunk["usage"] = usage
+        if with_prompt and self.prompt_token_ids is not None:
+            chunk["prompt_token_ids"] = [*self.prompt_token_ids]
         return chunk
 
 
@@ -121,7 +130,7 @@ def stream_choices(delta: Delta, *, first: bool) -> list[JSON]:
         bodies.append({"content": delta.text})
     bodies.extend({"tool_calls": [_call_delta(call)]} for call in delta.calls)
     logprobs = _logprobs(delta.logprobs)
-    choices: list[JSON] = []
+    choices: list[dict[str, JSON]] = []
     if first:
         # As the whole answer has it: null unless there is content, or nothing else either.
         content = None if delta.reasoning or delta.in_reasoning or (delta.calls and not delta.text) else ""
@@ -133,7 +142,12 @@ def stream_choices(delta: Delta, *, first: bool) -> list[JSON]:
         last = _choice(delta.index, {}, logprobs)
         last.update(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
         choices.append(last)
-    return choices
+    if delta.token_ids is not None:
+        for choice in choices:
+            choice["token_ids"] = []
+        # Behind the role, if that is not all there is.
+        choices[min(int(first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
+    return [*choices]
 
 
 def models_body(names: Sequence[str], created: int, max_model_len: int) -> dict[str, JSON]:
@@ -157,13 +171,16 @@ def models_body(names: Sequence[str], created: int, max_model_len: int) -> dict[
 def _whole(deltas: Sequence[Delta]) -> JSON:
     last = deltas[-1]
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
-    return {
+    body: dict[str, JSON] = {
         "index": last.index,
         "message": _message(deltas),
         "logprobs": None if last.logprobs is None else {"content": entries, "refusal": None},
         "finish_reason": last.finish_reason,
         "stop_reason": last.stop_reason,
     }
+    if last.token_ids is not None:
+        body["token_ids"] = [token for delta in deltas for token in delta.token_ids or ()]
+    return body
 
 
 def _message(deltas: Sequence[Delta]) -> dict[str, JSON]:
