@@ -227,17 +227,31 @@ def post(client) -> Callable[..., Any]:
     return post
 
 
-@pytest.fixture
-async def url(app: Quart) -> AsyncIterator[str]:
-    """The same server behind a real socket."""
+@contextlib.asynccontextmanager
+async def behind_a_socket(app: Quart, keep_alive_s: float | None = None) -> AsyncIterator[str]:
     (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
     listener.listen()
     config = http_config(listener.detach())
     config.graceful_timeout = 1
+    if keep_alive_s is not None:
+        config.keep_alive_timeout = keep_alive_s
     closing = asyncio.Event()
     task = asyncio.create_task(serve(app, config, shutdown_trigger=closing.wait))
     yield f"http://127.0.0.1:{port}"
     closing.set()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(task, 5)
+
+
+@pytest.fixture
+async def url(app: Quart) -> AsyncIterator[str]:
+    """The same server behind a real socket."""
+    async with behind_a_socket(app) as url:
+        yield url
+
+
+@pytest.fixture
+def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
+    """The same with an application of the test's own, or other settings."""
+    return behind_a_socket
