@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypercorn.asyncio import serve
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -19,6 +18,7 @@ from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
+from nanovllm_server.connections import serve
 from nanovllm_server.detokenize import BYTES_OF_CHARACTERS, Vocabulary
 from nanovllm_server.dialect import Dialect
 from nanovllm_server.observability.logs import configure_logs, get_logger
@@ -228,20 +228,19 @@ def post(client) -> Callable[..., Any]:
 
 
 @contextlib.asynccontextmanager
-async def behind_a_socket(app: Quart, keep_alive_s: float | None = None) -> AsyncIterator[str]:
+async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, stalled_s: float = 60) -> AsyncIterator[str]:
     (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
-    listener.listen()
-    config = http_config(listener.detach())
+    config = http_config()
     config.graceful_timeout = 1
-    if keep_alive_s is not None:
-        config.keep_alive_timeout = keep_alive_s
+    config.keep_alive_timeout = keep_alive_s
     closing = asyncio.Event()
-    task = asyncio.create_task(serve(app, config, shutdown_trigger=closing.wait))
+    task = asyncio.create_task(serve(app, listener, config, closing.wait, stalled_s=stalled_s))
+    await asyncio.sleep(0)
     yield f"http://127.0.0.1:{port}"
     closing.set()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(task, 5)
+    async with asyncio.timeout(5):
+        await task
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, Reque
 from nanovllm_core import EngineDeadError
 from nanovllm_server import __version__
 from nanovllm_server.admission import check_content, check_key
-from nanovllm_server.observability.exchange import STALLED_S, Exchange, ExchangeLayer, exchange_of
+from nanovllm_server.observability.exchange import Exchange, ExchangeLayer, exchange_of
 from nanovllm_server.observability.metrics import PATHS
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.json import JSON
@@ -36,8 +36,8 @@ EVENT_STREAM = {
 }
 
 
-def create_app(service: Service, *, stalled_s: float = STALLED_S) -> Quart:
-    """The application that serves `service`, to readers who take what is sent within `stalled_s` seconds."""
+def create_app(service: Service) -> Quart:
+    """The application that serves `service`."""
     app = Quart(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
     created = service.clock.now()
@@ -91,8 +91,7 @@ def create_app(service: Service, *, stalled_s: float = STALLED_S) -> Quart:
     app.add_url_rule("/metrics", view_func=metrics, methods=["GET"])
     app.add_url_rule("/", view_func=page, methods=["GET"])
     app.register_error_handler(Exception, refuse)
-    inner = cast(ASGIFramework, app.asgi_app)
-    layer = ExchangeLayer(inner, service.logger, service.metrics.count_http, stalled_s=stalled_s)
+    layer = ExchangeLayer(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
     app.asgi_app = layer  # pyright: ignore[reportAttributeAccessIssue]
     return app
 

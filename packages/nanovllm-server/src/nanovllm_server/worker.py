@@ -7,9 +7,8 @@ import asyncio
 import gc
 import logging
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import cast
 
-from hypercorn.asyncio import serve
 from hypercorn.config import Config
 from hypercorn.typing import ASGIFramework
 
@@ -18,6 +17,7 @@ from nanovllm_core import ConfigError, Engine, EngineClient, EngineDeadError
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
+from nanovllm_server.connections import serve
 from nanovllm_server.crew import Assignment, Failed, Order
 from nanovllm_server.detokenize import Vocabulary, VocabularyError
 from nanovllm_server.dialect import Dialect
@@ -28,7 +28,6 @@ from nanovllm_server.render import Renderer
 from nanovllm_server.service import Service
 from nanovllm_server.shared import Sheet
 
-BACKLOG = 2048
 CLOSE_S = 3.0
 # Longer than clients and proxies keep idle connections, so that they close them and never meet a closed one. It is also
 # what a client may take to send the head of a request.
@@ -140,7 +139,6 @@ def chat_format(assignment: Assignment, template: str) -> nanovllm_models.ChatFo
 
 
 async def _serve(service: Service, assignment: Assignment, orders: Orders) -> None:
-    asyncio.get_running_loop().set_exception_handler(on_stray_exception)
     draining = asyncio.create_task(_drain(service, orders))
 
     async def closed() -> None:
@@ -150,7 +148,7 @@ async def _serve(service: Service, assignment: Assignment, orders: Orders) -> No
 
     try:
         app = cast(ASGIFramework, create_app(service))
-        await serve(app, http_config(assignment.listener.detach()), shutdown_trigger=closed)
+        await serve(app, assignment.listener, http_config(), closed)
     finally:
         draining.cancel()
         await asyncio.wait((draining,))
@@ -163,26 +161,11 @@ async def _drain(service: Service, orders: Orders) -> None:
     orders.report("drained")
 
 
-def on_stray_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Say nothing of connections that broke while they were being closed; of all else what asyncio says."""
-    error = context.get("exception")
-    broken = [error] if not isinstance(error, BaseExceptionGroup) else _leaves(error)
-    if not all(isinstance(leaf, OSError) for leaf in broken):
-        loop.default_exception_handler(context)
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    inner = [_leaves(each) if isinstance(each, BaseExceptionGroup) else [each] for each in group.exceptions]
-    return [leaf for leaves in inner for leaf in leaves]
-
-
-def http_config(listener: int) -> Config:
-    """Hypercorn's settings, to serve on the socket with that file descriptor."""
+def http_config() -> Config:
+    """Hypercorn's settings."""
     errors = logging.getLogger("hypercorn.error")
     errors.setLevel(logging.WARNING)
     config = Config()
-    config.bind = [f"fd://{listener}"]
-    config.backlog = BACKLOG
     config.errorlog = errors
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.graceful_timeout = CLOSE_S
