@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from contract import Exchange, check
-from hypercorn.asyncio import serve
 from hypercorn.typing import ASGIFramework
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -22,6 +21,7 @@ from nanovllm_models.errors import TemplateError
 from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
+from nanovllm_server.connections import serve
 from nanovllm_server.detokenize import Vocabulary
 from nanovllm_server.dialect import Dialect
 from nanovllm_server.observability.logs import configure_logs, get_logger
@@ -56,13 +56,24 @@ class ScriptedTokenizer:
     backend: Tokenizer
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
     given: list[tuple[Any, Any]] = field(default_factory=list)
+    turns: list[tuple[bool, bool, Any]] = field(default_factory=list)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def render_chat(self, messages, *, tools=None, template_values=None) -> str:
+    def render_chat(
+        self,
+        messages,
+        *,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        tools=None,
+        documents=None,
+        template_values=None,
+    ) -> str:
         self.rendered.append(list(messages))
         self.given.append((tools, template_values))
+        self.turns.append((add_generation_prompt, continue_final_message, documents))
         if any(message["role"] == "tool" for message in messages):
             raise TemplateError("this template has no tools")
         turns = "".join(f"<|start|>{message['role']}:{message['content']}" for message in messages)
@@ -257,17 +268,30 @@ def post(client) -> Callable[..., Any]:
     return post
 
 
+@contextlib.asynccontextmanager
+async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, stalled_s: float = 60) -> AsyncIterator[str]:
+    (listener,) = bind("127.0.0.1", 0, 1)
+    port = listener.getsockname()[1]
+    config = http_config()
+    config.graceful_timeout = 1
+    config.keep_alive_timeout = keep_alive_s
+    closing = asyncio.Event()
+    task = asyncio.create_task(serve(app, listener, config, closing.wait, stalled_s=stalled_s))
+    await asyncio.sleep(0)
+    yield f"http://127.0.0.1:{port}"
+    closing.set()
+    async with asyncio.timeout(5):
+        await task
+
+
 @pytest.fixture
 async def url(app: Quart) -> AsyncIterator[str]:
     """The same server behind a real socket."""
-    (listener,) = bind("127.0.0.1", 0, 1)
-    port = listener.getsockname()[1]
-    listener.listen()
-    config = http_config(listener.detach())
-    config.graceful_timeout = 1
-    closing = asyncio.Event()
-    task = asyncio.create_task(serve(app, config, shutdown_trigger=closing.wait))
-    yield f"http://127.0.0.1:{port}"
-    closing.set()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(task, 5)
+    async with behind_a_socket(app) as url:
+        yield url
+
+
+@pytest.fixture
+def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
+    """The same with an application of the test's own, or other settings."""
+    return behind_a_socket

@@ -19,12 +19,16 @@ from nanovllm_server.stops import StopMatcher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What a request wants of each choice. tags: special tokens that are part of its text."""
+    """What a request wants of each choice. tags: special tokens that are part of its text. include_stop: what stops it
+    too.
+    """
 
     stops: tuple[str, ...] = ()
+    include_stop: bool = False
     tags: frozenset[int] = frozenset()
     include_reasoning: bool = True
     parallel_calls: bool = True
+    token_ids: bool = False
 
 
 class Choice:
@@ -44,12 +48,14 @@ class Choice:
         self._stop_token_ids = sampling.stop_token_ids
         self._include_reasoning = wishes.include_reasoning
         self._parallel_calls = wishes.parallel_calls
+        self._include_stop = wishes.include_stop
         self._top = sampling.logprobs
         self._reasoning_ended = False
         # Ended by what it says: a stop string, or the one call that it may make.
         self._over = False
         # Of tokens whose text has not come out yet.
         self._entries: list[TokenLogprob] = []
+        self._token_ids: list[int] | None = [] if wishes.token_ids else None
         self._reasoning: list[str] = []
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
@@ -57,10 +63,12 @@ class Choice:
     def take(self, output: RequestOutput) -> Delta | None:
         """What `output` decides; None when that is nothing. Not to be called after the end."""
         tokens = output.new_token_ids
-        # A token that stops the model is no part of what it says.
-        spoken = len(tokens) if output.stop_token is None else len(tokens) - 1
+        # A token that stops the model is no part of what it says, unless that is asked for.
+        spoken = len(tokens) if output.stop_token is None or self._include_stop else len(tokens) - 1
         for position, token in enumerate(tokens):
             self.num_tokens += 1
+            if self._token_ids is not None:
+                self._token_ids.append(token)
             if self._top is not None and output.logprobs is not None:
                 self._entries.append(logprob_entry(self._vocabulary, token, output.logprobs[position], self._top))
             if position < spoken and (text := self._detokenizer.push(token)):
@@ -105,6 +113,8 @@ class Choice:
         if self._stops is not None and self.num_tokens > self._min_tokens:
             text = self._stops.push(text)
             self._over = self._stops.found is not None
+            if self._include_stop:
+                text += self._stops.found or ""
         if text:
             self._text.append(text)
 
@@ -138,7 +148,10 @@ class Choice:
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
             in_reasoning=self.finish_reason is not None and self._parser.in_reasoning,
+            token_ids=None if self._token_ids is None else tuple(self._token_ids),
         )
+        if self._token_ids:
+            self._token_ids = []
         self._entries, self._reasoning, self._text, self._calls = [], [], [], []
         return delta
 

@@ -3,6 +3,7 @@
 This room must not know the web framework: bytes and headers in, a `Generation` out.
 """
 
+import time
 import uuid
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,7 @@ from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaul
 from nanovllm_server.protocol.response import Clock
 from nanovllm_server.render import Prompt, Renderer
 
+MAX_NAME_SHOWN = 80
 INT64_MAX = (1 << 63) - 1
 
 
@@ -35,7 +37,10 @@ class Service:
     gate: Gate
     metrics: Metrics
     logger: Logger
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 << 20
+    request_timeout_s: float | None = None
+    log_prompts: bool = False
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     clock: Clock = field(default_factory=Clock)
     running: set[Generation] = field(default_factory=set[Generation])
@@ -56,7 +61,8 @@ class Service:
         Raises ApiError.
         """
         if chat.unknown:
-            self.logger.debug("unknown fields ignored", fields=chat.unknown[:20], request_id=exchange.request_id)
+            shown = [name[:MAX_NAME_SHOWN] for name in chat.unknown[:20]]
+            self.logger.debug("unknown fields ignored", fields=shown, request_id=exchange.request_id)
         if chat.model not in self.names:
             raise ApiError(
                 404,
@@ -74,16 +80,36 @@ class Service:
             )
         exchange.on_end.append(self.gate.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
-        prompt = await self.renderer.render(chat.messages, definitions, chat.template_values)
-        requests = self._requests(chat, prompt.token_ids, exchange.arrival)
-        generation = Generation(self.engine, requests, self._choices(chat, prompt), self.metrics)
+        prompt = await self.renderer.render(chat.messages, definitions, chat.template)
+        if self.log_prompts:
+            self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
+        requests = self._requests(chat, self._truncated(chat, prompt.token_ids), exchange.arrival)
+        generation = Generation(
+            self.engine, requests, self._choices(chat, prompt), self.metrics, timeout_s=self._timeout(chat)
+        )
         self.running.add(generation)
         exchange.on_end.append(lambda: self._end(generation, exchange))
         self.metrics.queue_time.observe_since(exchange.arrival)
+        exchange.facts["queue_seconds"] = round(time.monotonic() - exchange.arrival, 4)
         return generation
+
+    def _timeout(self, chat: ChatRequest) -> float | None:
+        given = [seconds for seconds in (chat.timeout_s, self.request_timeout_s) if seconds is not None]
+        return min(given, default=None)
+
+    def _truncated(self, chat: ChatRequest, token_ids: list[int]) -> list[int]:
+        keep = chat.truncate_prompt_tokens
+        if keep is None:
+            return token_ids
+        if keep < 0:
+            keep = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
+        return token_ids[-keep:]
 
     def _end(self, generation: Generation, exchange: Exchange) -> None:
         self.running.discard(generation)
+        generation.close()
+        if generation.first_token_s is not None:
+            exchange.facts["ttft_seconds"] = round(generation.first_token_s, 4)
         usage = generation.usage
         exchange.facts.update(
             prompt_tokens=usage.prompt_tokens,
@@ -96,9 +122,11 @@ class Service:
         tools = None if chat.tools is None else chat.tools.schemas
         wishes = Wishes(
             stops=chat.stop,
-            tags=self.dialect.tags(tools),
+            include_stop=chat.include_stop,
+            tags=self.dialect.tags(tools) if chat.skip_special_tokens else self.vocabulary.specials,
             include_reasoning=chat.include_reasoning,
             parallel_calls=chat.tools is None or chat.tools.parallel,
+            token_ids=chat.return_token_ids,
         )
         return [
             Choice(index, self.vocabulary, chat.sampling, self.dialect.parser(prompt.text, tools), wishes)
@@ -107,13 +135,16 @@ class Service:
 
     def _requests(self, chat: ChatRequest, token_ids: list[int], arrival: float) -> list[Request]:
         self._check_room(chat, len(token_ids))
+        sampling = chat.sampling
+        if chat.bad_words:
+            sampling = replace(sampling, forbidden=self.renderer.tokens_of_words(chat.bad_words))
         # Not the client's id: two clients may choose the same.
         base = uuid.uuid4().hex
         requests = [
             Request(
                 id=f"{base}-{index}",
                 token_ids=token_ids.copy(),
-                sampling=_for_choice(chat.sampling, index),
+                sampling=_for_choice(sampling, index),
                 cache_salt=chat.cache_salt,
                 priority=chat.priority,
                 arrival_time=arrival,
@@ -123,9 +154,10 @@ class Service:
         try:
             self.engine.check(requests[0])
         except RequestError as error:
-            names = {"prompt": "messages", "max_tokens": chat.max_tokens_field}
+            names = {"prompt": "messages", "max_tokens": chat.max_tokens_field, "forbidden": "bad_words"}
             param = names.get(error.field, error.field)
-            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+            message = str(error) if param in str(error) else f"{param}: {error}"
+            raise ApiError(400, message, param=param, code="invalid_value") from error
         return requests
 
     def _check_room(self, chat: ChatRequest, num_tokens: int) -> None:

@@ -56,13 +56,16 @@ class AnswerMessage(TypedDict):
 
 
 class Choice(TypedDict):
-    """One answer. stop_reason, the stop string or token id that ended it, is beyond OpenAI's API."""
+    """One answer. stop_reason, the stop string or token id that ended it, and token_ids, on request, are beyond
+    OpenAI's API.
+    """
 
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: Finish
     stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
 
 
 class PromptTokensDetails(TypedDict):
@@ -88,7 +91,7 @@ class CompletionUsage(TypedDict):
 
 
 class ChatCompletion(TypedDict):
-    """A whole answer."""
+    """A whole answer. prompt_token_ids, on request, is beyond OpenAI's API."""
 
     id: str
     object: Literal["chat.completion"]
@@ -97,6 +100,7 @@ class ChatCompletion(TypedDict):
     system_fingerprint: str
     choices: list[Choice]
     usage: CompletionUsage
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class FunctionCallDelta(TypedDict):
@@ -126,17 +130,20 @@ class ChoiceDelta(TypedDict, total=False):
 
 
 class ChunkChoice(TypedDict):
-    """One choice's part of a chunk. stop_reason comes with the finish reason."""
+    """One choice's part of a chunk. stop_reason comes with the finish reason, token_ids on request."""
 
     index: int
     delta: ChoiceDelta
     logprobs: ChoiceLogprobs | None
     finish_reason: Finish | None
     stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletionChunk(TypedDict):
-    """An event of a streamed answer. usage is there when asked for, and null but in the last, which has no choices."""
+    """An event of a streamed answer. usage is there when asked for, and null but in the last, which has no choices;
+    prompt_token_ids, on request, in the first.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -145,6 +152,7 @@ class ChatCompletionChunk(TypedDict):
     system_fingerprint: str
     choices: list[ChunkChoice]
     usage: NotRequired[CompletionUsage | None]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ErrorDetails(TypedDict):

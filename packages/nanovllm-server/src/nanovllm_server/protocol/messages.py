@@ -6,6 +6,7 @@ from nanovllm_server.protocol.error import ApiError, show, unsupported
 from nanovllm_server.protocol.fields import Fields
 from nanovllm_server.protocol.json import JSON
 
+MAX_MESSAGES = 10_000
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -32,9 +33,10 @@ class Message:
 
 def parse_messages(body: Fields) -> tuple[tuple[Message, ...], list[str]]:
     """The messages of a request, and the paths of fields in them that nobody knows. Raises ApiError."""
-    items = body.array("messages", "a non-empty array of messages")
+    right = f"an array of 1 to {MAX_MESSAGES} messages"
+    items = body.array("messages", right, MAX_MESSAGES)
     if not items:
-        raise body.wrong("messages", "a non-empty array of messages")
+        raise body.wrong("messages", right)
     unknown: list[str] = []
     messages: list[Message] = []
     for index, item in enumerate(items):

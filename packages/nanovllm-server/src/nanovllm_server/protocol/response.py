@@ -44,7 +44,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     text: of the content. logprobs: OpenAI's objects, one a token, when asked for. stop_reason: the stop string or stop
     token id that ended the choice; None when the model did, by its end-of-sequence token. in_reasoning: it ended before
-    any content could come.
+    any content could come. token_ids: of all tokens since the last delta, when asked for.
     """
 
     index: int
@@ -55,6 +55,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: Finish | None = None
     stop_reason: str | int | None = None
     in_reasoning: bool = False
+    token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +80,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What stays the same over the whole of one answer."""
+    """What stays the same over the whole of one answer. prompt_token_ids: for who asked for token ids."""
 
     id: str
     created: int
     model: str
+    prompt_token_ids: tuple[int, ...] | None = None
 
     def completion(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> ChatCompletion:
         """The whole answer; `choices` holds the deltas of each, in order."""
-        return {
+        body: ChatCompletion = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
@@ -96,9 +98,17 @@ class Envelope:
             "choices": [_whole(deltas) for deltas in choices],
             "usage": usage.body(),
         }
+        if self.prompt_token_ids is not None:
+            body["prompt_token_ids"] = [*self.prompt_token_ids]
+        return body
 
     def chunk(
-        self, choices: list[ChunkChoice], usage: CompletionUsage | None, *, with_usage: bool
+        self,
+        choices: list[ChunkChoice],
+        usage: CompletionUsage | None,
+        *,
+        with_usage: bool,
+        with_prompt: bool = False,
     ) -> ChatCompletionChunk:
         """One chunk of a streamed answer. The field `usage` is there only in answers that were asked for it."""
         chunk: ChatCompletionChunk = {
@@ -111,6 +121,8 @@ class Envelope:
         }
         if with_usage:
             chunk["usage"] = usage
+        if with_prompt and self.prompt_token_ids is not None:
+            chunk["prompt_token_ids"] = [*self.prompt_token_ids]
         return chunk
 
 
@@ -148,6 +160,11 @@ def stream_choices(delta: Delta, *, first: bool) -> list[ChunkChoice]:
         last = _choice(delta.index, {}, logprobs)
         last["finish_reason"], last["stop_reason"] = delta.finish_reason, delta.stop_reason
         choices.append(last)
+    if delta.token_ids is not None:
+        for choice in choices:
+            choice["token_ids"] = []
+        # Behind the role, if that is not all there is.
+        choices[min(int(first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
     return choices
 
 
@@ -172,7 +189,7 @@ def models_body(names: Sequence[str], created: int, max_model_len: int) -> Model
 def _whole(deltas: Sequence[Delta]) -> Choice:
     last = deltas[-1]
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
-    return {
+    body: Choice = {
         "index": last.index,
         "message": _message(deltas),
         "logprobs": None if last.logprobs is None else {"content": entries, "refusal": None},
@@ -180,6 +197,9 @@ def _whole(deltas: Sequence[Delta]) -> Choice:
         "finish_reason": cast(Finish, last.finish_reason),
         "stop_reason": last.stop_reason,
     }
+    if last.token_ids is not None:
+        body["token_ids"] = [token for delta in deltas for token in delta.token_ids or ()]
+    return body
 
 
 def _message(deltas: Sequence[Delta]) -> AnswerMessage:

@@ -7,6 +7,7 @@ from nanovllm_server.protocol.error import ApiError, bad_field, unsupported
 from nanovllm_server.protocol.fields import Fields
 from nanovllm_server.protocol.json import JSON
 
+MAX_TOOLS = 1024
 MAX_NAME = 256
 # Names must stand in every format unquoted.
 NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
@@ -27,8 +28,8 @@ class Toolbox:
 
 def parse_tools(body: Fields) -> Toolbox | None:
     """The tools of a request; None when none may be called. Raises ApiError."""
-    right = "left out or a non-empty array of tools"
-    items = body.array("tools", right)
+    right = f"left out or an array of 1 to {MAX_TOOLS} tools"
+    items = body.array("tools", right, MAX_TOOLS)
     parallel = body.boolean("parallel_tool_calls")
     choice = _tool_choice(body)
     if items is None:

@@ -15,16 +15,7 @@ LATER: dict[str, tuple[JSON, ...]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": NOTHING,
     "max_reasoning_tokens": NOTHING,
-    "documents": NOTHING,
-    "bad_words": ([],),
     "prompt_logprobs": NOTHING,
-    "return_token_ids": (False,),
-    "truncate_prompt_tokens": NOTHING,
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "spaces_between_special_tokens": (True,),
 }
 
 # Not in the contract, but elsewhere they change what comes out.
