@@ -6,7 +6,6 @@ import pytest
 
 from nanovllm_models import ModelError, find_format
 from nanovllm_models.chat_formats import (
-    ARCHITECTURES,
     DEEPSEEK_R1,
     HERMES,
     LLAMA,
@@ -18,7 +17,6 @@ from nanovllm_models.chat_formats import (
     ChatFormat,
     pick_format,
 )
-from nanovllm_models.registry import FAMILIES
 
 QWEN3 = "{% if '</think>' in content %}{% endif %}{{- '<tool_call>\\n{\"name\": \"' }}{{- '\\n</tool_call>' }}"
 CODER = "{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}{{- '<parameter=' + name + '>\\n' }}"
@@ -46,8 +44,7 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
         (R1.replace("```json", ""), ChatFormat(THINK, None)),
         (LLAMA_3, ChatFormat(None, LLAMA)),
         (LLAMA_3 + "</think>", ChatFormat(THINK, LLAMA)),
-        ("{{ message.content }}", ChatFormat(None, None)),
-        ("", ChatFormat(None, None)),
+        ("{{ message.content }}{{ tools }}", ChatFormat(None, None)),
     ],
 )
 def test_the_template_decides(template, expected):
@@ -57,14 +54,15 @@ def test_the_template_decides(template, expected):
 
 
 def test_the_architecture_decides_where_the_template_knows_no_tools():
-    assert pick_format("LlamaForCausalLM", "{{ message.content }}") == ChatFormat(None, LLAMA)
-    assert pick_format("Qwen3ForCausalLM", "{{ message.content }}</think>") == ChatFormat(THINK, HERMES)
-    assert pick_format("Qwen3ForCausalLM", "{{ message.tool_calls }}") == ChatFormat(None, None)
-    assert pick_format("NobodyForCausalLM", "") == ChatFormat(None, None)
+    assert pick_format("MiniMaxM2ForCausalLM", "{{ message.content }}") == ChatFormat(None, MINIMAX_M2)
+    assert pick_format("DeepseekV3ForCausalLM", "{{ message.content }}</think>") == ChatFormat(THINK, DEEPSEEK_R1)
+    assert pick_format("MiniMaxM2ForCausalLM", "{{ message.tool_calls }}") == ChatFormat(None, None)
 
 
-def test_every_family_has_a_format():
-    assert set(FAMILIES) <= set(ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", None])
+def test_where_nobody_knows_better_calls_are_written_as_hermes_does(architecture):
+    assert pick_format(architecture, "{{ message.content }}") == ChatFormat(None, HERMES)
+    assert pick_format(architecture, "{{ message.tool_calls }}") == ChatFormat(None, None)
 
 
 def test_names_are_those_of_the_tables():
@@ -73,8 +71,8 @@ def test_names_are_those_of_the_tables():
 
 
 def test_a_directory_names_its_architecture(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    assert find_format(tmp_path, "") == ChatFormat(None, LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MiniMaxM2ForCausalLM"]}))
+    assert find_format(tmp_path, "") == ChatFormat(None, MINIMAX_M2)
     (tmp_path / "config.json").write_text("{}")
     assert find_format(tmp_path, QWEN3) == ChatFormat(THINK, HERMES)
     (tmp_path / "config.json").unlink()

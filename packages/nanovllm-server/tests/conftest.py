@@ -14,7 +14,7 @@ from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm_core.engine.engine import Engine
-from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo
+from nanovllm_core.engine.status import EngineInfo
 from nanovllm_core.request import GrammarError, GrammarSpec, Request, StepOutputs, TokenLogprobs
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
@@ -99,6 +99,7 @@ class ScriptedEngine(Engine):
                 kv_cache_bytes=1 << 20,
                 prefix_caching=True,
                 attention_backend="torch",
+                grammars=True,
             )
         )
         self.reply: list[int] = [*b"Hello"]
@@ -106,6 +107,11 @@ class ScriptedEngine(Engine):
         self.delay = 0.0
         self.endless = False
         self.crash: Exception | None = None
+        # Of grammars: how long each takes to compile, and what is wrong with those that hold such a text.
+        self.compiling_s = 0.0
+        self.grammar_errors: dict[str, str] = {}
+        self.compiled: list[GrammarSpec] = []
+        self.num_compiling = 0
         self.requests: list[Request] = []
         self.aborted: list[int] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -117,9 +123,6 @@ class ScriptedEngine(Engine):
     def die(self, reason: str) -> None:
         self._die(reason)
 
-    async def compile(self, spec: GrammarSpec) -> None:
-        raise GrammarError(NO_GRAMMARS)
-
     async def stop(self) -> None:
         self._die("stopped")
 
@@ -130,6 +133,17 @@ class ScriptedEngine(Engine):
         task = asyncio.get_running_loop().create_task(self._run(request))
         self._tasks[request.key] = task
         task.add_done_callback(lambda _: self._tasks.pop(request.key, None))
+
+    async def compile(self, spec: GrammarSpec) -> None:
+        self.num_compiling += 1
+        try:
+            await asyncio.sleep(self.compiling_s)
+        finally:
+            self.num_compiling -= 1
+        for text, reason in self.grammar_errors.items():
+            if text in spec.source:
+                raise GrammarError(reason)
+        self.compiled.append(spec)
 
     def _abort(self, key: int) -> None:
         self.aborted.append(key)

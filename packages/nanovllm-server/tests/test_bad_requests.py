@@ -20,6 +20,22 @@ def tool(**fields):
     return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
 
 
+def allowed(**fields):
+    return {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": fields}}
+
+
+def json_schema(**fields):
+    form = {"name": "a", "schema": {"type": "object"}, **fields}
+    return {"response_format": {"type": "json_schema", "json_schema": form}}
+
+
+def nested(depth):
+    form = {"type": "any_text"}
+    for _ in range(depth):
+        form = {"a": form}
+    return form
+
+
 BAD = [
     # fields, param
     ({"model": None}, "model"),
@@ -128,13 +144,27 @@ BAD = [
     (tool(name="f" * 257), "tools[0].function.name"),
     (tool(description=1), "tools[0].function.description"),
     (tool(parameters=[]), "tools[0].function.parameters"),
-    (tool(strict=True), "tools[0].function.strict"),
     (tool(strict="yes"), "tools[0].function.strict"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
     ({"tools": [TOOL]}, "tools"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.function"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": ["f"]}}}, "tool_choice.function.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    (allowed(), "tool_choice.allowed_tools.mode"),
+    (allowed(mode="none"), "tool_choice.allowed_tools.mode"),
+    (allowed(mode="auto"), "tool_choice.allowed_tools.tools"),
+    (allowed(mode="auto", tools=[]), "tool_choice.allowed_tools.tools"),
+    (allowed(mode="auto", tools=["f"]), "tool_choice.allowed_tools.tools[0]"),
+    (
+        allowed(mode="auto", tools=[TOOL, {"type": "function", "function": {"name": "g"}}]),
+        "tool_choice.allowed_tools.tools[1].function.name",
+    ),
+    (tool(strict=True, parameters={"type": "string"}), "tools[0].function.parameters.type"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
     ({"tool_choice": "auto"}, "tool_choice"),
@@ -144,8 +174,9 @@ BAD = [
     ({"reasoning_effort": 1}, "reasoning_effort"),
     ({"include_reasoning": "no"}, "include_reasoning"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-    ({"max_reasoning_tokens": 5}, "max_reasoning_tokens"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"max_reasoning_tokens": -1}, "max_reasoning_tokens"),
+    ({"max_reasoning_tokens": 1.5}, "max_reasoning_tokens"),
+    ({"max_reasoning_tokens": "5"}, "max_reasoning_tokens"),
     ({"response_format": "json"}, "response_format"),
     ({"continue_final_message": 1}, "continue_final_message"),
     ({"add_generation_prompt": "no"}, "add_generation_prompt"),
@@ -155,6 +186,44 @@ BAD = [
     ({"skip_special_tokens": 0}, "skip_special_tokens"),
     ({"spaces_between_special_tokens": "yes"}, "spaces_between_special_tokens"),
     ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (json_schema(name=None), "response_format.json_schema.name"),
+    (json_schema(name="a b"), "response_format.json_schema.name"),
+    (json_schema(name="a" * 65), "response_format.json_schema.name"),
+    (json_schema(strict="yes"), "response_format.json_schema.strict"),
+    (json_schema(schema=None), "response_format.json_schema.schema"),
+    (json_schema(schema="{}"), "response_format.json_schema.schema"),
+    (json_schema(schema=[]), "response_format.json_schema.schema"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
+    ({"response_format": {"type": "structural_tag", "format": "x"}}, "response_format.format"),
+    ({"response_format": {"type": "structural_tag", "format": nested(100)}}, "response_format.format" + ".a" * 65),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "x" * 200_000}}}, "response_format.format"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": "a"}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "a" * 20_000}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
+    ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice[0]"),
+    ({"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"grammar": " "}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"grammar": ["root"]}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"grammar": "a" * 200_000}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"structural_tag": []}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"structural_tag": {"type": "tag"}}}, "structured_outputs.structural_tag.type"),
+    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag.format"),
     ({"return_token_ids": 0}, "return_token_ids"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),

@@ -18,10 +18,10 @@ def test_the_flags_name_every_format():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ChatFormat(None, LLAMA)),
-        (["--reasoning-parser", "auto", "--tool-call-parser", "auto"], ChatFormat(None, LLAMA)),
-        (["--reasoning-parser", "think"], ChatFormat(THINK, LLAMA)),
-        (["--tool-call-parser", "hermes"], ChatFormat(None, HERMES)),
+        ([], ChatFormat(None, HERMES)),
+        (["--reasoning-parser", "auto", "--tool-call-parser", "auto"], ChatFormat(None, HERMES)),
+        (["--reasoning-parser", "think"], ChatFormat(THINK, HERMES)),
+        (["--tool-call-parser", "llama"], ChatFormat(None, LLAMA)),
         (["--tool-call-parser", "none"], ChatFormat(None, None)),
     ],
 )

@@ -1,7 +1,8 @@
 """How each family writes its reasoning and its tool calls, as data, and which of these ways a checkpoint has.
 
-A family writes what its chat template shows it, so that the template decides; the architecture speaks only where the
-template says nothing of tools. This room must not know how text is parsed or constrained: it only holds the words.
+A family writes what its chat template shows it, so that the template decides. Where that says nothing of tools, whoever
+renders it has to show the model a format, and the architecture only says which one it may know. This room must not know
+how text is parsed or constrained: it only holds the words.
 """
 
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class FencedCalls:
 class XmlCalls:
     """Calls in a block from `begin` to `end`: each a named element with one named element a parameter.
 
-    newlines: a line break at either end of a value is not part of it.
+    newlines: a line break at either end of a value is not part of it. shared: one block holds all calls of an answer.
     """
 
     name: str
@@ -74,6 +75,7 @@ class XmlCalls:
     key_end: str
     parameter_end: str
     newlines: bool
+    shared: bool
     separator: str = ""
     ends_reasoning: bool = False
 
@@ -112,6 +114,7 @@ QWEN3_CODER = XmlCalls(
     key_end=">",
     parameter_end="</parameter>",
     newlines=True,
+    shared=False,
     ends_reasoning=True,
 )
 
@@ -127,6 +130,7 @@ MINIMAX_M2 = XmlCalls(
     key_end='">',
     parameter_end="</parameter>",
     newlines=False,
+    shared=True,
 )
 
 DEEPSEEK_R1 = FencedCalls(
@@ -160,12 +164,8 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
     known.name: known for known in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
 }
 
+# What models of these were trained to write; to others that their template shows no tools, one way is like another.
 ARCHITECTURES: dict[str, ToolCallFormat] = {
-    "LlamaForCausalLM": LLAMA,
-    "Qwen2ForCausalLM": HERMES,
-    "Qwen3ForCausalLM": HERMES,
-    "Qwen3MoeForCausalLM": HERMES,
-    "Qwen3NextForCausalLM": HERMES,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "DeepseekV3ForCausalLM": DEEPSEEK_R1,
 }
@@ -176,8 +176,8 @@ def pick_format(architecture: str | None, template: str) -> ChatFormat:
     reasoning = next((known for known in REASONING_FORMATS.values() if known.end in template), None)
     calls = next((known for known in TOOL_CALL_FORMATS.values() if all(mark in template for mark in known.marks)), None)
     # A template that shows the model calls as nobody here knows them has it write those.
-    if calls is None and architecture is not None and "tool" not in template:
-        calls = ARCHITECTURES.get(architecture)
+    if calls is None and "tool" not in template:
+        calls = ARCHITECTURES.get(architecture or "", HERMES)
     return ChatFormat(reasoning, calls)
 
 

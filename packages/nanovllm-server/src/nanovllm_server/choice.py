@@ -20,7 +20,7 @@ from nanovllm_server.stops import StopMatcher
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
     """What a request wants of each choice. tags: special tokens that are part of its text. include_stop: what stops it
-    too.
+    too. named: it named the function to call, so that a call is no reason of its own to end.
     """
 
     stops: tuple[str, ...] = ()
@@ -29,6 +29,7 @@ class Wishes:
     include_reasoning: bool = True
     parallel_calls: bool = True
     token_ids: bool = False
+    named: bool = False
 
 
 class Choice:
@@ -49,6 +50,7 @@ class Choice:
         self._include_reasoning = wishes.include_reasoning
         self._parallel_calls = wishes.parallel_calls
         self._include_stop = wishes.include_stop
+        self._named = wishes.named
         self._top = sampling.logprobs
         self._reasoning_ended = False
         # Ended by what it says: a stop string, or the one call that it may make.
@@ -133,7 +135,7 @@ class Choice:
         # Arguments that aren't whole are of no use, whatever cut them off.
         if self._parser.in_call:
             reason = "length"
-        elif self._parser.num_calls and reason == "stop":
+        elif self._parser.num_calls and reason == "stop" and not self._named:
             reason = "tool_calls"
         self.finish_reason = reason
         return self._delta(stop_reason)

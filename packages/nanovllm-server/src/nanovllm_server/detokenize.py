@@ -45,6 +45,10 @@ class Vocabulary:
         """The special tokens that have one of these names."""
         return self.specials & {self._backend.token_to_id(name) for name in names}
 
+    def id_of(self, name: str) -> int | None:
+        """The token that stands for just that text, special or not."""
+        return self._backend.token_to_id(name)
+
 
 class Detokenizer:
     """The text of one choice. tags: special tokens that are part of it all the same."""

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import orjson
 
+from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
+from nanovllm_server.call_text import with_history_as_text, with_tools
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.messages import Message, ToolCall
 from nanovllm_server.protocol.template import TemplateOptions
@@ -54,13 +56,18 @@ class ChatTokenizer(Protocol):
 
 
 class Renderer:
-    """Renders conversations for one model. Raises TemplateError when the model's template takes not even one word."""
+    """Renders conversations for one model. Raises TemplateError when the model's template takes not even one word.
 
-    def __init__(self, tokenizer: ChatTokenizer):
+    calls: how the model calls tools; what its template has no place for is then said in text.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, calls: ToolCallFormat | None = None):
         self._tokenizer = tokenizer
+        self._calls = calls
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
         self._developer_role = "developer" if self._knows_developers() else "system"
-        self._takes_text = self._wants_text()
+        self._takes_text, self._shows_calls = self._wants_text()
+        self._shows_tools = self._knows_tools()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
         self._large_pool = ThreadPoolExecutor(1, "nanovllm-render-large")
 
@@ -81,14 +88,19 @@ class Renderer:
         found = (tuple(self._tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
         return tuple(dict.fromkeys(found))
 
+    async def extend(self, prompt: Prompt, text: str) -> Prompt:
+        """The same prompt with more text at its end."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._encoded, prompt.text + text)
+
     def close(self) -> None:
         """End the threads, once they are done with what they are at."""
         for pool in (self._pool, self._large_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _rendered(self, *messages: Mapping[str, Any]) -> str | None:
+    def _rendered(self, *messages: Mapping[str, Any], tools: Tools | None = None) -> str | None:
         try:
-            return self._tokenizer.render_chat(messages)
+            return self._tokenizer.render_chat(messages, tools=tools)
         except TemplateError:
             return None
 
@@ -101,7 +113,15 @@ class Renderer:
             as_nobody is None or as_developer != as_nobody.replace("nobody", "developer")
         )
 
-    def _wants_text(self) -> bool:
+    def _knows_tools(self) -> bool:
+        function = {"name": "any_tool", "description": ".", "parameters": {"type": "object", "properties": {}}}
+        tool = {"type": "function", "function": function}
+        rendered = self._rendered({"role": "user", "content": "."}, tools=[tool])
+        return rendered is not None and "any_tool" in rendered
+
+    def _wants_text(self) -> tuple[bool, bool]:
+        """Whether the template wants arguments as text, and whether it shows calls at all."""
+
         # Most templates write the arguments of a call as they see fit, some only put them in as text.
         def written(*, as_text: bool) -> bool:
             call = _plain_call(ToolCall("call_0", "f", '{"key": "valued"}'), as_text=as_text)
@@ -112,10 +132,15 @@ class Renderer:
             )
             return rendered is not None and "valued" in rendered
 
-        return written(as_text=True) and not written(as_text=False)
+        as_text, as_value = written(as_text=True), written(as_text=False)
+        return as_text and not as_value, as_text or as_value
 
     def _render(self, messages: Sequence[Message], tools: Tools | None, options: TemplateOptions) -> Prompt:
         plain = [self._plain(message) for message in messages]
+        if self._calls is not None and not self._shows_calls:
+            plain = with_history_as_text(plain, self._calls)
+        if self._calls is not None and tools is not None and not self._shows_tools:
+            plain, tools = with_tools(plain, tools, self._calls), None
         try:
             text = self._tokenizer.render_chat(
                 plain,
@@ -130,6 +155,9 @@ class Renderer:
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value") from error
         except TemplateError as error:
             raise ApiError(400, f"messages: {error}", param="messages", code="template_error") from error
+        return self._encoded(text)
+
+    def _encoded(self, text: str) -> Prompt:
         # The template writes the special tokens itself.
         return Prompt(text, self._tokenizer.encode(text, add_special_tokens=False))
 

@@ -7,16 +7,17 @@ import time
 import uuid
 from dataclasses import dataclass, field, replace
 
-from nanovllm_core import Engine, Request, RequestError, SamplingParams
+from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
 from nanovllm_server.admission import Gate
 from nanovllm_server.choice import Choice, Wishes
+from nanovllm_server.constraint.constraint import Constraint, constrain
 from nanovllm_server.detokenize import Vocabulary
 from nanovllm_server.dialect import Dialect
 from nanovllm_server.generation import Generation
 from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
-from nanovllm_server.protocol.error import ApiError, show, unavailable, unsupported
+from nanovllm_server.protocol.error import ApiError, invalid_grammar, show, unavailable, unsupported
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
 from nanovllm_server.render import Prompt, Renderer
@@ -81,12 +82,17 @@ class Service:
         exchange.on_end.append(self.gate.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
         prompt = await self.renderer.render(chat.messages, definitions, chat.template)
+        prompt, budget = await self._reasoning_budget(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
-        requests = self._requests(chat, self._truncated(chat, prompt.token_ids), exchange.arrival)
-        generation = Generation(
-            self.engine, requests, self._choices(chat, prompt), self.metrics, timeout_s=self._timeout(chat)
-        )
+        constraint = constrain(chat.answer, chat.tools, self.dialect, self.dialect.opening(prompt.text))
+        grammar = None if constraint is None else constraint.spec
+        sampling = replace(chat.sampling, grammar=grammar, budget=budget)
+        requests = self._requests(chat, self._truncated(chat, prompt.token_ids), sampling, exchange.arrival)
+        if constraint is not None:
+            await self._compile(constraint)
+        choices = self._choices(chat, prompt, apart=constraint is not None and constraint.apart)
+        generation = Generation(self.engine, requests, choices, self.metrics, timeout_s=self._timeout(chat))
         self.running.add(generation)
         exchange.on_end.append(lambda: self._end(generation, exchange))
         self.metrics.queue_time.observe_since(exchange.arrival)
@@ -105,6 +111,37 @@ class Service:
             keep = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
         return token_ids[-keep:]
 
+    async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, Budget | None]:
+        """What closes the reasoning, and the prompt: with a budget the model does reason, so that there is an end."""
+        form, opening = self.dialect.form.reasoning, self.dialect.opening(prompt.text)
+        if chat.max_reasoning_tokens is None or form is None or opening == "over":
+            return prompt, None
+        end = self.dialect.reasoning_end
+        if end is None:
+            raise unsupported(
+                "max_reasoning_tokens",
+                f"max_reasoning_tokens is not supported: no one token of this model is {form.end}",
+            )
+        if opening == "free":
+            prompt = await self.renderer.extend(prompt, f"{form.begin}\n")
+        # Longer than any answer is as good as no budget, and an integer that the engine takes.
+        return prompt, Budget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end,))
+
+    async def _compile(self, constraint: Constraint) -> None:
+        """Have the grammar of a request compiled. Raises ApiError (400), which names the field that is to blame."""
+        try:
+            await self.engine.compile(constraint.spec)
+        except GrammarError as error:
+            if len(constraint.parts) > 1:
+                for path, spec in constraint.parts:
+                    try:
+                        await self.engine.compile(spec)
+                    except GrammarError as own:
+                        raise invalid_grammar(path, str(own)) from own
+                raise invalid_grammar("tools", str(error)) from error
+            ((path, _),) = constraint.parts
+            raise invalid_grammar(path, str(error)) from error
+
     def _end(self, generation: Generation, exchange: Exchange) -> None:
         self.running.discard(generation)
         generation.close()
@@ -118,7 +155,7 @@ class Service:
             finish_reason=",".join(generation.finish_reasons),
         )
 
-    def _choices(self, chat: ChatRequest, prompt: Prompt) -> list[Choice]:
+    def _choices(self, chat: ChatRequest, prompt: Prompt, *, apart: bool) -> list[Choice]:
         tools = None if chat.tools is None else chat.tools.schemas
         wishes = Wishes(
             stops=chat.stop,
@@ -127,15 +164,15 @@ class Service:
             include_reasoning=chat.include_reasoning,
             parallel_calls=chat.tools is None or chat.tools.parallel,
             token_ids=chat.return_token_ids,
+            named=chat.tools is not None and chat.tools.mode == "named",
         )
-        return [
-            Choice(index, self.vocabulary, chat.sampling, self.dialect.parser(prompt.text, tools), wishes)
-            for index in range(chat.n)
-        ]
+        parsers = [self.dialect.parser(prompt.text, tools, apart=apart) for _ in range(chat.n)]
+        return [Choice(index, self.vocabulary, chat.sampling, parser, wishes) for index, parser in enumerate(parsers)]
 
-    def _requests(self, chat: ChatRequest, token_ids: list[int], arrival: float) -> list[Request]:
+    def _requests(
+        self, chat: ChatRequest, token_ids: list[int], sampling: SamplingParams, arrival: float
+    ) -> list[Request]:
         self._check_room(chat, len(token_ids))
-        sampling = chat.sampling
         if chat.bad_words:
             sampling = replace(sampling, forbidden=self.renderer.tokens_of_words(chat.bad_words))
         # Not the client's id: two clients may choose the same.

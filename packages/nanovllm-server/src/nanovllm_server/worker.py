@@ -102,8 +102,9 @@ async def _start(assignment: Assignment) -> Service:
             nanovllm_models.load_tokenizer, assignment.model, chat_template=assignment.template
         )
         vocabulary = Vocabulary(tokenizer.backend)
-        dialect = Dialect(chat_format(assignment, tokenizer.chat_template), vocabulary)
-        renderer = Renderer(tokenizer)
+        form = chat_format(assignment, tokenizer.chat_template)
+        dialect = Dialect(form, vocabulary)
+        renderer = Renderer(tokenizer, form.tool_calls)
         engine: Engine = await connecting
     except BaseException:
         connecting.cancel()

@@ -16,10 +16,12 @@ class Parser:
     """Reads one answer.
 
     reasoning_begun: whether the prompt ends within reasoning. tools: the functions that may be called; None when text
-    that looks like a call is text.
+    that looks like a call is text. apart: so it is too in an answer that doesn't begin with a call.
     """
 
-    def __init__(self, form: ChatFormat, *, reasoning_begun: bool = False, tools: Tools | None = None):
+    def __init__(
+        self, form: ChatFormat, *, reasoning_begun: bool = False, tools: Tools | None = None, apart: bool = False
+    ):
         self._source = Source()
         if form.tool_calls is None or tools is None:
             self._report = Report(calls=False)
@@ -27,6 +29,7 @@ class Parser:
         else:
             self._report = Report(calls=True)
             self._calls = make_reader(form.tool_calls, self._source, self._report, tools)
+        self._apart = apart
         self._reading = self._read(form.reasoning, reasoning_begun)
         self._in_reasoning = False
         self._at_content = False
@@ -73,9 +76,22 @@ class Parser:
             yield from self._read_reasoning(reasoning, begun)
         self._at_content = True
         begins = () if self._calls is None else self._calls.begins
+        if self._apart and not (yield from self._begins_with(begins)):
+            begins = ()
         while (yield from self._source.until(begins, self._report.content)) is not None:
             if self._calls is not None:
                 yield from self._calls.block(self._report.content)
+
+    def _begins_with(self, tags: tuple[str, ...]) -> Reading[bool]:
+        """Whether one of `tags` comes next, after whitespace, which is content if not."""
+        self._source.record()
+        yield from self._source.space()
+        before = self._source.recorded()
+        for tag in tags:
+            if (yield from self._source.ahead(tag)):
+                return True
+        self._report.content(before)
+        return False
 
     def _read_reasoning(self, form: ReasoningFormat, begun: bool) -> Reading[None]:
         source, report = self._source, self._report

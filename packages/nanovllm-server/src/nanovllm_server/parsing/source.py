@@ -88,13 +88,19 @@ class Source:
             yield
         return self._text[self._at]
 
-    def literal(self, literal: str) -> Reading[bool]:
-        """Read `literal` if it comes next, and nothing if it doesn't."""
+    def ahead(self, literal: str) -> Reading[bool]:
+        """Whether `literal` comes next; not read yet."""
         while not self._text.startswith(literal, self._at):
             rest = len(self._text) - self._at
             if self._ended or rest >= len(literal) or not literal.startswith(self._text[self._at :]):
                 return False
             yield
+        return True
+
+    def literal(self, literal: str) -> Reading[bool]:
+        """Read `literal` if it comes next, and nothing if it doesn't."""
+        if not (yield from self.ahead(literal)):
+            return False
         self._take(self._at + len(literal))
         return True
 

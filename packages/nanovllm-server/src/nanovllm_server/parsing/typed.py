@@ -38,7 +38,7 @@ def typed_json(value: str, schema: JSON, key: str) -> str:
 
     It stays text where the schema wants a string. Otherwise it is what it says as JSON, and text if that is nothing.
     """
-    types = _types(_property(schema, key), schema, MAX_DEPTH)
+    types = types_of(_property(schema, key), schema)
     word = value.strip()
     if word in PYTHON_WORDS and ({"boolean", "null"} & types) and "string" not in types:
         return PYTHON_WORDS[word]
@@ -58,6 +58,20 @@ def _property(schema: JSON, key: str) -> JSON:
     if isinstance(properties, dict) and key in properties:
         return properties[key]
     return schema.get("additionalProperties")
+
+
+def types_of(schema: JSON, root: JSON) -> set[str]:
+    """The types that values of a schema within `root` may have, as far as it says."""
+    return _types(schema, root, MAX_DEPTH)
+
+
+def resolved(schema: JSON, root: JSON) -> JSON:
+    """The schema that a schema within `root` refers to; itself if it is no reference."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+            break
+        schema = _referred(reference, root)
+    return schema
 
 
 def _types(schema: JSON, root: JSON, depth: int) -> set[str]:
@@ -81,13 +95,16 @@ def _types(schema: JSON, root: JSON, depth: int) -> set[str]:
         for part in parts if isinstance(parts, list) else []:
             types |= _types(part, root, depth - 1)
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        types |= _types(_at(root, reference[2:].split("/")), root, depth - 1)
+    if isinstance(reference, str):
+        types |= _types(_referred(reference, root), root, depth - 1)
     return types
 
 
-def _at(schema: JSON, path: list[str]) -> JSON:
-    for name in path:
+def _referred(reference: str, root: JSON) -> JSON:
+    if not reference.startswith("#/"):
+        return None
+    schema = root
+    for name in reference[2:].split("/"):
         if not isinstance(schema, dict):
             return None
         schema = schema.get(name.replace("~1", "/").replace("~0", "~"))

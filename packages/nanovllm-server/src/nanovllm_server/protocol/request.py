@@ -10,6 +10,7 @@ from typing import cast
 import orjson
 
 from nanovllm_core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+from nanovllm_server.protocol.answer import Answer, parse_answer
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.fields import Fields, is_number
 from nanovllm_server.protocol.json import JSON
@@ -52,7 +53,8 @@ class Limits:
 class ChatRequest:
     """A chat completion request that holds what its types say.
 
-    tools: what the model may call; None for nothing. include_stop: a stop string or token is part of the answer.
+    tools: what the model may call; None for nothing. answer: what it is to say otherwise; None for free text.
+    max_reasoning_tokens: after how many tokens reasoning is closed. include_stop: a stop string or token is part of it.
     bad_words: texts that the model may not write. truncate_prompt_tokens: how many tokens of the prompt to keep, its
     last; -1 for as many as the context has room for. timeout_s: what the answer may take, from the request's arrival.
     max_tokens_field: the name under which `sampling.max_tokens` came, for refusals. request_id: the client's own.
@@ -62,6 +64,8 @@ class ChatRequest:
     model: str
     messages: tuple[Message, ...]
     tools: Toolbox | None
+    answer: Answer | None
+    max_reasoning_tokens: int | None
     template: TemplateOptions
     include_reasoning: bool
     sampling: SamplingParams
@@ -102,6 +106,8 @@ def read_chat_request(body: Fields, limits: Limits, defaults: SamplingDefaults) 
         model=model,
         messages=messages,
         tools=parse_tools(body),
+        answer=parse_answer(body),
+        max_reasoning_tokens=body.integer("max_reasoning_tokens", 0, limits.max_model_len),
         template=parse_template(body),
         include_reasoning=body.boolean("include_reasoning") is not False,
         sampling=sampling,

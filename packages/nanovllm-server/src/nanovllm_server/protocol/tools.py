@@ -1,29 +1,66 @@
-"""The tools of a request: JSON in, what may be called out. This room must not know how models call anything."""
+"""The tools of a request: JSON in, what may or must be called out. This room must not know how models call anything."""
 
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
-from nanovllm_server.protocol.error import ApiError, bad_field, unsupported
+from nanovllm_server.protocol.error import bad_field
 from nanovllm_server.protocol.fields import Fields
 from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.schema import check_schema
 
 MAX_TOOLS = 1024
 MAX_NAME = 256
 # Names must stand in every format unquoted.
 NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
 CHOICES = ("auto", "none", "required")
+# How free the model is: to call or not, which function to call, neither.
+Mode = Literal["auto", "required", "named"]
 
 
 @dataclass(frozen=True, slots=True)
-class Toolbox:
-    """What the model may call. definitions: as the request has them. schemas: of each function's parameters, by name.
+class Function:
+    """A function that may be called. path: where the request has its parameters.
 
-    parallel: whether it may make several calls in one answer.
+    parameters: their schema; where they are `enforced`, that of an object, as it is to be enforced.
+    """
+
+    name: str
+    parameters: JSON
+    enforced: bool
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolbox:
+    """What the model may call. definitions: all tools as the request has them, for the prompt.
+
+    functions: those that may be called, by name; fewer than the definitions when `restricted`. parallel: whether
+    several calls may be made in one answer.
     """
 
     definitions: tuple[dict[str, JSON], ...]
-    schemas: dict[str, JSON]
+    functions: dict[str, Function]
+    mode: Mode
+    restricted: bool
     parallel: bool
+
+    @property
+    def schemas(self) -> dict[str, JSON]:
+        """The schema of each function's parameters, by name."""
+        return {name: function.parameters for name, function in self.functions.items()}
+
+    @property
+    def constrains(self) -> bool:
+        """Whether more is asked of the model than to call functions as it sees fit."""
+        return self.mode != "auto" or self.restricted or any(each.enforced for each in self.functions.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    mode: Mode | Literal["none"]
+    # None for all functions.
+    names: tuple[str, ...] | None = None
 
 
 def parse_tools(body: Fields) -> Toolbox | None:
@@ -31,52 +68,118 @@ def parse_tools(body: Fields) -> Toolbox | None:
     right = f"left out or an array of 1 to {MAX_TOOLS} tools"
     items = body.array("tools", right, MAX_TOOLS)
     parallel = body.boolean("parallel_tool_calls")
-    choice = _tool_choice(body)
     if items is None:
-        if choice not in (None, "none"):
+        if body.raw("tool_choice") not in (None, "none"):
             raise body.wrong("tool_choice", 'left out or "none" when there are no tools')
         return None
     if not items:
         raise body.wrong("tools", right)
     definitions: list[dict[str, JSON]] = []
-    schemas: dict[str, JSON] = {}
+    functions: dict[str, Function] = {}
     for index, item in enumerate(items):
         tool = body.element("tools", index, item, "an object with type and function")
-        name, schema = _function(tool)
-        if name in schemas:
-            raise bad_field(tool.path("function.name"), "different from those of the other tools", name)
+        function = _function(tool)
+        if function.name in functions:
+            raise bad_field(tool.path("function.name"), "different from those of the other tools", function.name)
         definitions.append(cast(dict[str, JSON], item))
-        schemas[name] = schema
+        functions[function.name] = function
+    choice = _tool_choice(body, functions.keys())
     # What the model does not see it does not call.
-    return None if choice == "none" else Toolbox(tuple(definitions), schemas, parallel is not False)
+    if choice.mode == "none":
+        return None
+    names = choice.names or tuple(functions)
+    # Whoever must call does so as the schemas say, strict or not.
+    return Toolbox(
+        definitions=tuple(definitions),
+        functions={name: _enforced(functions[name], always=choice.mode != "auto") for name in names},
+        mode=choice.mode,
+        restricted=len(names) < len(functions),
+        # A function that is named is called once.
+        parallel=parallel is not False and choice.mode != "named",
+    )
 
 
-def _tool_choice(body: Fields) -> JSON:
-    choice = body.raw("tool_choice")
-    if isinstance(choice, dict) or choice == "required":
-        raise unsupported(
-            "tool_choice",
-            'tool_choice that requires or restricts calls is not supported yet: leave it out or set it to "auto"',
-        )
-    return body.one_of("tool_choice", CHOICES)
+def _tool_choice(body: Fields, names: Collection[str]) -> _Choice:
+    value = body.raw("tool_choice")
+    if not isinstance(value, dict):
+        match body.one_of("tool_choice", CHOICES):
+            case None | "auto":
+                return _Choice("auto")
+            case "none":
+                return _Choice("none")
+            case _:
+                return _Choice("required")
+    choice = Fields(value, body.path("tool_choice"))
+    kind = choice.one_of("type", ("function", "allowed_tools"))
+    if kind == "function":
+        return _Choice("named", (_named(choice, names),))
+    if kind is None:
+        raise choice.wrong("type", '"function" or "allowed_tools"')
+    return _allowed(choice, names)
 
 
-def _function(tool: Fields) -> tuple[str, JSON]:
+def _allowed(choice: Fields, names: Collection[str]) -> _Choice:
+    allowed = choice.child("allowed_tools")
+    if allowed is None:
+        raise choice.wrong("allowed_tools", "an object with mode and tools")
+    mode = allowed.one_of("mode", ("auto", "required"))
+    if mode is None:
+        raise allowed.wrong("mode", '"auto" or "required"')
+    right = "a non-empty array of tools"
+    items = allowed.array("tools", right)
+    if not items:
+        raise allowed.wrong("tools", right)
+    chosen: list[str] = []
+    for index, item in enumerate(items):
+        tool = allowed.element("tools", index, item, "an object with type and function")
+        tool.one_of("type", ("function",))
+        chosen.append(_named(tool, names))
+    return _Choice("auto" if mode == "auto" else "required", tuple(dict.fromkeys(chosen)))
+
+
+def _named(tool: Fields, names: Collection[str]) -> str:
+    function = tool.child("function")
+    if function is None:
+        raise tool.wrong("function", "an object with name")
+    name = function.text("name")
+    if name is None or name not in names:
+        raise function.wrong("name", "the name of one of the tools")
+    return name
+
+
+def _function(tool: Fields) -> Function:
     if tool.raw("type", {"const": "function"}) != "function":
         raise tool.wrong("type", '"function"')
     function = tool.child("function")
     if function is None:
         raise tool.wrong("function", "an object with name, description and parameters")
-    name = function.text("name", MAX_NAME)
+    name = function.text("name", MAX_NAME, {"pattern": "^[A-Za-z0-9_.:/-]+$"})
     if not name or not NAME_CHARACTERS.issuperset(name):
         raise function.wrong("name", f"a string of 1 to {MAX_NAME} letters, digits and _-.:/")
     function.text("description")
     parameters = function.child("parameters")
-    if function.boolean("strict"):
-        raise _strict(function)
-    return name, None if parameters is None else function.raw("parameters")
+    return Function(
+        name,
+        None if parameters is None else function.raw("parameters"),
+        function.boolean("strict") or False,
+        function.path("parameters"),
+    )
 
 
-def _strict(function: Fields) -> ApiError:
-    path = function.path("strict")
-    return unsupported(path, f"{path} is not supported yet: leave it out or set it to false")
+def _enforced(function: Function, *, always: bool) -> Function:
+    if not (function.enforced or always):
+        return function
+    return replace(function, parameters=_arguments(function), enforced=True)
+
+
+def _arguments(function: Function) -> JSON:
+    """The schema that the arguments of a function are to follow."""
+    if function.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = check_schema(function.parameters, function.path)
+    if isinstance(schema, dict) and not schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}:
+        # Arguments are never anything else.
+        schema = {"type": "object", **schema}
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise bad_field(f"{function.path}.type", '"object"', schema.get("type") if isinstance(schema, dict) else schema)
+    return schema

@@ -12,9 +12,6 @@ NOTHING: tuple[JSON, ...] = ()
 
 # Field: the values, beside null, that ask for nothing.
 LATER: dict[str, tuple[JSON, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": NOTHING,
-    "max_reasoning_tokens": NOTHING,
     "prompt_logprobs": NOTHING,
 }
 
@@ -53,9 +50,7 @@ def refuse_unsupported(body: Fields) -> None:
     """Raise an ApiError for the first field that asks for what this release can't do."""
     for name, successor in SUCCESSORS.items():
         if body.raw(name, {"enum": [None]}) is not None:
-            raise unsupported(
-                name, f"{name} is not supported: its successor is {successor}, which is not supported yet either"
-            )
+            raise unsupported(name, f"{name} is not supported: its successor is {successor}")
     for table, reason in ((LATER, "is not supported yet"), (FOREIGN, "is not supported")):
         for name, harmless in table.items():
             value = body.raw(name, {"enum": [None, *harmless]})

@@ -1,0 +1,234 @@
+"""What a request wants its answer to be: free text, JSON of some schema, or text of some grammar.
+
+`response_format` as OpenAI has it, and `structured_outputs` for everything else. Schemas are checked here; whether a
+grammar can be compiled the engine tells. This room must not know how anything is enforced.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import orjson
+
+from nanovllm_server.protocol.error import ApiError, bad_field
+from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.schema import check_schema
+
+MAX_NAME = 64
+MAX_REGEX = 16 << 10
+MAX_GRAMMAR = 128 << 10
+MAX_CHOICES = 1024
+MAX_CHOICE = 4096
+# Of the objects and arrays in a structural tag, down to its schemas.
+MAX_TAG_DEPTH = 64
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonAnswer:
+    """JSON that is valid under `schema`."""
+
+    path: str
+    schema: JSON
+
+
+@dataclass(frozen=True, slots=True)
+class RegexAnswer:
+    """Text that a regular expression matches as a whole."""
+
+    path: str
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceAnswer:
+    """One of these texts."""
+
+    path: str
+    choices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarAnswer:
+    """Text of a grammar in EBNF, as GBNF writes it, whose rule `root` is the answer."""
+
+    path: str
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class TagAnswer:
+    """Text as the format of a structural tag describes it."""
+
+    path: str
+    form: dict[str, JSON]
+
+
+# Each with the path of the field that wants it.
+Answer = JsonAnswer | RegexAnswer | ChoiceAnswer | GrammarAnswer | TagAnswer
+
+
+def parse_answer(body: Fields) -> Answer | None:
+    """What a request wants of its answer; None for free text. Raises ApiError."""
+    response_format = _response_format(body)
+    structured = _structured_outputs(body)
+    if response_format is not None and structured is not None:
+        raise body.wrong("structured_outputs", "left out when there is a response_format")
+    return response_format or structured
+
+
+def _response_format(body: Fields) -> Answer | None:
+    fields = body.child("response_format")
+    if fields is None:
+        return None
+    kind = fields.one_of("type", RESPONSE_FORMATS)
+    path = body.path("response_format")
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return _object(path)
+        case "json_schema":
+            return _json_schema(fields)
+        case "structural_tag":
+            return TagAnswer(fields.path("format"), _tag_format(fields))
+        case _:
+            raise fields.wrong("type", "one of " + ", ".join(f'"{name}"' for name in RESPONSE_FORMATS))
+
+
+def _json_schema(fields: Fields) -> JsonAnswer:
+    form = fields.child("json_schema")
+    if form is None:
+        raise fields.wrong("json_schema", "an object with name and schema")
+    name = form.text("name", MAX_NAME)
+    if not name or not NAME_CHARACTERS.issuperset(name):
+        raise form.wrong("name", f"a string of 1 to {MAX_NAME} letters, digits, _ and -")
+    form.text("description")
+    # Strict or not, the answer follows the schema.
+    form.boolean("strict")
+    schema = form.raw("schema")
+    if not isinstance(schema, dict | bool):
+        raise form.wrong("schema", "a JSON schema")
+    path = form.path("schema")
+    return JsonAnswer(path, check_schema(schema, path))
+
+
+def _object(path: str) -> JsonAnswer:
+    return JsonAnswer(path, check_schema({"type": "object"}, path))
+
+
+def _structured_outputs(body: Fields) -> Answer | None:
+    fields = body.child("structured_outputs")
+    if fields is None:
+        return None
+    readers: dict[str, Callable[[Fields], Answer | None]] = {
+        "json": _json,
+        "regex": _regex,
+        "choice": _choice,
+        "grammar": _grammar,
+        "structural_tag": _structural_tag,
+        "json_object": _json_object,
+    }
+    answers = [answer for read in readers.values() if (answer := read(fields)) is not None]
+    right = f"an object with exactly one of {', '.join(readers)}"
+    if (unknown := fields.unknown()) or len(answers) != 1:
+        has = f"{unknown[0]} in it" if unknown else f"{len(answers)} of them"
+        path = body.path("structured_outputs")
+        raise ApiError(400, f"{path} must be {right}, and has {has}", param=path, code="invalid_value")
+    return answers[0]
+
+
+def _json(fields: Fields) -> JsonAnswer | None:
+    schema = _decoded(fields, "json")
+    if schema is None:
+        return None
+    if not isinstance(schema, dict | bool):
+        raise fields.wrong("json", "a JSON schema, or one in a string")
+    path = fields.path("json")
+    return JsonAnswer(path, check_schema(schema, path))
+
+
+def _regex(fields: Fields) -> RegexAnswer | None:
+    pattern = fields.text("regex", MAX_REGEX)
+    if pattern == "":
+        raise fields.wrong("regex", "a regular expression")
+    return None if pattern is None else RegexAnswer(fields.path("regex"), pattern)
+
+
+def _choice(fields: Fields) -> ChoiceAnswer | None:
+    right = f"an array of 1 to {MAX_CHOICES} strings"
+    choices = fields.array("choice", right, MAX_CHOICES)
+    if choices is None:
+        return None
+    if not choices:
+        raise fields.wrong("choice", right)
+    texts: list[str] = []
+    for index, choice in enumerate(choices):
+        if not isinstance(choice, str) or not 0 < len(choice) <= MAX_CHOICE:
+            raise bad_field(f"{fields.path('choice')}[{index}]", f"a string of 1 to {MAX_CHOICE} characters", choice)
+        texts.append(choice)
+    return ChoiceAnswer(fields.path("choice"), tuple(texts))
+
+
+def _grammar(fields: Fields) -> GrammarAnswer | None:
+    grammar = fields.text("grammar", MAX_GRAMMAR)
+    if grammar is not None and not grammar.strip():
+        raise fields.wrong("grammar", "a grammar in EBNF")
+    return None if grammar is None else GrammarAnswer(fields.path("grammar"), grammar)
+
+
+def _structural_tag(fields: Fields) -> TagAnswer | None:
+    tag = _decoded(fields, "structural_tag")
+    if tag is None:
+        return None
+    if not isinstance(tag, dict):
+        raise fields.wrong("structural_tag", "a structural tag: an object with format, or one in a string")
+    inner = Fields(tag, fields.path("structural_tag"))
+    inner.one_of("type", ("structural_tag",))
+    return TagAnswer(inner.path("format"), _tag_format(inner))
+
+
+def _json_object(fields: Fields) -> JsonAnswer | None:
+    return _object(fields.path("json_object")) if fields.boolean("json_object") else None
+
+
+def _decoded(fields: Fields, name: str) -> JSON:
+    """A field whose JSON may come in a string."""
+    value = fields.raw(name)
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        path = fields.path(name)
+        message = f"{path} is a string, but not one of valid JSON: {error}"
+        raise ApiError(400, message, param=path, code="invalid_json") from error
+
+
+def _tag_format(fields: Fields) -> dict[str, JSON]:
+    form = fields.raw("format")
+    if not isinstance(form, dict):
+        raise fields.wrong("format", "the format of a structural tag, an object with type")
+    path = fields.path("format")
+    checked = _with_checked_schemas(form, path, 0)
+    if len(orjson.dumps(checked)) > MAX_GRAMMAR:
+        raise ApiError(400, f"{path} may have at most {MAX_GRAMMAR} bytes as JSON", param=path, code="invalid_value")
+    return cast("dict[str, JSON]", checked)
+
+
+def _with_checked_schemas(form: JSON, path: str, depth: int) -> JSON:
+    """The same format, each JSON schema in it as it is to be enforced."""
+    if depth > MAX_TAG_DEPTH:
+        raise ApiError(400, f"{path} is nested deeper than {MAX_TAG_DEPTH}", param=path, code="invalid_value")
+    if isinstance(form, list):
+        return [_with_checked_schemas(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(form)]
+    if not isinstance(form, dict):
+        return form
+    return {
+        name: check_schema(value, f"{path}.{name}")
+        if name == "json_schema" and isinstance(value, dict | bool)
+        else _with_checked_schemas(value, f"{path}.{name}", depth + 1)
+        for name, value in form.items()
+    }

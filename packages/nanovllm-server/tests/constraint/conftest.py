@@ -1,0 +1,120 @@
+"""The default model's tokens, and answers drawn at random from what a grammar allows."""
+
+import json
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import pytest
+
+from nanovllm_core.grammar.compiler import Compiler, Grammar
+from nanovllm_models import default_model_path, load_tokenizer
+from nanovllm_models.vocabulary import read_vocabulary
+from nanovllm_server.constraint.constraint import constrain
+from nanovllm_server.detokenize import Detokenizer, Vocabulary
+from nanovllm_server.dialect import Dialect
+from nanovllm_server.parsing.events import CallArguments, CallBegun, ContentText, ReasoningText
+from nanovllm_server.protocol.answer import parse_answer
+from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.tools import parse_tools
+
+END = 2
+LENGTH = 400
+
+
+@dataclass
+class Told:
+    """What an answer said, as the parser reads it."""
+
+    text: str
+    finished: bool
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    def arguments(self):
+        return [json.loads(arguments) for _, arguments in self.calls]
+
+
+class Walker:
+    """Draws answers under a grammar with the default model's tokens."""
+
+    def __init__(self, path):
+        self.tokenizer = load_tokenizer(path)
+        self.vocabulary = Vocabulary(self.tokenizer.backend)
+        tokens, _ = read_vocabulary(path, (END,))
+        self.vocab_size = len(tokens)
+        self.compiler = Compiler(tokens, (END,), self.vocab_size)
+        self._ends = [
+            self.tokenizer.encode(text, add_special_tokens=False)[0] for text in ('"', "}", "]", '",', '"}', "<", "\n")
+        ]
+
+    def draw(self, grammar: Grammar, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
+        """Tokens that the grammar allows, often on the way to one of `goals`, and whether they came to an end."""
+        matcher = grammar.start()
+        masks = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
+        plans = [self.tokenizer.encode(goal, add_special_tokens=False) for goal in goals]
+        made: list[int] = []
+        plan: list[int] = []
+        while len(made) < LENGTH:
+            matcher.fill(masks, 0)
+            allowed = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+            assert allowed.any(), "nothing may come next"
+            if not plan and plans and random.random() < 0.2:
+                plan = list(random.choice(plans))
+            token = self._choose(allowed, random, plan)
+            plan = plan[1:] if plan and plan[0] == token else []
+            assert matcher.accept(token)
+            if token == END:
+                return made, True
+            made.append(token)
+        return made, False
+
+    def _choose(self, allowed, random, plan):
+        if plan and allowed[plan[0]]:
+            return plan[0]
+        if allowed[END] and random.random() < 0.5:
+            return END
+        ends = [token for token in self._ends if allowed[token]]
+        return random.choice(ends) if ends and random.random() < 0.5 else int(random.choice(np.flatnonzero(allowed)))
+
+
+@pytest.fixture(scope="session")
+def walker() -> Walker:
+    return Walker(default_model_path())
+
+
+@pytest.fixture
+def tell(walker):
+    """Draw answers to a request, and say what the parser reads in each."""
+
+    def tell(form, prompt="", *, count, seed=0, goals=(), **fields):
+        dialect = Dialect(form, walker.vocabulary)
+        body = Fields(fields)
+        tools = parse_tools(body)
+        constraint = constrain(parse_answer(body), tools, dialect, dialect.opening(prompt))
+        assert constraint is not None
+        random = Random(seed)
+        grammar = walker.compiler.compile(constraint.spec)
+        for _ in range(count):
+            tokens, finished = walker.draw(grammar, random, goals)
+            schemas = None if tools is None else tools.schemas
+            parser = dialect.parser(prompt, schemas, apart=constraint.apart)
+            detokenizer = Detokenizer(walker.vocabulary, dialect.tags(schemas))
+            pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]
+            told = Told("".join(pieces), finished)
+            for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():
+                match event:
+                    case ReasoningText(text):
+                        told.reasoning += text
+                    case ContentText(text):
+                        told.content += text
+                    case CallBegun(_, name):
+                        told.calls.append((name, ""))
+                    case CallArguments(index, text):
+                        name, before = told.calls[index]
+                        told.calls[index] = (name, before + text)
+            assert not finished or not parser.in_call
+            yield told
+
+    return tell

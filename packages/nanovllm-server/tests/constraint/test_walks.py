@@ -1,0 +1,149 @@
+"""Whatever a grammar lets come, the parser reads calls in it whose arguments validate, in every family's format."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from nanovllm_models.chat_formats import THINK, TOOL_CALL_FORMATS, ChatFormat
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["C", "F", "None of both"]},
+        "note": {"type": ["string", "null"]},
+        "mixed": {"enum": ["x", 1, None]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "place": {"$ref": "#/$defs/place"},
+        "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["city", "tags", "place"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"inside": {"type": "boolean"}, "name": {"type": "string"}},
+            "required": ["inside"],
+            "additionalProperties": False,
+        }
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": ARGUMENTS, "strict": True}},
+    {"type": "function", "function": {"name": "ping"}},
+    {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}},
+]
+NAMED = {"type": "function", "function": {"name": "look"}}
+SCHEMAS = {"look": ARGUMENTS, "ping": {"type": "object"}, "any": {"type": "object"}}
+# Prompt: whether it begins reasoning.
+PROMPTS = {"no reasoning": (None, ""), "begun": (THINK, "<think>\n"), "free": (THINK, ""), "over": (THINK, "</think>")}
+
+
+def goals(form):
+    tags = [
+        getattr(form, name) for name in ("begin", "end", "call_begin", "parameter_end") if getattr(form, name, None)
+    ]
+    return ("</think>", "</think>", f"\n{tags[-1]}", *tags)
+
+
+def check(told):
+    for (name, _), arguments in zip(told.calls, told.arguments(), strict=True):
+        jsonschema.validate(arguments, SCHEMAS[name], jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_calls_validate(tell, name, choice, prompt):
+    reasoning, text = PROMPTS[prompt]
+    form = TOOL_CALL_FORMATS[name]
+    tool_choice = NAMED if choice == "named" else choice
+    finished = 0
+    for told in tell(
+        ChatFormat(reasoning, form), text, count=10, goals=goals(form), tools=TOOLS, tool_choice=tool_choice
+    ):
+        if not told.finished:
+            continue
+        finished += 1
+        check(told)
+        if choice != "auto":
+            assert told.content == ""
+            assert 1 <= len(told.calls) <= 16
+        if choice == "named":
+            assert [name for name, _ in told.calls] == ["look"]
+    assert finished
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_one_call_where_calls_may_not_be_parallel(tell, name):
+    form = ChatFormat(None, TOOL_CALL_FORMATS[name])
+    fields = {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False}
+    answers = [told for told in tell(form, count=8, goals=goals(form.tool_calls), **fields) if told.finished]
+    assert answers
+    assert all(len(told.calls) == 1 and not told.content for told in answers)
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_only_allowed_functions_are_called(tell, name):
+    form = ChatFormat(None, TOOL_CALL_FORMATS[name])
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "ping"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    words = (*goals(form.tool_calls), "look", "ping", '{"name": "')
+    for told in tell(form, count=12, goals=words, tools=TOOLS, tool_choice=choice):
+        assert {name for name, _ in told.calls} <= {"ping"}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_an_answer_of_a_schema_or_calls(tell, name, prompt):
+    reasoning, text = PROMPTS[prompt]
+    form = TOOL_CALL_FORMATS[name]
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    words = (*goals(form), '{"a": "')
+    for told in tell(ChatFormat(reasoning, form), text, count=8, goals=words, tools=TOOLS[:1], response_format=asked):
+        if not told.finished:
+            continue
+        assert bool(told.calls) != bool(told.content)
+        check(told)
+        if told.content:
+            jsonschema.validate(json.loads(told.content), schema)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"regex": "(yes|no), [a-z]{3,8}"}, "(yes|no), [a-z]{3,8}"),
+        ({"choice": ["red", "green", 'a (b) \\ "c"']}, re.escape("red") + "|green|" + re.escape('a (b) \\ "c"')),
+        ({"grammar": 'root ::= "a" digits "b"\ndigits ::= [0-9]{1,3}'}, "a[0-9]{1,3}b"),
+        (
+            {
+                "structural_tag": {
+                    "format": {
+                        "type": "tag",
+                        "begin": "<",
+                        "content": {"type": "regex", "pattern": "[xy]{2}"},
+                        "end": ">",
+                    }
+                }
+            },
+            "<[xy]{2}>",
+        ),
+    ],
+    ids=["regex", "choice", "grammar", "tag"],
+)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_text_is_as_it_was_wanted(tell, prompt, wanted, pattern):
+    reasoning, text = PROMPTS[prompt]
+    answers = tell(ChatFormat(reasoning, None), text, count=6, goals=("</think>",) * 2, structured_outputs=wanted)
+    contents = [told.content for told in answers if told.finished]
+    assert contents
+    assert all(re.fullmatch(pattern, content) for content in contents)
