@@ -81,6 +81,17 @@ async def test_limits_are_named(kept, monkeypatch):
         await kept.compile(JSON)
 
 
+async def test_a_vocabulary_that_cannot_be_read_is_told_to_who_asks_and_logged(caplog):
+    def fail() -> Vocabulary:
+        raise OSError("no such file")
+
+    kept = Grammars(fail, toy_model.VOCAB, (toy_model.EOS,))
+    with pytest.raises(GrammarError, match="^grammars can't be compiled now: OSError: no such file$"):
+        await kept.compile(REGEX)
+    assert "no such file" in caplog.text
+    kept.close()
+
+
 async def test_closing_ends_who_waits(kept):
     waiting = asyncio.create_task(kept.compile(REGEX))
     await asyncio.sleep(0)

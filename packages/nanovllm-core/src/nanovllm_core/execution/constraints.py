@@ -30,7 +30,7 @@ _PATIENCE_PER_TOKEN = 0.02
 
 @dataclass(slots=True, eq=False)
 class Constraint:
-    """What holds one row.
+    """What holds one row, whose number is `row`.
 
     matcher: None without a grammar, and when its end has come. budget: None without one, and when it is closed.
     num_sampled: outputs that steps were launched for. num_known: those of them that the host has seen. last: the latest
@@ -38,6 +38,7 @@ class Constraint:
     could sample.
     """
 
+    row: int
     matcher: GrammarMatcher | None
     budget: Budget | None
     num_sampled: int = 0
@@ -54,7 +55,7 @@ class Constraint:
             return None
         matcher = None if new.compiled is None else new.compiled.start()
         last: deque[int] = deque(maxlen=None if budget is None else len(budget.end))
-        constraint = cls(matcher, budget, last=last)
+        constraint = cls(new.row, matcher, budget, last=last)
         for token in new.token_ids[new.num_prompt_tokens :]:
             constraint.num_sampled += 1
             constraint.advance(token)
@@ -64,6 +65,11 @@ class Constraint:
     def is_due(self) -> bool:
         """Whether the next token may not be free, as far as can be said before the last one is known."""
         return self.matcher is not None or (self.budget is not None and self.num_sampled >= self.budget.num_tokens)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the row is free from now on."""
+        return self.matcher is None and self.budget is None and self.failure is None
 
     def advance(self, token: int) -> None:
         """Take in a token of the row's."""
@@ -136,8 +142,9 @@ class Constraints:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         self.failed: list[tuple[int, str]] = []
-        self._rows: list[Constraint | None] = [None] * num_rows
-        self._num_held = 0
+        # By row; and whether a row has one, as a column.
+        self._constraints: dict[int, Constraint] = {}
+        self._is_held = np.zeros(num_rows, np.bool_)
         self._mask_words = -(-vocab_size // 32)
         self._device = device
         # Of the step at hand: which of the requests that sample are held and by what, and of those whose mask is due.
@@ -150,14 +157,13 @@ class Constraints:
         for new in plan.new_rows:
             self._replace(new)
         self.failed, self._held, self._due = [], [], []
-        if not self._num_held:
+        if not self._constraints:
             return False
         self._take_in(wait=False)
         rows, _, samples = plan.scheduled
-        for index, row in enumerate(rows[samples].tolist()):
-            constraint = self._rows[row]
-            if constraint is None:
-                continue
+        sampling = rows[samples]
+        for index in np.flatnonzero(self._is_held[sampling]).tolist():
+            constraint = self._constraints[int(sampling[index])]
             self._held.append((index, constraint))
             if constraint.is_due:
                 self._due.append((index, constraint))
@@ -188,9 +194,15 @@ class Constraints:
             self._in_flight.append((handle, self._held))
 
     def _replace(self, new: NewRow) -> None:
-        held = Constraint.of(new)
-        self._num_held += (held is not None) - (self._rows[new.row] is not None)
-        self._rows[new.row] = held
+        self._drop(new.row)
+        constraint = Constraint.of(new)
+        if constraint is not None:
+            self._constraints[new.row] = constraint
+            self._is_held[new.row] = True
+
+    def _drop(self, row: int) -> None:
+        self._constraints.pop(row, None)
+        self._is_held[row] = False
 
     def _take_in(self, *, wait: bool) -> None:
         while self._in_flight and (wait or self._in_flight[0][0].ready):
@@ -199,3 +211,6 @@ class Constraints:
             tokens = handle.token_ids
             for index, constraint in held:
                 constraint.advance(int(tokens[index]))
+                # The row may be another request's by now.
+                if constraint.is_over and self._constraints.get(constraint.row) is constraint:
+                    self._drop(constraint.row)

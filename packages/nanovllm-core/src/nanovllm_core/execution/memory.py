@@ -42,7 +42,10 @@ def free_for_cache(config: ResolvedConfig, device: torch.device, rehearse: Calla
 
 @contextmanager
 def forbidden_waiting() -> Generator[None]:
-    """Make it an error that the host waits for the device, in this process, meanwhile. Raises RuntimeError."""
+    """Make it an error that the host waits for the device, in this process, meanwhile. Raises RuntimeError.
+
+    Waiting for an event is none: it is how one says what is waited for, and that it is meant.
+    """
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -4,6 +4,7 @@ All methods belong to the event loop's thread. This room must not know requests.
 """
 
 import asyncio
+import logging
 import os
 import sys
 import threading
@@ -16,6 +17,8 @@ from nanovllm_core.grammar.compiler import Compiler, Grammar
 from nanovllm_core.grammar.vetting import Vetter
 from nanovllm_core.model import Vocabulary
 from nanovllm_core.request import GrammarError, GrammarSpec
+
+_log = logging.getLogger(__name__)
 
 # At once: each has a process of its own, so that few slow ones don't hold up a quick one.
 NUM_COMPILING = 8
@@ -78,7 +81,14 @@ class Grammars:
             raise GrammarError(
                 f"this grammar is written in {len(spec.source)} characters, but may take at most {MAX_SOURCE}"
             )
-        grammar = await asyncio.get_running_loop().run_in_executor(self._pool, self._tools.compile, spec)
+        try:
+            grammar = await asyncio.get_running_loop().run_in_executor(self._pool, self._tools.compile, spec)
+        except GrammarError:
+            raise
+        # No process to be had, no vocabulary to be read: who waits must hear of it, and so must who runs the engine.
+        except Exception as error:
+            _log.exception("a grammar could not be compiled")
+            raise GrammarError(f"grammars can't be compiled now: {type(error).__name__}: {error}") from error
         if grammar.num_bytes > MAX_BYTES:
             raise GrammarError(
                 f"this grammar takes {grammar.num_bytes >> 20} MiB when compiled, but may take at most "
@@ -124,10 +134,7 @@ class _Tools:
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        try:
-            vocabulary = self._make_vocabulary()
-        except ValueError as error:
-            raise GrammarError(f"the model's vocabulary can't be read: {' '.join(str(error).split())}") from error
+        vocabulary = self._make_vocabulary()
         tokens, end_ids = vocabulary
         if len(tokens) > self._vocab_size:
             vocabulary = Vocabulary(tokens[: self._vocab_size], end_ids)

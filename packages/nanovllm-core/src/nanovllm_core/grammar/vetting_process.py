@@ -85,6 +85,9 @@ def _serve(engine: socket.socket, woken: int, setup: Setup, compiler: Compiler, 
             payload, (verdict,) = message
             pid = os.fork()
             if pid == 0:
+                # Whoever waits for another verdict reads until nobody can write to it.
+                for trial in trials.values():
+                    os.close(trial.verdict)
                 _try(compiler, msgspec.msgpack.decode(payload, type=GrammarSpec), setup, verdict)
             trials[pid] = Trial(time.monotonic() + setup.max_seconds, verdict)
 

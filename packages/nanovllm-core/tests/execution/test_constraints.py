@@ -1,0 +1,91 @@
+"""When a step waits for the tokens of the one before, and when it doesn't."""
+
+import numpy as np
+import torch
+
+from nanovllm_core import Budget, SamplingParams
+from nanovllm_core.execution.constraints import Constraints
+from nanovllm_core.execution.sampler import Sampled, StepHandle
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+
+VOCAB = 70
+
+
+class Event:
+    """Of a step that the device has not ended until somebody waits for it, or it is told."""
+
+    def __init__(self):
+        self.over = False
+        self.waits = 0
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over = True
+        self.waits += 1
+
+
+def new_row(row: int, budget: Budget | None) -> NewRow:
+    return NewRow(row, [1, 2], 2, 0, SamplingParams(budget=budget), seed=0, stop_ids=())
+
+
+def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bool] | None = None) -> StepPlan:
+    count = len(rows)
+    scheduled = ScheduledRows(np.array(rows), np.ones(count, np.int64), np.array(samples or [True] * count))
+    return StepPlan(0, new_rows or [], NewBlocks(), scheduled, BatchShape(count, count, 1), 10)
+
+
+def handle(tokens: list[int]) -> tuple[StepHandle, Event]:
+    sampled = Sampled(torch.tensor(tokens, dtype=torch.int32), None, None, None)
+    made = StepHandle(sampled, np.arange(len(tokens)), np.full(len(tokens), -1), None)
+    made.end = event = Event()
+    return made, event
+
+
+def allowed(masks: torch.Tensor) -> list[list[int]]:
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row[:VOCAB]).tolist() for row in bits]
+
+
+def test_a_step_waits_only_when_a_mask_depends_on_the_step_before():
+    constraints = Constraints(4, VOCAB, torch.device("cpu"))
+    rows = [3, 0, 2]
+    assert not constraints.begin(plan(rows, [new_row(3, None), new_row(0, Budget(2, (7, 68))), new_row(2, None)]))
+    events = []
+    for tokens in ([1, 5, 1], [1, 7, 1]):
+        made, event = handle(tokens)
+        constraints.launched(made)
+        events.append(event)
+        due = constraints.begin(plan(rows))
+    assert due
+    assert [event.waits for event in events] == [0, 0]
+    # Its last token is how the end begins.
+    which, bits = constraints.masks(np.arange(3))
+    assert [event.waits for event in events] == [1, 1]
+    assert which.tolist() == [1]
+    assert allowed(bits) == [[68]]
+    made, event = handle([1, 68, 1])
+    constraints.launched(made)
+    # Whether it is closed is not known yet.
+    assert constraints.begin(plan(rows))
+    assert constraints.masks(np.arange(3)) is None
+    assert not constraints.begin(plan(rows))
+    assert not constraints._constraints
+
+
+def test_a_row_that_sits_out_or_is_another_s_by_now_is_left_alone():
+    constraints = Constraints(2, VOCAB, torch.device("cpu"))
+    budget = Budget(0, (9,))
+    assert not constraints.begin(plan([0, 1], [new_row(0, budget), new_row(1, None)], [False, True]))
+    assert constraints.begin(plan([1, 0]))
+    which, bits = constraints.masks(np.arange(2))
+    assert (which.tolist(), allowed(bits)) == ([1], [[9]])
+    made, event = handle([4, 9])
+    constraints.launched(made)
+    event.over = True
+    # The request has ended meanwhile, and the next one has its row.
+    assert constraints.begin(plan([1, 0], [new_row(0, Budget(0, (10,)))]))
+    which, bits = constraints.masks(np.arange(2))
+    assert (which.tolist(), allowed(bits)) == ([1], [[10]])
+    assert not constraints.begin(plan([1], [new_row(0, None)]))

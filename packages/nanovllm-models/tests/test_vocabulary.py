@@ -1,0 +1,35 @@
+"""What tokens stand for, as grammars are told."""
+
+import json
+
+import nanovllm_models
+from nanovllm_models.vocabulary import read_vocabulary
+
+
+def test_the_default_model_s(default_model):
+    spec = nanovllm_models.load(default_model)
+    vocabulary = spec.vocabulary()
+    assert vocabulary.end_ids == spec.eos_token_ids
+    assert len(vocabulary.tokens) == spec.vocab_size
+    backend = nanovllm_models.load_tokenizer(default_model).backend
+    text = 'naïve 日本語 {"a": [1, 2]}\n\tdef f():\r\n'
+    assert b"".join(vocabulary.tokens[token] for token in backend.encode(text).ids) == text.encode()
+    nothing = [token for token, piece in enumerate(vocabulary.tokens) if not piece]
+    assert nothing == sorted(backend.get_added_tokens_decoder())
+
+
+def test_special_tokens_are_text_where_a_family_writes_them(tmp_path):
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
+
+    backend = Tokenizer(models.BPE(vocab=dict(BYTES_OF_CHARACTERS), merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>", "<|python_tag|>", "<|other|>"])
+    backend.add_tokens([AddedToken("<think>", special=False), AddedToken("two words", special=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    vocabulary = read_vocabulary(tmp_path, (256,))
+    assert vocabulary.tokens[:256] == [bytes([byte]) for byte in range(256)]
+    assert vocabulary.tokens[256:] == [b"", b"<|python_tag|>", b"", b"<think>", b"two words"]
+    assert vocabulary.end_ids == (256,)
