@@ -9,10 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import xgrammar
+from transformers import AutoTokenizer
+
+from nanovllm_core.grammar.compiler import MAX_WHITESPACE
+from nanovllm_models.default_model import default_model_path
+from nanovllm_server.schemas import regex
 
 # Walks that are this long are steered to their end; those that are `MAX_TOKENS` long never end.
 STEER_AFTER = 60
-MAX_TOKENS = 6_000
+MAX_TOKENS = 2_000
 ENDING = ('"', "}", "]", '"}', '"]', "}}", '"}}', "0", "1", "null", "true")
 
 
@@ -33,30 +38,44 @@ class Walker:
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self.vocabulary = vocabulary
         self.end = end
+        # Some bytes never occur in UTF-8, and have no token.
+        self.bytes = {token[0]: index for index, token in enumerate(vocabulary) if len(token) == 1}
         self.closing = [vocabulary.index(word.encode()) for word in ENDING if word.encode() in vocabulary]
-        self.short = np.array([len(token) for token in vocabulary])
+        self.short = [index for index, token in enumerate(vocabulary) if len(token) == 1]
+        # Outside of ASCII, parts of such characters, escapes and control characters: few among many.
+        self.odd = [
+            index for index, token in enumerate(vocabulary) if any(b >= 0x7F or b < 0x20 or b == 92 for b in token)
+        ]
         self.mask = xgrammar.allocate_token_bitmask(1, len(vocabulary))
+        self.bits = self.mask.numpy().view(np.uint8)[0]
 
-    def compile(self, schema, *, tag: bool = False, any_whitespace: bool = False) -> xgrammar.CompiledGrammar:
-        """The grammar of a schema from check_schema, alone or inside of a structural tag."""
+    def compile(self, schema, *, tag: bool = False) -> xgrammar.CompiledGrammar:
+        """The grammar of a schema from check_schema as the engine makes it, alone or inside of a structural tag."""
         if tag:
-            inner = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 2}
+            inner = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
             return self.compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": inner}))
-        return self.compiler.compile_json_schema(
-            json.dumps(schema), any_whitespace=any_whitespace, max_whitespace_cnt=2 if any_whitespace else None
-        )
+        return self.compiler.compile_json_schema(json.dumps(schema), max_whitespace_cnt=MAX_WHITESPACE)
 
-    def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random) -> Walk:
-        """One walk. Every token is one that the mask allows; after a while those that close are preferred."""
+    def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random, hints: list[str] | None = None) -> Walk:
+        """One walk. Every token is one that the mask allows; after a while those that close are preferred.
+
+        hints: what a walk by chance would not find, such as words that a string must have; tried where it goes on long.
+        """
         matcher = xgrammar.GrammarMatcher(grammar)
         written: list[int] = []
         while len(written) < MAX_TOKENS:
             matcher.fill_next_token_bitmask(self.mask)
-            packed = self.mask.numpy().view(np.uint8)[0]
-            allowed = np.flatnonzero(np.unpackbits(packed, bitorder="little", count=len(self.vocabulary)))
-            if not len(allowed):
+            ending = self._allowed(self.end)
+            if hints and not ending and len(written) > STEER_AFTER // 2 and rng.random() < 0.2:
+                for byte in rng.choice(hints).encode():
+                    if not matcher.accept_token(self.bytes[byte]):
+                        break
+                    written.append(self.bytes[byte])
+                continue
+            token = self.end if ending and (len(written) > STEER_AFTER or rng.random() < 0.7) else None
+            token = self._choose(len(written), rng) if token is None else token
+            if token is None:
                 raise AssertionError(f"no token is allowed after {self.text(written)[-200:]!r}")
-            token = self._choose(allowed, len(written), rng)
             if not matcher.accept_token(token):
                 raise AssertionError(f"{self.vocabulary[token]!r} was allowed and is not accepted")
             if token == self.end:
@@ -64,27 +83,76 @@ class Walker:
             written.append(token)
         return Walk(self.text(written), len(written), False)
 
-    def _choose(self, allowed: np.ndarray, done: int, rng: random.Random) -> int:
-        if self.end in allowed and (done > STEER_AFTER or rng.random() < 0.7):
-            return self.end
-        if rng.random() < (0.25 if done < STEER_AFTER else 0.9):
-            closing = [token for token in self.closing if token in allowed]
-            if closing:
-                return rng.choice(closing)
-        if done >= STEER_AFTER and rng.random() < 0.5:
-            lengths = self.short[allowed]
-            return int(rng.choice(allowed[lengths == lengths.min()]))
+    def _allowed(self, token: int) -> bool:
+        return bool(self.bits[token >> 3] >> (token & 7) & 1)
+
+    def _choose(self, done: int, rng: random.Random) -> int | None:
+        late = done >= STEER_AFTER
+        groups: list[list[int]] = []
+        if rng.random() < (0.9 if late else 0.25):
+            groups.append(self.closing)
+        if late and rng.random() < 0.5:
+            groups.append(self.short)
         if rng.random() < 0.3:
-            # Whole characters outside ASCII, bytes of them and control characters are few among many tokens.
-            odd = [
-                token
-                for token in allowed
-                if (b := self.vocabulary[token]) and (b[0] >= 0x80 or b[0] < 0x20 or b"\\" in b)
-            ]
-            if odd:
-                return int(rng.choice(odd))
-        return int(rng.choice(allowed))
+            groups.append(self.odd)
+        for group in groups:
+            # A few tries stand for all of a long group.
+            for token in rng.sample(group, min(len(group), 20)):
+                if self._allowed(token):
+                    return token
+        for _ in range(20):
+            token = rng.randrange(len(self.vocabulary))
+            if self._allowed(token) and token != self.end:
+                return token
+        left = np.flatnonzero(np.unpackbits(self.bits, bitorder="little", count=len(self.vocabulary)))
+        return int(left[rng.randrange(len(left))]) if len(left) else None
+
+    def accepts(self, grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+        """Whether the grammar permits `text` and may end there."""
+        matcher = xgrammar.GrammarMatcher(grammar)
+        return matcher.accept_string(text) and matcher.accept_token(self.end)
 
     def text(self, tokens: list[int]) -> str:
         """What these tokens say."""
         return b"".join(self.vocabulary[token] for token in tokens).decode("utf-8", errors="replace")
+
+
+def default_walker() -> Walker:
+    """With the tokenizer of the default model."""
+    tokenizer = AutoTokenizer.from_pretrained(default_model_path())
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
+    return Walker(list(info.decoded_vocab), tokenizer.eos_token_id)
+
+
+def hints(schema) -> list[str]:
+    """Strings that patterns anywhere in a schema match."""
+    found: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+            texts = [value.get("pattern"), *(value.get("patternProperties") or ())]
+            for text in texts:
+                if isinstance(text, str):
+                    try:
+                        found.add(_sample(regex.parse(text)))
+                    except regex.RegexError:
+                        continue
+        elif isinstance(value, list):
+            waiting.extend(value)
+    return sorted(found)
+
+
+def _sample(node: regex.Node) -> str:
+    match node:
+        case regex.Chars(ranges):
+            return next((chr(low) for low, _ in ranges if low > 0x20), chr(ranges[-1][1]))
+        case regex.Seq(parts):
+            return "".join(_sample(part) for part in parts)
+        case regex.Alt(options):
+            return _sample(options[0])
+        case regex.Repeat(part, low):
+            return _sample(part) * low
+        case _:
+            return ""

@@ -10,7 +10,7 @@ from nanovllm_server.protocol.json import JSON
 from nanovllm_server.schemas.document import SchemaError
 from nanovllm_server.schemas.library import Library
 from nanovllm_server.schemas.plan import Constants, Items, Members, Numbers, Plan, Texts, plans
-from nanovllm_server.schemas.shapes import NEVER, Conj
+from nanovllm_server.schemas.shapes import Conj
 
 # Of different schemas inside one.
 MAX_PARTS = 5_000
@@ -27,7 +27,7 @@ def emit(library: Library, root: Conj) -> dict[str, JSON]:
     planned = _collect(library, root)
     writer = _Writer(root, planned, _finite(planned))
     if root not in writer.finite:
-        raise SchemaError(library.document.root.place, "schema", "can be met by no value that ends")
+        raise SchemaError(*library.blame(_dead_end(planned, writer.finite, root)), "can be met by no value that ends")
     return writer.write()
 
 
@@ -86,6 +86,26 @@ def _ends(plan: Plan, finite: set[Conj]) -> bool:
             return all(conj in finite for _, conj, needed in named if needed) and (low <= count or more)
         case _:
             return True
+
+
+def _dead_end(planned: dict[Conj, tuple[Plan, ...] | None], finite: set[Conj], conj: Conj) -> Conj:
+    """The innermost part without which `conj` can't be, and that can't be itself."""
+    seen: set[Conj] = set()
+    while conj not in seen:
+        seen.add(conj)
+        needed = [inner for plan in planned[conj] or () for inner in _needed(plan) if inner not in finite]
+        conj = needed[0] if needed else conj
+    return conj
+
+
+def _needed(plan: Plan) -> list[Conj]:
+    match plan:
+        case Items(prefix, rest, low):
+            return [*prefix[:low], *([rest] if low > len(prefix) else [])]
+        case Members(named):
+            return [conj for _, conj, needed in named if needed]
+        case _:
+            return []
 
 
 class _Writer:

@@ -4,7 +4,7 @@ from nanovllm_server.schemas import regex
 from nanovllm_server.schemas.document import SchemaError
 from nanovllm_server.schemas.library import Library
 from nanovllm_server.schemas.shapes import NEVER, Conj, Constant, Object, Text, where
-from nanovllm_server.schemas.strings import as_tree, without
+from nanovllm_server.schemas.strings import all_but, as_tree
 
 
 def others(
@@ -13,13 +13,13 @@ def others(
     """Properties beside the declared ones: those with a name (optional), and those by a pattern of their names."""
     declared = [name for name, _ in shape.properties]
     if shape.patterns:
-        return [], _by_pattern(library, shape, declared, place)
+        return [], _by_pattern(shape, declared, place)
     if rest == (NEVER,):
         return [], []
     if not shape.names:
         if not declared:
             return [], [(None, rest)]
-        return [], [(regex.write(without(regex.ANYTHING, declared)), rest)]
+        return [], [(regex.write(all_but(declared)), rest)]
     named: list[tuple[str, Conj, bool]] = []
     patterns: list[tuple[str | None, Conj]] = []
     for names in library.shapes(shape.names):
@@ -42,7 +42,7 @@ def _names(names: Text, declared: list[str], shape: Object, place: str) -> regex
     if not hidden:
         return tree
     if tree == regex.narrow(regex.ANYTHING, regex.PLAIN):
-        return without(regex.ANYTHING, hidden)
+        return all_but(hidden)
     raise SchemaError(where_from, "propertyNames", f"matches the name of a declared property: {hidden[0]!r}")
 
 
@@ -50,7 +50,7 @@ def _anchored(tree: regex.Node) -> regex.Node:
     return regex.seq([regex.Anchor(True), tree, regex.Anchor(False)])
 
 
-def _by_pattern(library: Library, shape: Object, declared: list[str], place: str) -> list[tuple[str | None, Conj]]:
+def _by_pattern(shape: Object, declared: list[str], place: str) -> list[tuple[str | None, Conj]]:
     where_from = where(shape, "patternProperties") or place
     kept = [(pattern, conj) for pattern, conj in shape.patterns if conj != (NEVER,)]
     if len({conj for _, conj in shape.patterns}) > 1:

@@ -41,6 +41,10 @@ MAX_PAIRS = 200_000
 MAX_LOOK = 6
 
 
+class LoopError(SchemaError):
+    """A schema that is to be read while it is read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Negation:
     """What does not meet `conj`."""
@@ -81,6 +85,16 @@ class Library:
             self._entries.append(key)
         return (self._numbers[key],)
 
+    def blame(self, conj: Conj) -> tuple[str, str]:
+        """The place and the keyword that a schema is blamed by when nothing meets it."""
+        for index in conj:
+            entry = self._entries[index]
+            if isinstance(entry, Spot) and isinstance(entry.schema, dict):
+                for keyword in ("enum", "const", "allOf", "oneOf", "anyOf", "not", "required", "type"):
+                    if keyword in entry.schema:
+                        return f"{entry.place}/{keyword}", keyword
+        return self.place(conj), "schema"
+
     def place(self, conj: Conj) -> str:
         """Where the first of these schemas stands."""
         for index in conj:
@@ -96,13 +110,15 @@ class Library:
         if conj in self._shapes:
             return self._shapes[conj]
         if conj in self._reading or len(self._reading) > 200:
-            raise SchemaError(self.place(conj), "$ref", "leads back to itself without end")
+            raise LoopError(self.place(conj), "$ref", "leads back to itself without end", wrong=True)
         self._reading.append(conj)
-        found: tuple[Shape, ...] | None = None
-        for index in conj:
-            read = self._read(index) if len(conj) == 1 else self.shapes((index,))
-            found = read if found is None else self.meet(found, read, self.place(conj))
-        self._reading.pop()
+        try:
+            found: tuple[Shape, ...] | None = None
+            for index in conj:
+                read = self._read(index) if len(conj) == 1 else self.shapes((index,))
+                found = read if found is None else self.meet(found, read, self.place(conj))
+        finally:
+            self._reading.pop()
         self._shapes[conj] = found or ()
         return self._shapes[conj]
 
@@ -110,8 +126,7 @@ class Library:
         entry = self._entries[index]
         if isinstance(entry, Negation):
             return self.complement(self.shapes(entry.conj), self.place(entry.conj))
-        assert entry is not None
-        return self._reader(self, entry)
+        return () if entry is None else self._reader(self, entry)
 
     # What two have in common.
 
@@ -318,15 +333,21 @@ class Library:
             case Object() if depth:
                 if shape.high is not None and shape.high < len(shape.required):
                     return False
-                return all(self.possible(self.shapes(self.property(shape, n)), depth - 1) for n in shape.required)
+                return all(self._inside(self.property(shape, name), depth) for name in shape.required)
             case Array() if depth:
                 items = [item_at(shape, index) for index in range(min(shape.low, len(shape.prefix) + 1))]
-                return all(self.possible(self.shapes(item), depth - 1) for item in items)
+                return all(self._inside(item, depth) for item in items)
             case Number(integer=True, low=Fraction() as low, high=Fraction() as high):
                 least = -(-low.numerator // low.denominator) + (shape.open_low and low.denominator == 1)
                 return least <= high.numerator // high.denominator - (shape.open_high and high.denominator == 1)
             case _:
                 return True
+
+    def _inside(self, conj: Conj, depth: int) -> bool:
+        try:
+            return self.possible(self.shapes(conj), depth - 1)
+        except LoopError:
+            return True  # It is being read, and what stands inside of itself is no loop.
 
 
 Reader: TypeAlias = Callable[[Library, Spot], tuple[Shape, ...]]

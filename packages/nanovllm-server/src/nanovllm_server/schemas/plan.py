@@ -8,8 +8,8 @@ a schema.
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import permutations
-from math import ceil, floor, perm
+from itertools import combinations, permutations
+from math import ceil, comb, floor, perm
 from typing import TypeAlias
 
 from nanovllm_server.protocol.json import JSON
@@ -28,13 +28,14 @@ from nanovllm_server.schemas.shapes import (
     Text,
     both,
     higher,
-    item_at,
     where,
 )
 from nanovllm_server.schemas.strings import as_text, format_pattern
 
 # Of constants that stand for a keyword that has no other form.
 MAX_WRITTEN_OUT = 2_000
+# Of values whose arrangements are counted.
+MAX_DISTINCT = 200
 # Of items that xgrammar is asked to count.
 MAX_ITEMS = 100_000
 MAX_MULTIPLE = 1024
@@ -83,7 +84,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Objects: named properties in this order (with whether they are required), and others by the pattern of their names.
+    """Objects: named properties in this order (with whether they are required), and others by a pattern of names.
 
     A pattern that is None is any name.
     """
@@ -277,29 +278,16 @@ def _arrays(library: Library, shape: Array, place: str) -> list[Plan]:
     high = shape.high
     if shape.rest == (NEVER,):
         high = higher(high, len(shape.prefix))
-    for index, item in enumerate(shape.prefix):
-        if item == (NEVER,):
-            high = higher(high, index)
-            break
-    low = shape.low
-    prefix = list(shape.prefix)
-    position = 0
-    for some in sorted(shape.contains, key=lambda some: some.item):
-        if some.high is not None and (high is None or high > some.high):
-            raise _refused(shape, "contains", place, "can't be enforced with maxContains below maxItems")
-        for _ in range(min(some.low, MAX_WRITTEN_OUT)):
-            while len(prefix) <= position:
-                prefix.append(shape.rest)
-            prefix[position] = both(prefix[position], some.item)
-            position += 1
-    low = max(low, position)
+    if (NEVER,) in shape.prefix:
+        high = higher(high, shape.prefix.index((NEVER,)))
+    prefix, wanted = _with_contained(shape, high, place)
+    low = max(shape.low, wanted)
     if high is not None and low > high:
         return []
-    if max(low, high or 0) > MAX_ITEMS:
-        if low > MAX_ITEMS:
-            raise _refused(shape, "minItems", place, f"above {MAX_ITEMS} is not supported")
-        high = MAX_ITEMS
+    if low > MAX_ITEMS:
+        raise _refused(shape, "minItems", place, f"above {MAX_ITEMS} is not supported")
     if high is not None:
+        high = min(high, MAX_ITEMS)
         prefix = prefix[:high]
     if shape.unique and (high is None or high > 1):
         return [_distinct(library, shape, prefix, low, high, place)]
@@ -307,16 +295,33 @@ def _arrays(library: Library, shape: Array, place: str) -> list[Plan]:
     return [Items(tuple(prefix), rest, low, high)]
 
 
+def _with_contained(shape: Array, high: int | None, place: str) -> tuple[list[Conj], int]:
+    """The first items, which are those that `contains` asks for, and how many it asks for."""
+    prefix = list(shape.prefix)
+    position = 0
+    for some in sorted(shape.contains, key=lambda some: some.item):
+        if some.high is not None and (high is None or high > some.high):
+            raise _refused(shape, "contains", place, "can't be enforced with maxContains below maxItems")
+        if some.low > MAX_WRITTEN_OUT:
+            raise _refused(shape, "contains", place, f"can't be enforced with minContains above {MAX_WRITTEN_OUT}")
+        prefix += [shape.rest] * (position + some.low - len(prefix))
+        for index in range(position, position + some.low):
+            prefix[index] = both(prefix[index], some.item)
+        position += some.low
+    return prefix, position
+
+
 def _distinct(library: Library, shape: Array, prefix: list[Conj], low: int, high: int | None, place: str) -> Plan:
-    """Every array of different items, where there are few."""
+    """Every array of different items where there are few, else those in which they stand in the order of the schema."""
     items = library.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
-    most = len(values) if high is None else min(high, len(values))
-    count = sum(perm(len(values), length) for length in range(low, most + 1)) if len(values) < 50 else None
-    if prefix or len(values) < len(items) or count is None or count > MAX_WRITTEN_OUT:
-        problem = f"can be enforced where items are an enum with at most {MAX_WRITTEN_OUT} arrangements; leave it out"
-        raise _refused(shape, "uniqueItems", place, problem)
-    return Constants(tuple(list(some) for length in range(low, most + 1) for some in permutations(values, length)))
+    most = min(len(values) if high is None else high, len(values))
+    if not prefix and len(values) == len(items) and len(values) <= MAX_DISTINCT:
+        for ways, count in ((permutations, perm), (combinations, comb)):
+            if sum(count(len(values), length) for length in range(low, most + 1)) <= MAX_WRITTEN_OUT:
+                return Constants(tuple(list(some) for length in range(low, most + 1) for some in ways(values, length)))
+    problem = f"can be enforced only where items are an enum with at most {MAX_WRITTEN_OUT} choices of them"
+    raise _refused(shape, "uniqueItems", place, f"{problem}; leave it out")
 
 
 # Objects.

@@ -63,7 +63,7 @@ class Text(Shape):
     absent: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
     # No limit of what is valid, only of what is written.
-    format: str | None = field(default=None, compare=False)
+    format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

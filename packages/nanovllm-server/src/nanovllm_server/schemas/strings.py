@@ -1,5 +1,8 @@
 """Which strings meet limits, as one pattern for xgrammar. This room must not know what schemas are."""
 
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
 from nanovllm_server.schemas import regex
 from nanovllm_server.schemas.document import SchemaError
 from nanovllm_server.schemas.formats import FORMATS
@@ -7,6 +10,9 @@ from nanovllm_server.schemas.regex import PLAIN, Alt, Chars, Node, Repeat, Seq, 
 from nanovllm_server.schemas.shapes import Text, where
 
 MAX_LENGTH = 1_000_000
+# Of the characters of a string that is left out, and of the beginnings of all of them.
+MAX_BRANCH = 32
+MAX_BRANCHES = 300
 
 
 def format_pattern(name: str) -> str | None:
@@ -45,7 +51,7 @@ def as_tree(shape: Text, place: str) -> Node:
             if hidden:
                 raise SchemaError(at, "not", "of single strings can't be enforced together with a pattern or length")
             return tree
-        tree = without(regex.ANYTHING, list(shape.excluded))
+        tree = all_but(shape.excluded)
     return tree
 
 
@@ -89,27 +95,36 @@ def _limit_one(parts: tuple[Node, ...], low: int, high: int | None) -> Node | No
     return regex.seq([*parts[:index], inner, *parts[index + 1 :]])
 
 
-def without(tree: Node, texts: list[str]) -> Node:
-    """Every string without escapes but `texts`. `tree` is ANYTHING."""
-    assert tree is regex.ANYTHING
-    root: dict[str, dict[str, object]] = {}
+@dataclass(slots=True)
+class _Branch:
+    """Where texts that begin the same go on. ends: whether one ends here; cut: whether what begins so is left out."""
+
+    ends: bool = False
+    cut: bool = False
+    next: "dict[str, _Branch]" = field(default_factory=dict)
+
+
+def all_but(texts: Collection[str]) -> Node:
+    """Strings without escapes and without `texts`: all of them where `texts` are few and short, else fewer."""
+    longest = MAX_BRANCH
+    while longest > 1 and len({text[:length] for text in texts for length in range(longest)}) > MAX_BRANCHES:
+        longest //= 2
+    root = _Branch()
     for text in texts:
-        if all(_plain(character) for character in text):
-            node: dict[str, object] = root  # type: ignore[assignment]
-            for character in (*text, ""):
-                node = node.setdefault(character, {})  # type: ignore[assignment]
+        branch = root
+        for character in text[:longest]:
+            branch = branch.next.setdefault(character, _Branch())
+        branch.ends = True
+        branch.cut |= len(text) > longest
     return narrow(_outside(root), PLAIN)
 
 
-def _plain(character: str) -> bool:
-    return any(low <= ord(character) <= high for low, high in PLAIN)
-
-
-def _outside(node: dict) -> Node:
-    points = regex.normal([(ord(character), ord(character)) for character in node if character])
-    options: list[Node] = [] if "" in node else [regex.EMPTY]
-    options.append(regex.seq([Chars(regex.invert(points)), regex.ANYTHING]))
-    for character, child in node.items():
-        if character:
-            options.append(regex.seq([Chars(((ord(character), ord(character)),)), _outside(child)]))
-    return Alt(tuple(options)) if len(options) > 1 else options[0]
+def _outside(branch: _Branch) -> Node:
+    if branch.cut:
+        return regex.NOTHING
+    known = regex.normal([(ord(character), ord(character)) for character in branch.next])
+    options: list[Node] = [] if branch.ends else [regex.EMPTY]
+    options.append(regex.seq([Chars(regex.invert(known)), regex.ANYTHING]))
+    for character, child in branch.next.items():
+        options.append(regex.seq([Chars(((ord(character), ord(character)),)), _outside(child)]))
+    return options[0] if len(options) == 1 else Alt(tuple(options))

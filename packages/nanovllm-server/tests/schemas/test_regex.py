@@ -1,0 +1,182 @@
+"""Patterns: what xgrammar permits of them is what re finds, and formats are what checkers of them take."""
+
+import itertools
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+import xgrammar
+
+from nanovllm_server.schemas import regex
+from nanovllm_server.schemas.formats import FORMATS
+from nanovllm_server.schemas.strings import all_but, format_pattern, limit
+
+ALPHABET = "abc 1.^-${}/"
+PATTERNS = [
+    r"^a",
+    r"b$",
+    r"^a|b$",
+    r"ab",
+    r"(^a|b)c",
+    r"^(a|b$)",
+    r"^[^b]+$",
+    r"a{2,}b?",
+    r"^(a|bc){2,3}$",
+    r"^(a|bc){2,}$",
+    r"^(?:a|b)*c$",
+    r"^$",
+    r"^(|a)b$",
+    r"a|b|",
+    r"^a.c$",
+    r"^[a\-c]$",
+    r"^\S+$",
+    r"^\w+\s\d$",
+    r"^(ab?){2}$",
+    r"^a(b|)c?$",
+    r"^[\^b]+$",
+    r"^\^$",
+    r"^(?:a*b){1,2}$",
+    r"^[\u00e9a]{2}$",
+    r"^(a|b|c){0,2}$",
+    r"(a)$|^(b)",
+    r"^\$\{a\}$",
+    r"^a/b\.c-$",
+    r"^(?<x>a)b",
+    r"^a{1,2}?b",
+    r"(a*)*",
+    r"^[\W]+$",
+    r"^\D\d$",
+    r"^(a?){3}b$",
+    r"^a{,b$",
+    r"^x{0}a$",
+    r"^[a-c1]{120,130}$",
+]
+
+
+def whole(pattern: str) -> regex.Node:
+    return regex.narrow(regex.whole(regex.parse(pattern)), regex.PLAIN)
+
+
+def grammar(tree: regex.Node) -> xgrammar.Grammar:
+    return xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": regex.write(tree)}))
+
+
+def permits(compiled: xgrammar.Grammar, text: str) -> bool:
+    return xgrammar.testing._is_grammar_accept_string(compiled, json.dumps(text, ensure_ascii=False))
+
+
+def texts(longest: int):
+    for length in range(longest + 1):
+        for characters in itertools.product(ALPHABET, repeat=length):
+            yield "".join(characters)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_are_searched_for(pattern):
+    compiled = grammar(whole(pattern))
+    python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
+    for text in [*texts(2), "abc", "aab", "bca", "bcbca", "a" * 120, "a" * 131, "${a}", "a/b.c-", "1 a"]:
+        assert permits(compiled, text) == bool(python.search(text)), text
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, "^(?!a)b", "(?=.*1)a", "(?!^$)"])
+def test_patterns_are_found(pattern):
+    python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
+    for text in texts(2):
+        for widest in (False, True):
+            assert regex.found(regex.parse(pattern, widest=widest), text) == bool(python.search(text)), text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(",
+        ")",
+        "a)",
+        "[",
+        "[]",
+        "[^]",
+        "*a",
+        "a**",
+        "a{3,1}",
+        r"\1",
+        r"\k<a>",
+        r"\b",
+        "(?<=a)b",
+        "(?i)a",
+        r"\p{L}",
+        "a\\",
+        "[b-a]",
+    ],
+)
+def test_patterns_that_are_refused(pattern):
+    with pytest.raises(regex.RegexError):
+        regex.parse(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["a^b", "a$b", "(^a)*", "a(?!b)c"])
+def test_assertions_in_the_middle_are_refused(pattern):
+    with pytest.raises(regex.RegexError):
+        whole(pattern)
+
+
+def test_classes_beyond_ascii_have_what_every_engine_agrees_on():
+    for pattern, text in ((r"^\w$", "é"), (r"^\d$", "٣"), (r"^\S$", "\x85"), (r"^.$", "\u2028"), (r"^[^\w]$", "é")):
+        assert not regex.found(regex.parse(pattern), text)
+    assert regex.found(regex.parse(r"^\S$"), "é")
+    assert regex.found(regex.parse(r"^\w$", widest=True), "é")
+
+
+def test_all_but_some():
+    rng = random.Random(3)
+    for _ in range(20):
+        left_out = {"".join(rng.choices("abc", k=rng.randrange(0, 4))) for _ in range(rng.randrange(1, 6))}
+        compiled = grammar(all_but(left_out))
+        for text in texts(2):
+            assert permits(compiled, text) == (text not in left_out)
+    long = ["x" * 500, "y" * 500 + "z"]
+    compiled = grammar(all_but(long))
+    assert permits(compiled, "x")
+    assert not any(permits(compiled, text) for text in long)
+
+
+def test_lengths_of_patterns():
+    for pattern, low, high in (("^a*$", 2, 4), ("^[ab]+c$", 2, 3), ("^(a|bb)$", 2, 2), ("^ab?$", 0, 5), ("a", 3, 4)):
+        tree = limit(whole(pattern), low, high)
+        if tree is None:
+            assert pattern == "a"
+            continue
+        compiled = grammar(tree)
+        for text in texts(2):
+            assert permits(compiled, text) == (bool(re.search(pattern, text)) and low <= len(text) <= high)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name):
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    tree = whole(FORMATS[name])
+    rng = random.Random(name)
+    for _ in range(200):
+        text = sample(tree, rng)
+        assert re.search(FORMATS[name], text)
+        assert checker.conforms(text, name), text
+    assert format_pattern(name) is not None
+    assert format_pattern("phone") is None
+
+
+def sample(node: regex.Node, rng: random.Random) -> str:
+    match node:
+        case regex.Chars(ranges):
+            low, high = rng.choice(ranges)
+            return chr(rng.randint(low, high))
+        case regex.Seq(parts):
+            return "".join(sample(part, rng) for part in parts)
+        case regex.Alt(options):
+            return sample(rng.choice(options), rng)
+        case regex.Repeat(part, low, high):
+            most = low + 3 if high is None else min(high, low + 3)
+            return "".join(sample(part, rng) for _ in range(rng.randint(low, most)))
+        case _:
+            raise AssertionError(node)

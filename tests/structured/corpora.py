@@ -1,0 +1,81 @@
+"""Schemas to prove the check with: an official suite, tools of a leaderboard, and what installed packages bring."""
+
+import gzip
+import importlib
+import importlib.metadata
+import inspect
+import json
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent / "data"
+# Packages that bring JSON schemas as files.
+PACKAGES = ("check-jsonschema", "validate-pyproject-schema-store", "jsonschema-specifications")
+# Of the parts of one large schema that are taken as schemas of their own.
+PARTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A schema, and values of which is known whether they meet it."""
+
+    name: str
+    schema: Any
+    valid: list[Any] = field(default_factory=list)
+    invalid: list[Any] = field(default_factory=list)
+
+
+def suite() -> list[Case]:
+    """The official suite of draft 2020-12."""
+    return [Case(**case) for case in _load("json_schema_test_suite.json.gz")]
+
+
+def tools() -> list[Case]:
+    """Parameters of functions, as people write them for models."""
+    return [Case(**case) for case in _load("bfcl.json.gz")]
+
+
+def real() -> list[Case]:
+    """Schemas of installed packages: files, parts of these, and models of pydantic."""
+    return [*_files(), *_models("openai.types.chat"), *_models("openai.types.fine_tuning")]
+
+
+def _load(name: str) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress((DATA / name).read_bytes()))
+
+
+def _files() -> Iterator[Case]:
+    for package in PACKAGES:
+        for path in sorted(importlib.metadata.files(package) or (), key=str):
+            if path.suffix != ".json":
+                continue
+            schema = json.loads(Path(path.locate()).read_text(encoding="utf-8"))
+            if not isinstance(schema, dict) or not ({"$schema", "properties", "definitions", "$defs"} & schema.keys()):
+                continue
+            yield Case(f"{package}: {path.name}", schema)
+            for keyword in ("definitions", "$defs"):
+                parts = schema.get(keyword)
+                for name in list(parts)[:: max(1, len(parts) // PARTS)][:PARTS] if isinstance(parts, dict) else ():
+                    kept = {key: value for key, value in schema.items() if key in (keyword, "$schema", "$id")}
+                    pointer = name.replace("~", "~0").replace("/", "~1").replace("%", "%25")
+                    yield Case(f"{package}: {path.name} {name}", {**kept, "$ref": f"#/{keyword}/{pointer}"})
+
+
+def _models(package: str) -> Iterator[Case]:
+    """Every model of pydantic in the modules of a package."""
+    from pydantic import BaseModel
+    from pydantic.errors import PydanticInvalidForJsonSchema, PydanticUserError
+
+    seen: set[type] = set()
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+        for name, kind in sorted(inspect.getmembers(importlib.import_module(module.name), inspect.isclass)):
+            if not issubclass(kind, BaseModel) or kind in seen or not kind.__module__.startswith(package):
+                continue
+            seen.add(kind)
+            try:
+                yield Case(f"{module.name}: {name}", kind.model_json_schema())
+            except (PydanticInvalidForJsonSchema, PydanticUserError):
+                continue  # It has a field that pydantic can't describe.

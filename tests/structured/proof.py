@@ -1,0 +1,120 @@
+"""The proof: a schema is refused, or whatever its grammar permits meets it."""
+
+import json
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import jsonschema
+import xgrammar
+from corpora import Case
+from walks import Walker, hints
+
+from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.protocol.schema import check_schema
+from nanovllm_server.schemas.formats import FORMATS
+
+# What refusals name: keywords that some schema or other has with what can't be enforced, or that nothing meets.
+REFUSED = frozenset(
+    {
+        *("$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "const", "contains", "dependentRequired", "enum"),
+        *("exclusiveMaximum", "exclusiveMinimum", "if", "items", "maxItems", "maxLength", "maxProperties", "maximum"),
+        *("minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf", "pattern", "schema"),
+        *("patternProperties", "propertyNames", "required", "type", "unevaluatedItems", "unevaluatedProperties"),
+        *("dependencies", "uniqueItems"),
+    }
+)
+# Seconds to compile that are worth a line.
+SLOW = 2.0
+
+
+@dataclass
+class Report:
+    """What became of the schemas of a corpus, and what must not have happened (`wrong`)."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
+    seconds: Counter[str] = field(default_factory=Counter)
+
+
+def prove(
+    walker: Walker, cases: Iterable[Case], walks: int, *, tag: bool = False, report: Report | None = None
+) -> Report:
+    """Checks each schema, compiles its grammar, walks through it, and validates what was written."""
+    report = report or Report()
+    for case in cases:
+        _prove(walker, case, walks, tag, report)
+    return report
+
+
+def _prove(walker: Walker, case: Case, walks: int, tag: bool, report: Report) -> None:
+    begin = time.perf_counter()
+    try:
+        written = check_schema(case.schema, "schema")
+    except ApiError as refusal:
+        _note_refusal(case, refusal, report)
+        return
+    finally:
+        report.seconds["check"] += time.perf_counter() - begin
+    report.counts["accepted"] += 1
+    begin = time.perf_counter()
+    try:
+        grammar = walker.compile(written, tag=tag)
+    except RuntimeError as error:
+        report.wrong.append(f"{case.name}: {str(error)[:300]} for {json.dumps(written)[:300]}")
+        return
+    took = time.perf_counter() - begin
+    report.seconds["compile"] += took
+    if took > SLOW:
+        report.slow.append(f"{case.name}: {took:.1f} s")
+    # Formats are annotations, unless they are enforced.
+    annotated = case.name.startswith("optional/format") and case.schema.get("format") not in FORMATS
+    for value in [] if annotated else case.invalid:
+        if walker.accepts(grammar, json.dumps(value, ensure_ascii=False)):
+            report.wrong.append(f"{case.name}: permits {json.dumps(value)[:200]}")
+    for value in case.valid:
+        report.counts["valid permitted"] += walker.accepts(grammar, json.dumps(value, ensure_ascii=False))
+        report.counts["valid"] += 1
+    begin = time.perf_counter()
+    _walk(walker, grammar, case, walks, report)
+    report.seconds["walk"] += time.perf_counter() - begin
+
+
+def _note_refusal(case: Case, refusal: ApiError, report: Report) -> None:
+    keyword = refusal.message.split(" ", 1)[0]
+    report.counts["invalid" if refusal.code == "invalid_value" else "refused"] += 1
+    report.refused[keyword] += 1
+    report.refusals.append(f"{case.name}: {refusal.message}")
+    if keyword not in REFUSED or not (refusal.param or "").startswith("schema") or refusal.status != 400:
+        report.wrong.append(f"{case.name}: refused without naming a keyword: {refusal.message[:200]}")
+
+
+def _walk(walker: Walker, grammar: xgrammar.CompiledGrammar, case: Case, walks: int, report: Report) -> None:
+    validator = jsonschema.validators.validator_for(case.schema, default=jsonschema.Draft202012Validator)(case.schema)
+    rng = random.Random(case.name)
+    words = hints(case.schema)
+    for _ in range(walks):
+        try:
+            walk = walker.walk(grammar, rng, words)
+        except AssertionError as error:
+            report.wrong.append(f"{case.name}: {error}")
+            return
+        report.counts["walks"] += 1
+        report.counts["tokens"] += walk.num_tokens
+        if not walk.ended:
+            report.wrong.append(f"{case.name}: does not end: {walk.text[:200]!r}")
+            return
+        try:
+            with warnings.catch_warnings(action="ignore"):  # Of patterns that re will read otherwise some day.
+                problem = next(validator.iter_errors(json.loads(walk.text)), None)
+        except (json.JSONDecodeError, RecursionError) as error:
+            problem = error
+        if problem is not None:
+            report.wrong.append(f"{case.name}: {walk.text[:300]!r} is not valid: {str(problem)[:300]}")
+            return
