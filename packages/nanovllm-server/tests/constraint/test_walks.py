@@ -19,8 +19,16 @@ ARGUMENTS = {
         "tags": {"type": "array", "items": {"type": "string"}},
         "place": {"$ref": "#/$defs/place"},
         "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}-.+$"},
+        "when": {"type": "string", "format": "date"},
+        "short": {"type": "string", "minLength": 1, "maxLength": 4},
+        "words": {"type": "array", "items": {"type": "string", "minLength": 2, "maxLength": 6}, "maxItems": 2},
+        "either": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]},
+        "empty": {"enum": ["", "a"]},
+        "any": {},
+        "enum": {"type": "object", "properties": {"x": {"type": "string", "minLength": 3}}},
     },
-    "required": ["city", "tags", "place"],
+    "required": ["city", "tags", "place", "code", "words", "short", "empty"],
     "additionalProperties": False,
     "$defs": {
         "place": {

@@ -10,6 +10,7 @@ from nanovllm_server.protocol.json import JSON
 
 # A part of a structural tag: an object with `type`.
 Part = dict[str, JSON]
+EMPTY: Part = {"type": "const_string", "value": ""}
 
 
 def literal(text: str) -> Part:
@@ -45,13 +46,17 @@ def sequence(*parts: Part) -> Part:
     joined: list[Part] = []
     for part in parts:
         for each in cast("list[Part]", part["elements"]) if part["type"] == "sequence" else [part]:
+            if each == EMPTY:
+                continue
             last = joined[-1] if joined else None
             # The fewer parts the smaller the grammar.
             if last is not None and last["type"] == each["type"] == "const_string":
                 joined[-1] = literal(f"{last['value']}{each['value']}")
             else:
                 joined.append(each)
-    return joined[0] if len(joined) == 1 else {"type": "sequence", "elements": [*joined]}
+    if len(joined) < 2:
+        return joined[0] if joined else EMPTY
+    return {"type": "sequence", "elements": [*joined]}
 
 
 def either(parts: Sequence[Part]) -> Part:

@@ -3,6 +3,8 @@
 This room must not know formats or how text comes.
 """
 
+import json
+
 import orjson
 
 from nanovllm_server.protocol.json import JSON
@@ -44,11 +46,7 @@ def typed_json(value: str, schema: JSON, key: str) -> str:
         return PYTHON_WORDS[word]
     if "string" in types:
         return "null" if word == "null" and "null" in types else orjson.dumps(value).decode()
-    try:
-        orjson.loads(value)
-    except orjson.JSONDecodeError:
-        return orjson.dumps(value).decode()
-    return word
+    return word if _is_json(word) else orjson.dumps(value).decode()
 
 
 def _property(schema: JSON, key: str) -> JSON:
@@ -109,6 +107,19 @@ def _referred(reference: str, root: JSON) -> JSON:
             return None
         schema = schema.get(name.replace("~1", "/").replace("~0", "~"))
     return schema
+
+
+def _is_json(text: str) -> bool:
+    # orjson knows no numbers beyond float's and no halves of surrogate pairs, which JSON does.
+    try:
+        json.loads(text, parse_int=float, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
 
 
 def _loads(text: str) -> JSON:

@@ -176,10 +176,21 @@ def _arguments(function: Function) -> JSON:
     """The schema that the arguments of a function are to follow."""
     if function.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    schema = check_schema(function.parameters, function.path)
-    if isinstance(schema, dict) and not schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}:
-        # Arguments are never anything else.
-        schema = {"type": "object", **schema}
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise bad_field(f"{function.path}.type", '"object"', schema.get("type") if isinstance(schema, dict) else schema)
+    schema = _objects(check_schema(function.parameters, function.path))
+    if schema is None:
+        raise bad_field(function.path, "a schema that takes an object", function.parameters)
     return schema
+
+
+def _objects(schema: JSON) -> JSON:
+    """The part of a schema, as `check_schema` gives it, that takes objects; None if none does."""
+    match schema:
+        case {"type": "object"}:
+            return schema
+        case {"anyOf": list(branches)}:
+            objects = [branch for branch in branches if _objects(branch) is not None]
+            return {**schema, "anyOf": objects} if objects else None
+        case {"type": _} | {"enum": _}:
+            return None
+        case _:
+            return {"type": "object", "additionalProperties": {}}
