@@ -81,7 +81,7 @@ async def test_a_key_is_asked_for_where_it_is_needed(service, document):
         ("temperature", {"type": ["number", "null"], "minimum": 0, "maximum": 2}),
         ("top_p", {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1}),
         ("n", {"type": ["integer", "null"], "minimum": 1, "maximum": 8}),
-        ("model", {"type": "string"}),
+        ("model", {"type": "string", "minLength": 1}),
         ("cache_salt", {"type": ["string", "null"], "maxLength": 256}),
         (
             "stop_token_ids",

@@ -100,8 +100,9 @@ class _Listening(Fields):
         self._node.note(name, {"type": "boolean"})
         return super().boolean(name)
 
-    def text(self, name: str, max_length: int | None = None) -> str | None:
-        self._node.note(name, {"type": "string", **({} if max_length is None else {"maxLength": max_length})})
+    def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:
+        longest: Schema = {} if max_length is None else {"maxLength": max_length}
+        self._node.note(name, {"type": "string", **longest, **accepts})
         return super().text(name, max_length)
 
     def one_of(self, name: str, choices: Sequence[str]) -> str | None:

@@ -66,7 +66,7 @@ def _function(tool: Fields) -> tuple[str, JSON]:
     function = tool.child("function")
     if function is None:
         raise tool.wrong("function", "an object with name, description and parameters")
-    name = function.text("name", MAX_NAME)
+    name = function.text("name", MAX_NAME, {"pattern": "^[A-Za-z0-9_.:/-]+$"})
     if not name or not NAME_CHARACTERS.issuperset(name):
         raise function.wrong("name", f"a string of 1 to {MAX_NAME} letters, digits and _-.:/")
     function.text("description")
