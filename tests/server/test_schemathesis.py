@@ -1,4 +1,4 @@
-"""What the API's description allows and what it forbids, made up at random: never a 5xx, never an answer that breaks it.
+"""What the API's description allows and what it forbids, made up: never a 5xx, never an answer that breaks it.
 
 The long run is the same program with more cases, against any server that runs:
 
