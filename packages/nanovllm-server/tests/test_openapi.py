@@ -157,6 +157,23 @@ def test_a_bad_example_is_no_description():
         describe(lambda body: read_chat_request(body, LIMITS, DEFAULTS), [{"model": "m", "messages": []}])
 
 
+def test_a_field_may_be_read_in_two_ways():
+    def read(body):
+        if isinstance(body.raw("choice"), dict):
+            body.child("choice").text("name")
+        else:
+            body.one_of("choice", ("auto", "none"))
+
+    schema = describe(read, [{"choice": "auto"}, {"choice": {"name": "f"}}])
+    assert schema["properties"]["choice"] == {
+        "anyOf": [
+            {"type": "string", "enum": ["auto", "none"]},
+            {"type": "object", "properties": {"name": {"type": ["string", "null"]}}},
+            {"type": "null"},
+        ]
+    }
+
+
 def test_a_field_that_two_look_at_is_what_the_closer_look_says():
     def read(body):
         body.raw("a")
