@@ -22,6 +22,6 @@ def map_body(context: Any, body: Any) -> Any:
             body[name] = 1 + body[name] % most
     if type(body.get("min_tokens")) is int and body["min_tokens"] > 0:
         body["min_tokens"] = 1
-    if "max_tokens" not in body and "max_completion_tokens" not in body:
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_tokens"] = MOST_TOKENS
     return body
