@@ -2,9 +2,9 @@
 
 The long run is the same program with more cases, against any server that runs:
 
-    cd tests/server/schemathesis
-    NANOVLLM_MODEL=SmolLM2-135M-Instruct SCHEMATHESIS_HOOKS=hooks uv run schemathesis --config-file schemathesis.toml \\
-        run http://127.0.0.1:8000/openapi.json --max-examples 1600 --seed 1
+    export NANOVLLM_MODEL=SmolLM2-135M-Instruct PYTHONPATH=tests/server/schemathesis SCHEMATHESIS_HOOKS=hooks
+    uv run schemathesis --config-file tests/server/schemathesis/schemathesis.toml \\
+        run http://127.0.0.1:8000/openapi.json --max-examples 2000 --seed 7
 """
 
 import os
@@ -21,17 +21,17 @@ HOME = Path(__file__).with_name("schemathesis")
 CASES = 20
 
 
-def test_no_case_breaks_the_server_or_the_description(run_server, tiny_model):
+def test_no_case_breaks_the_server_or_the_description(run_server, tiny_model, tmp_path):
     flags = ("--max-model-len", "512", "--cpu-cache-gib", "0.05", "--max-num-seqs", "8", "--served-model-name", "tiny")
     with run_server(tiny_model, *flags) as server:
         done = subprocess.run(
             [
                 Path(sys.executable).with_name("schemathesis"),
-                *("--config-file", "schemathesis.toml", "run", f"{server.url}/openapi.json"),
+                *("--config-file", HOME / "schemathesis.toml", "run", f"{server.url}/openapi.json"),
                 *("--max-examples", str(CASES), "--generation-deterministic", "--seed", "1", "--no-color"),
             ],
-            cwd=HOME,
-            env={**os.environ, "NANOVLLM_MODEL": "tiny", "SCHEMATHESIS_HOOKS": "hooks"},
+            cwd=tmp_path,
+            env={**os.environ, "NANOVLLM_MODEL": "tiny", "PYTHONPATH": str(HOME), "SCHEMATHESIS_HOOKS": "hooks"},
             capture_output=True,
             text=True,
             timeout=300,
