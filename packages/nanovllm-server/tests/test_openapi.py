@@ -81,7 +81,7 @@ async def test_a_key_is_asked_for_where_it_is_needed(service, document):
         ("temperature", {"type": ["number", "null"], "minimum": 0, "maximum": 2}),
         ("top_p", {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1}),
         ("n", {"type": ["integer", "null"], "minimum": 1, "maximum": 8}),
-        ("model", {"type": "string"}),
+        ("model", {"type": "string", "minLength": 1}),
         ("cache_salt", {"type": ["string", "null"], "maxLength": 256}),
         (
             "stop_token_ids",
@@ -155,6 +155,23 @@ def test_the_examples_are_good(document):
 def test_a_bad_example_is_no_description():
     with pytest.raises(ApiError):
         describe(lambda body: read_chat_request(body, LIMITS, DEFAULTS), [{"model": "m", "messages": []}])
+
+
+def test_a_field_may_be_read_in_two_ways():
+    def read(body):
+        if isinstance(body.raw("choice"), dict):
+            body.child("choice").text("name")
+        else:
+            body.one_of("choice", ("auto", "none"))
+
+    schema = describe(read, [{"choice": "auto"}, {"choice": {"name": "f"}}])
+    assert schema["properties"]["choice"] == {
+        "anyOf": [
+            {"type": "string", "enum": ["auto", "none"]},
+            {"type": "object", "properties": {"name": {"type": ["string", "null"]}}},
+            {"type": "null"},
+        ]
+    }
 
 
 def test_a_field_that_two_look_at_is_what_the_closer_look_says():

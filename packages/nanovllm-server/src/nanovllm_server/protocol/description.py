@@ -35,15 +35,16 @@ def describe(read: Read, examples: Sequence[dict[str, JSON]]) -> Schema:
 
 @dataclass(slots=True)
 class _Node:
-    """What is known of the objects at one place: their fields, and the objects in these."""
+    """What is known of the objects at one place: what their fields accept, in either way, and the objects in these."""
 
-    fields: dict[str, Schema] = field(default_factory=dict[str, Schema])
+    fields: dict[str, list[Schema]] = field(default_factory=dict[str, list[Schema]])
     below: dict[str, "_Node"] = field(default_factory=dict[str, "_Node"])
     required: frozenset[str] | None = None
 
     def note(self, name: str, accepts: Schema) -> None:
-        if accepts or name not in self.fields:
-            self.fields[name] = accepts
+        ways = self.fields.setdefault(name, [])
+        if accepts and accepts not in ways:
+            ways.append(accepts)
 
     def child(self, name: str) -> "_Node":
         return self.below.setdefault(name, _Node())
@@ -54,26 +55,27 @@ class _Node:
     def schema(self) -> Schema:
         required = self.required or frozenset()
         # What may only be null is refused whatever it says.
-        names = [name for name, accepts in self.fields.items() if accepts not in ({"enum": [None]}, {"type": "null"})]
+        refused: tuple[list[Schema], ...] = ([{"enum": [None]}], [{"type": "null"}])
+        names = [name for name, ways in self.fields.items() if ways not in refused]
         properties: dict[str, JSON] = {}
         for name in names:
-            accepts = self._deeper(name)
+            ways = [self._deeper(name, accepts) for accepts in copy.deepcopy(self.fields[name])] or [{}]
+            accepts: Schema = ways[0] if len(ways) == 1 else {"anyOf": [*ways]}
             properties[name] = accepts if name in required else _or_null(accepts)
         schema: Schema = {"type": "object", "properties": properties}
         if required:
             schema["required"] = [name for name in names if name in required]
         return schema
 
-    def _deeper(self, name: str) -> Schema:
-        accepts = copy.deepcopy(self.fields[name])
+    def _deeper(self, name: str, accepts: Schema) -> Schema:
+        """`accepts` with what is known of the objects in the field."""
+        kinds = accepts.get("type")
         if name not in self.below:
             return accepts
         inner = self.below[name].schema()
-        kinds = accepts.get("type")
         if kinds == "array" or (isinstance(kinds, list) and "array" in kinds):
             return {**accepts, "items": inner}
-        # The keywords of objects say nothing of other values.
-        return {**inner, **accepts}
+        return {**inner, **accepts} if kinds == "object" else accepts
 
 
 class _Listening(Fields):
@@ -100,8 +102,9 @@ class _Listening(Fields):
         self._node.note(name, {"type": "boolean"})
         return super().boolean(name)
 
-    def text(self, name: str, max_length: int | None = None) -> str | None:
-        self._node.note(name, {"type": "string", **({} if max_length is None else {"maxLength": max_length})})
+    def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:
+        longest: Schema = {} if max_length is None else {"maxLength": max_length}
+        self._node.note(name, {"type": "string", **longest, **accepts})
         return super().text(name, max_length)
 
     def one_of(self, name: str, choices: Sequence[str]) -> str | None:

@@ -69,8 +69,13 @@ class Fields:
             raise self.wrong(name, "true or false")
         return value
 
-    def text(self, name: str, max_length: int | None = None) -> str | None:
-        """A string of at most `max_length` characters."""
+    def text(
+        self,
+        name: str,
+        max_length: int | None = None,
+        accepts: dict[str, JSON] = ANYTHING,  # noqa: ARG002
+    ) -> str | None:
+        """A string of at most `max_length` characters. accepts: the JSON Schema of what the caller lets through."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))

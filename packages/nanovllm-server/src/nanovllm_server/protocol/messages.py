@@ -50,19 +50,20 @@ def _message(fields: Fields) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    if role != "assistant":
-        content = _content(fields, optional=False)
-        return Message(role=role, content=content, name=fields.text("name"), tool_call_id=fields.text("tool_call_id"))
+    # All is looked at whoever speaks, so that mistakes are named; what only an assistant has counts for it alone.
+    name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _tool_calls(fields)
     # Two names for the same text: DeepSeek's clients send the second one back.
     names = ("reasoning", "reasoning_content")
     reasoning = next((text for text in map(fields.text, names) if text), None)
-    content = _content(fields, optional=bool(calls or reasoning))
     fields.text("refusal")
     if fields.raw("function_call", {"type": "null"}) is not None:
         path = fields.path("function_call")
         raise unsupported(path, f"{path} is not supported: use tool_calls")
-    return Message(role=role, content=content, name=fields.text("name"), reasoning=reasoning, tool_calls=calls)
+    if role != "assistant":
+        return Message(role=role, content=_content(fields, optional=False), name=name, tool_call_id=tool_call_id)
+    content = _content(fields, optional=bool(calls or reasoning))
+    return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 
 
 def _content(fields: Fields, *, optional: bool) -> str | None:
@@ -102,7 +103,7 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
         function = call.child("function")
         if function is None:
             raise call.wrong("function", "an object with name and arguments")
-        name, arguments = function.text("name"), function.text("arguments")
+        name, arguments = function.text("name", accepts={"minLength": 1}), function.text("arguments")
         if not name:
             raise function.wrong("name", "a non-empty string")
         if arguments is None:

@@ -122,13 +122,28 @@ def document(names: tuple[str, ...], limits: Limits, defaults: SamplingDefaults,
 
 def _chat(names: tuple[str, ...], *, needs_key: bool) -> dict[str, JSON]:
     examples: dict[str, JSON] = {key: {"value": {**value, "model": names[0]}} for key, value in EXAMPLES.items()}
-    body: Schema = {"schema": _ref("ChatCompletionRequest"), "examples": examples}
-    events: Schema = {"schema": {"type": "string", "description": SSE}}
+    request: Schema = {"schema": _ref("ChatCompletionRequest"), "examples": examples}
+    body: Schema = {"anyOf": [_ref("ChatCompletionChunk"), _ref("Error")]}
+    data: Schema = {
+        "anyOf": [
+            {"type": "string", "contentMediaType": "application/json", "contentSchema": body},
+            {"const": "[DONE]"},
+        ]
+    }
+    # Of one event.
+    events: Schema = {
+        "schema": {
+            "type": "object",
+            "description": SSE,
+            "properties": {"event": {"enum": ["message", "error"]}, "data": data},
+            "required": ["data"],
+        }
+    }
     return {
         "operationId": "createChatCompletion",
         "summary": "Answer a conversation, whole or, with `stream`, as it is written",
         **_security(needs_key=needs_key),
-        "requestBody": {"required": True, "content": {"application/json": body}},
+        "requestBody": {"required": True, "content": {"application/json": request}},
         "responses": {
             "200": _response(
                 "The answer; with `stream` as events.",

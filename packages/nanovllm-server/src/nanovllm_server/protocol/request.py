@@ -93,7 +93,7 @@ def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) 
 
 def read_chat_request(body: Fields, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """The same, of a body that is known to be a JSON object."""
-    model = body.text("model")
+    model = body.text("model", accepts={"minLength": 1})
     if not model:
         raise body.wrong("model", "the name of a model")
     messages, unknown = parse_messages(body)
@@ -278,11 +278,9 @@ def _stop_token_ids(body: Fields, vocab_size: int) -> tuple[int, ...]:
 
 
 def _request_id(body: Fields) -> str | None:
+    value = body.text("request_id", accepts={"pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
     # It goes back in a header.
-    value = body.raw("request_id", {"type": "string", "pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
-    if value is None:
-        return None
-    if not (isinstance(value, str) and value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
+    if value is not None and not (value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
         raise body.wrong("request_id", f"a string of 1 to {MAX_ID_LENGTH} printable ASCII characters")
     return value
 
