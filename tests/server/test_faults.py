@@ -129,9 +129,9 @@ async def test_choices_share_one_computed_prompt(server):
     """Each choice computes, of the prompt, what is left of its last block."""
     for n, words in ((8, 300), (3, 200)):
         before = await idle(server)
-        status, body = await answer(
-            server, n=n, max_tokens=4, messages=[{"role": "user", "content": f"{n} word " * words}]
-        )
+        # Nothing of it may be there from others before.
+        fields = {"n": n, "max_tokens": 4, "cache_salt": f"{n} choices"}
+        status, body = await answer(server, messages=[{"role": "user", "content": f"{n} word " * words}], **fields)
         after = await idle(server)
         assert status == 200
         prompt = body["usage"]["prompt_tokens"]
@@ -195,7 +195,7 @@ async def test_only_who_asks_for_it_finds_prompts_in_the_log(run_server, tiny_mo
         assert (await answer(server, messages=[{"role": "user", "content": "a secret"}], temperature=9))[0] == 400
         # Who is not done when the time to drain is over hears of it, and the server ends as asked.
         reader, writer = await connect(server)
-        writer.write(request(stream=True, max_tokens=200, n=32, logprobs=True))
+        writer.write(request(stream=True, max_tokens=200, n=100, logprobs=True))
         await reader.readuntil(b"data: ")
         reading = asyncio.create_task(reader.read())
         assert await asyncio.to_thread(server.stop) == 0
