@@ -201,6 +201,24 @@ async def test_closing_a_stream_frees_everything(engine):
     assert await collect(engine, greedy("a", [1], 2)), "the id is free again"
 
 
+async def test_who_is_more_urgent_goes_first(toy_spec):
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, "max_num_seqs": 1}))
+    order = []
+
+    async def ask(name: str, priority: int) -> None:
+        request = greedy(name, [1, 2, 3], 20)
+        request.priority = priority
+        await collect(engine, request)
+        order.append(name)
+
+    running = asyncio.create_task(ask("running", 9))
+    while not engine.stats.num_steps:
+        await asyncio.sleep(0)
+    await asyncio.gather(running, ask("later", 1), ask("usual", 0), ask("usual too", 0), ask("urgent", -1))
+    await engine.stop()
+    assert order == ["running", "urgent", "usual", "usual too", "later"]
+
+
 async def test_a_taken_id_is_refused_and_harms_nobody(engine, oracle):
     first = asyncio.create_task(collect(engine, greedy("a", [1, 2, 3], 30)))
     await asyncio.sleep(0.01)

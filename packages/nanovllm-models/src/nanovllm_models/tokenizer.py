@@ -60,7 +60,9 @@ class Tokenizer:
         add_special_tokens: put what the model wants around a text (mostly a token for its beginning). Not for rendered
         conversations, whose template has done so.
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # For a batch other Python threads may run meanwhile, and nobody here asks which characters a token is of.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no valid UTF-8 come out as U+FFFD."""

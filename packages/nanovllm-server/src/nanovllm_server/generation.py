@@ -165,7 +165,13 @@ class Generation:
         self._timers.append(loop.create_task(self._tick(idle_s)))
         if self._timeout_s is not None:
             left = self._requests[0].arrival_time + self._timeout_s - time.monotonic()
-            self._timers.append(loop.call_later(max(left, 0.0), self.fail, timed_out(self._timeout_s)))
+            self._timers.append(loop.call_later(max(left, 0.0), self._expire, self._timeout_s))
+
+    def _expire(self, timeout_s: float) -> None:
+        self.fail(timed_out(timeout_s))
+        # Whoever reads may be slow to hear of it.
+        for each in self._opened.values():
+            each.close()
 
     def _open(self, indices: Iterable[int]) -> None:
         for index in indices:
