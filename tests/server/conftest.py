@@ -1,11 +1,55 @@
 """The models and the server that tests of the server process share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
+from contract import Exchange, check
 from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class Watched(httpx2.AsyncByteStream):
+    """The body of an answer, noted as the official client reads it."""
+
+    def __init__(self, request: httpx2.Request, response: httpx2.Response, exchanges: list[Exchange]):
+        self._request, self._response, self._exchanges = request, response, exchanges
+        self._stream = response.stream
+        self._body = bytearray()
+        self._complete = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            self._body += part
+            yield part
+        self._complete = True
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+        url, response = self._request.url, self._response
+        kind = response.headers.get("content-type", "")
+        body = bytes(self._body)
+        self._exchanges.append(
+            Exchange(self._request.method, url.path, response.status_code, kind, body, self._complete)
+        )
+
+
+@pytest.fixture(autouse=True)
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
+    """What the official client got in this test; all of it is held to the contract."""
+    exchanges: list[Exchange] = []
+    real = httpx2.AsyncHTTPTransport.handle_async_request
+
+    async def handle(self: httpx2.AsyncHTTPTransport, request: httpx2.Request) -> httpx2.Response:
+        response = await real(self, request)
+        response.stream = Watched(request, response, exchanges)
+        return response
+
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", handle)
+    yield exchanges
+    for exchange in exchanges:
+        check(exchange)
 
 
 @pytest.fixture(scope="session")

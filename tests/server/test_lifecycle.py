@@ -42,7 +42,7 @@ def health(server):
 
 
 async def test_drains_on_sigterm(run_server, tiny_model):
-    with run_server(tiny_model, *FLAGS, "--log-format", "json") as server:
+    with run_server(tiny_model, *FLAGS, "--log-format", "json", "--drain-timeout", "300") as server:
         async with client(server) as sdk:
             chunks = await open_stream(sdk, 900)
             server.process.send_signal(signal.SIGTERM)
@@ -54,7 +54,7 @@ async def test_drains_on_sigterm(run_server, tiny_model):
             assert refused.value.status_code == 503
             last = [chunk async for chunk in chunks][-1]
             assert last.choices[0].finish_reason == "length"
-        assert await asyncio.to_thread(server.process.wait, 30) == 0
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
     lines = [json.loads(line) for line in server.errors if line.startswith("{")]
     assert any(line["event"] == "request" and line.get("completion_tokens") == 900 for line in lines)
     assert not any("Traceback" in line for line in server.errors)

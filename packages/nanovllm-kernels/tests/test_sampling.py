@@ -12,6 +12,7 @@ from nanovllm_kernels.sampling import (
     apply_bias,
     apply_masks,
     apply_penalties,
+    forbid,
     logprobs,
     noise,
     reference,
@@ -263,6 +264,23 @@ def test_masked_tokens_are_never_drawn(settings):
     masked = apply_masks(logits, torch.arange(num_rows, dtype=torch.int32), packed(allowed))
     drawn = draw(masked, **settings).long()
     assert allowed[torch.arange(num_rows), drawn].all()
+
+
+def test_forbid():
+    logits = torch.randn(3, 10).to(torch.bfloat16)
+    rows = torch.tensor([1, 0, 1], dtype=torch.int32)
+    tokens = torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 0]], dtype=torch.int32)
+    num_prompt = torch.tensor([2, 1], dtype=torch.int32)
+    sequences = torch.tensor(
+        [[[-1, -1, 9], [-1, 4, 8], [2, 3, 7], [-1, 3, 6]], [[-1, 8, 9], [6, 7, 1], [5, 6, 2], [-1, -1, -1]]],
+        dtype=torch.int32,
+    )
+    out = forbid(logits, rows, torch.tensor([3, 4, 5]), tokens, num_prompt, sequences)
+    expected = logits.float()
+    # After [5,] 6, 7; after [1, 2,] 3, 4, of which "2, 3" begins in the prompt; after [5,] 6, 7, 8, 9.
+    expected[0, 1] = -math.inf
+    expected[1, [9, 8]] = -math.inf
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypercorn.asyncio import serve
+from contract import Exchange, check
+from hypercorn.typing import ASGIFramework
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -20,6 +21,7 @@ from nanovllm_models.errors import TemplateError
 from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
+from nanovllm_server.connections import serve
 from nanovllm_server.detokenize import Vocabulary
 from nanovllm_server.dialect import Dialect
 from nanovllm_server.observability.logs import configure_logs, get_logger
@@ -54,13 +56,24 @@ class ScriptedTokenizer:
     backend: Tokenizer
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
     given: list[tuple[Any, Any]] = field(default_factory=list)
+    turns: list[tuple[bool, bool, Any]] = field(default_factory=list)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def render_chat(self, messages, *, tools=None, template_values=None) -> str:
+    def render_chat(
+        self,
+        messages,
+        *,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        tools=None,
+        documents=None,
+        template_values=None,
+    ) -> str:
         self.rendered.append(list(messages))
         self.given.append((tools, template_values))
+        self.turns.append((add_generation_prompt, continue_final_message, documents))
         if any(message["role"] == "tool" for message in messages):
             raise TemplateError("this template has no tools")
         turns = "".join(f"<|start|>{message['role']}:{message['content']}" for message in messages)
@@ -213,9 +226,44 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Vo
     service.renderer.close()
 
 
+class Witness:
+    """Around the application: sees every answer, to hold it to the contract."""
+
+    def __init__(self, app: ASGIFramework):
+        self._app = app
+        self.exchanges: list[Exchange] = []
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, kind, body, complete = 0, "", bytearray(), False
+
+        async def send_and_see(event) -> None:
+            nonlocal status, kind, complete
+            if event["type"] == "http.response.start":
+                status = event["status"]
+                kind = dict(event["headers"]).get(b"content-type", b"").decode()
+            elif event["type"] == "http.response.body":
+                body.extend(event.get("body", b""))
+                complete = not event.get("more_body", False)
+            await send(event)
+
+        try:
+            await self._app(scope, receive, send_and_see)
+        finally:
+            if status:
+                self.exchanges.append(Exchange(scope["method"], scope["path"], status, kind, bytes(body), complete))
+
+
 @pytest.fixture
-def app(service: Service) -> Quart:
-    return create_app(service)
+def app(service: Service) -> Iterator[Quart]:
+    app = create_app(service)
+    witness = Witness(app.asgi_app)
+    app.asgi_app = witness
+    yield app
+    for exchange in witness.exchanges:
+        check(exchange)
 
 
 @pytest.fixture
@@ -234,17 +282,30 @@ def post(client) -> Callable[..., Any]:
     return post
 
 
+@contextlib.asynccontextmanager
+async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, stalled_s: float = 60) -> AsyncIterator[str]:
+    (listener,) = bind("127.0.0.1", 0, 1)
+    port = listener.getsockname()[1]
+    config = http_config()
+    config.graceful_timeout = 1
+    config.keep_alive_timeout = keep_alive_s
+    closing = asyncio.Event()
+    task = asyncio.create_task(serve(app, listener, config, closing.wait, stalled_s=stalled_s))
+    await asyncio.sleep(0)
+    yield f"http://127.0.0.1:{port}"
+    closing.set()
+    async with asyncio.timeout(5):
+        await task
+
+
 @pytest.fixture
 async def url(app: Quart) -> AsyncIterator[str]:
     """The same server behind a real socket."""
-    (listener,) = bind("127.0.0.1", 0, 1)
-    port = listener.getsockname()[1]
-    listener.listen()
-    config = http_config(listener.detach())
-    config.graceful_timeout = 1
-    closing = asyncio.Event()
-    task = asyncio.create_task(serve(app, config, shutdown_trigger=closing.wait))
-    yield f"http://127.0.0.1:{port}"
-    closing.set()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(task, 5)
+    async with behind_a_socket(app) as url:
+        yield url
+
+
+@pytest.fixture
+def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
+    """The same with an application of the test's own, or other settings."""
+    return behind_a_socket

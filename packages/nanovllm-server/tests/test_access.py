@@ -12,7 +12,7 @@ from nanovllm_core.engine.status import EngineStats
     "value", [None, "", "Bearer", "Bearer ", "Bearer nope", "Basic secret", "secret", "Bearer sécret"]
 )
 async def test_wrong_key(post, service, engine, value):
-    service.api_key = "secret"
+    service.api_keys = ("secret",)
     response = await post(headers={} if value is None else {"Authorization": value})
     assert response.status_code == 401
     assert response.headers["WWW-Authenticate"] == "Bearer"
@@ -21,7 +21,7 @@ async def test_wrong_key(post, service, engine, value):
 
 
 async def test_right_key(post, client, service):
-    service.api_key = "secret"
+    service.api_keys = ("secret",)
     assert (await post(headers={"Authorization": "Bearer secret"})).status_code == 200
     assert (await client.get("/v1/models")).status_code == 401
     assert (await client.get("/health")).status_code == 200
@@ -88,7 +88,7 @@ async def test_bug_is_a_500_with_the_id_of_the_log(post, engine, service, stream
     engine.crash = KeyError("secret detail")
     response = await post(stream=stream, headers={"X-Request-Id": "trace-7"})
     data = await response.get_data()
-    assert response.status_code == (200 if stream else 500)
+    assert response.status_code == 500
     assert b"trace-7" in data
     assert b"secret detail" not in data
     engine.crash = None
@@ -122,11 +122,6 @@ async def test_models(client):
 
 async def test_alias_is_answered_by_its_name(post):
     assert (await (await post(model="alias")).get_json())["model"] == "alias"
-
-
-async def test_page(client):
-    body = await (await client.get("/")).get_json()
-    assert body["name"] == "nanovllm"
 
 
 async def scrape(client):

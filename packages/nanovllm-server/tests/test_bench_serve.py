@@ -116,7 +116,7 @@ async def test_failures_are_counted_and_left_out(job, service, engine, capsys):
 
 
 async def test_a_key_is_sent(job, service):
-    service.api_key = "secret"
+    service.api_keys = ("secret",)
     with pytest.raises(BenchError, match="status 401"):
         await serve.measure(job)
     await serve.measure(replace(job, endpoint=replace(job.endpoint, key="secret")))

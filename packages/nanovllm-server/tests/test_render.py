@@ -7,6 +7,7 @@ import pytest
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.messages import Message, ToolCall
+from nanovllm_server.protocol.template import TemplateOptions
 from nanovllm_server.render import Renderer
 
 CONVERSATION = (Message(role="developer", content="be brief"), Message(role="user", content="hi"))
@@ -22,7 +23,7 @@ class TemplateTokenizer:
         assert not add_special_tokens
         return [ord(character) for character in text]
 
-    def render_chat(self, messages, *, tools=None, template_values=None):
+    def render_chat(self, messages, *, template_values=None, **_):
         return "".join(self._template(message["role"], message["content"]) for message in messages)
 
 
@@ -63,7 +64,7 @@ class CallTokenizer(TemplateTokenizer):
     def __init__(self, write_call):
         self._write_call = write_call
 
-    def render_chat(self, messages, *, tools=None, template_values=None):
+    def render_chat(self, messages, *, template_values=None, **_):
         try:
             return "".join(map(self._write, messages))
         except (TypeError, AttributeError) as error:
@@ -120,14 +121,14 @@ async def test_a_call_that_was_cut_off_goes_in_as_it_is_or_is_refused():
 
 async def test_a_value_that_the_template_can_not_be_given_is_refused_by_its_field():
     class Reserved(TemplateTokenizer):
-        def render_chat(self, messages, *, tools=None, template_values=None):
+        def render_chat(self, messages, *, template_values=None, **_):
             if template_values:
                 raise TemplateValueError("tokenize can't be given to the chat template")
             return ""
 
     renderer = Renderer(Reserved(None))
     with pytest.raises(ApiError) as refused:
-        await renderer.render(CONVERSATION, None, {"tokenize": True})
+        await renderer.render(CONVERSATION, None, TemplateOptions(values={"tokenize": True}))
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
     renderer.close()
 

@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from nanovllm_server import generation as generation_module
-from nanovllm_server.admission import MAX_BODY_BYTES
 from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.protocol.request import parse_chat_request
 
@@ -79,7 +78,7 @@ async def test_client_raises_its_own_errors(sdk, service):
     assert bad.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         await sdk.chat.completions.create(model="other", messages=MESSAGES)
-    service.api_key = "secret"
+    service.api_keys = ("secret",)
     with pytest.raises(openai.AuthenticationError):
         await sdk.models.list()
 
@@ -199,7 +198,7 @@ async def test_idle_stream_is_kept_alive(url, engine, monkeypatch):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_enormous_body_is_refused_and_not_kept(url, sdk, chunked):
+async def test_enormous_body_is_refused_and_not_kept(url, sdk, service, chunked):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reader, writer = await connect(url)
     length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (100 << 20)
@@ -216,7 +215,7 @@ async def test_enormous_body_is_refused_and_not_kept(url, sdk, chunked):
     assert b" 413 " in head.split(b"\r\n")[0]
     length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
     error = json.loads(await reader.readexactly(length))["error"]
-    assert str(MAX_BODY_BYTES) in error["message"]
+    assert str(service.max_body_bytes) in error["message"]
     writer.close()
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert (after - before) * 1024 < 80 << 20
@@ -224,7 +223,7 @@ async def test_enormous_body_is_refused_and_not_kept(url, sdk, chunked):
 
 
 async def test_early_refusal_of_a_large_body_reaches_a_client_that_is_still_sending(url, service):
-    service.api_key = "secret"
+    service.api_keys = ("secret",)
     reader, writer = await connect(url)
     writer.write(request_bytes(messages=[{"role": "user", "content": "x" * (8 << 20)}]))
     await writer.drain()

@@ -18,6 +18,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 64
 MAX_BUDGET_END = 64
+MAX_FORBIDDEN = 256
+MAX_FORBIDDEN_LENGTH = 16
 # Of what must be above zero; anything smaller would vanish in float32.
 _LEAST = 1e-6
 
@@ -74,6 +76,8 @@ class SamplingParams:
     logit_bias: added to the logits of the given token ids.
     min_tokens: no end-of-sequence or stop token before that many. ignore_eos: the model's end-of-sequence tokens
         don't stop it. stop_token_ids: further ids that stop it; like EOS they are part of `new_token_ids`.
+    forbidden: sequences of token ids that the output may not contain: where all of one but its last have just been
+        made, that last can't be.
     logprobs: None for none, else how many alternatives to report beside each chosen token (0..20); of the model's own
         distribution, before penalties and temperature.
     grammar: what the answer must look like. It decides over everything else: where it allows nothing but what
@@ -96,6 +100,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    forbidden: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     grammar: GrammarSpec | None = None
     budget: Budget | None = None
@@ -118,6 +123,20 @@ class SamplingParams:
                 raise RequestError("budget", f"the end of a budget must have 1 to {MAX_BUDGET_END} token ids")
             for token in self.budget.end:
                 _require_int("budget", token, 0, vocab_size - 1)
+        self._validate_forbidden(vocab_size)
+
+    def _validate_forbidden(self, vocab_size: int) -> None:
+        if len(self.forbidden) > MAX_FORBIDDEN:
+            raise RequestError("forbidden", f"at most {MAX_FORBIDDEN} token sequences may be forbidden")
+        for tokens in self.forbidden:
+            if not 0 < len(tokens) <= MAX_FORBIDDEN_LENGTH:
+                raise RequestError(
+                    "forbidden",
+                    f"a forbidden sequence has 1 to {MAX_FORBIDDEN_LENGTH} tokens, but one has {len(tokens)}: choose "
+                    "shorter words",
+                )
+            for token in tokens:
+                _require_int("forbidden", token, 0, vocab_size - 1)
 
     def _validate_numbers(self) -> None:
         _require_float("temperature", self.temperature, 0, 100)

@@ -152,6 +152,32 @@ async def test_penalties_and_biases_reach_the_sampler(engine, oracle):
     assert len(set(penalised)) > len(set(tokens))
 
 
+async def test_what_a_row_was_told_before_is_forgotten(engine, oracle):
+    """In one batch with somebody who is told such things, where the tables are looked at."""
+    prompt = prompts(1)[0]
+    told = {"logit_bias": {42: 100.0}, "forbidden": (tuple(oracle(prompt, 1)),)}
+    await asyncio.gather(*(collect(engine, greedy(f"a{index}", prompt, 3, **told)) for index in range(8)))
+    one, *others = await asyncio.gather(
+        collect(engine, greedy("b", prompt, 20, **told)),
+        *(collect(engine, greedy(f"c{index}", prompt, 20)) for index in range(7)),
+    )
+    assert one == [42] * 20
+    assert others == [oracle(prompt, 20)] * 7
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_forbidden_sequences_never_come(engine, oracle, seed):
+    prompt = prompts(4, seed)[seed]
+    expected = oracle(prompt, 30)
+    # The first one goes into its prompt, where it doesn't count.
+    forbidden = ((prompt[-1], expected[0]), tuple(expected[1:3]), tuple(expected[6:10]), (expected[15],))
+    found = await collect(engine, greedy("a", prompt, 30, forbidden=forbidden))
+    assert found[:2] == expected[:2]
+    assert found != expected
+    for sequence in forbidden:
+        assert not any(tuple(found[at : at + len(sequence)]) == sequence for at in range(30))
+
+
 async def test_logprobs_are_of_the_models_own_distribution(engine):
     request = greedy("a", [1, 2, 3], 4, logprobs=3, logit_bias={42: 100.0})
     entries = [entry async for output in engine.generate(request) for entry in output.logprobs]
@@ -173,6 +199,24 @@ async def test_closing_a_stream_frees_everything(engine):
     await idle(engine)
     assert engine.stats.num_steps <= steps + 3
     assert await collect(engine, greedy("a", [1], 2)), "the id is free again"
+
+
+async def test_who_is_more_urgent_goes_first(toy_spec):
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, "max_num_seqs": 1}))
+    order = []
+
+    async def ask(name: str, priority: int) -> None:
+        request = greedy(name, [1, 2, 3], 20)
+        request.priority = priority
+        await collect(engine, request)
+        order.append(name)
+
+    running = asyncio.create_task(ask("running", 9))
+    while not engine.stats.num_steps:
+        await asyncio.sleep(0)
+    await asyncio.gather(running, ask("later", 1), ask("usual", 0), ask("usual too", 0), ask("urgent", -1))
+    await engine.stop()
+    assert order == ["running", "urgent", "usual", "usual too", "later"]
 
 
 async def test_a_taken_id_is_refused_and_harms_nobody(engine, oracle):
@@ -201,6 +245,10 @@ async def test_a_taken_id_is_refused_and_harms_nobody(engine, oracle):
         ("logit_bias", Request("x", [1], SamplingParams(logit_bias={97: 1.0}))),
         ("logit_bias", Request("x", [1], SamplingParams(logit_bias={1: float("inf")}))),
         ("stop_token_ids", Request("x", [1], SamplingParams(stop_token_ids=(99,)))),
+        ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,), (2, 97))))),
+        ("forbidden", Request("x", [1], SamplingParams(forbidden=((),)))),
+        ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,) * 17,)))),
+        ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,),) * 257))),
         ("logprobs", Request("x", [1], SamplingParams(logprobs=21))),
         ("min_tokens", Request("x", [1], SamplingParams(min_tokens=5, max_tokens=4))),
         ("seed", Request("x", [1], SamplingParams(seed=1 << 63))),

@@ -38,19 +38,22 @@ def test_decodes_are_padded_by_few(most):
 
 
 def test_mixed_steps_are_padded_by_few():
-    sizes = mixed_sizes(10_000)
+    sizes = mixed_sizes(8192)
     assert sizes[0] == graphs_module.MIN_MIXED_TOKENS
-    assert sizes[-1] == graphs_module.MIXED_TOKENS
-    assert all(after - before <= min(before, graphs_module.MIXED_STEP) for before, after in pairwise(sizes))
-    assert mixed_sizes(700) == [64, 128, 256, 512]
-    assert mixed_sizes(50) == []
+    assert sizes[-1] == 8192
+    assert all(
+        after - before <= min(before, max(graphs_module.MIXED_STEP, before / 4)) for before, after in pairwise(sizes)
+    )
+    assert len(sizes) < 25
+    assert mixed_sizes(700) == [64, 128, 256, 512, 700]
+    assert mixed_sizes(50) == [50]
 
 
 def test_shapes_come_largest_first_and_within_the_budget():
     shapes = graph_shapes("full", 64, 800)
     assert [shape.num_tokens for shape in shapes] == sorted((shape.num_tokens for shape in shapes), reverse=True)
     mixed = {shape.num_tokens: shape.mode for shape in shapes if shape.mode != "full_decode_only"}
-    assert mixed == {64: "full", 128: "full", 256: "full", 512: "full", 768: "piecewise"}
+    assert mixed == dict.fromkeys((64, 128, 256, 512, 768, 800), "full")
     assert all(shape.num_reqs == 64 for shape in shapes if shape.num_tokens in mixed and shape.max_query_len > 1)
     assert {shape.mode for shape in graph_shapes("piecewise", 64, 800) if shape.max_query_len > 1} == {"piecewise"}
     assert {shape.max_query_len for shape in graph_shapes("full_decode_only", 64, 800)} == {1}
@@ -83,12 +86,11 @@ def test_the_smallest_that_holds_the_batch_answers():
     assert found(graphs, 16, 16, 1) == GraphShape(16, 16, 1, "full_decode_only")
     assert found(graphs, 3, 50, None) == GraphShape(16, 64, 64, "full")
     assert found(graphs, 2, 130, 65) == GraphShape(16, 256, 256, "full")
-    assert found(graphs, 2, 513, None) == GraphShape(16, 768, 768, "piecewise")
+    assert found(graphs, 2, 513, None) == GraphShape(16, 768, 768, "full")
     assert found(graphs, 2, 1025, None) is None
     assert graphs.counts == {
         ("full_decode_only", "decode"): 2,
-        ("full", "mixed"): 2,
-        ("piecewise", "mixed"): 1,
+        ("full", "mixed"): 3,
         ("none", "mixed"): 1,
     }
 

@@ -1,4 +1,4 @@
-"""Who decodes waits for few prompts at a time; where nobody does, a step takes all that it may."""
+"""Who decodes waits for few prompts at a time; where more wait than decode, a step takes all that it may."""
 
 import numpy as np
 
@@ -48,6 +48,28 @@ def test_prompts_beside_decodes_are_cut():
     assert [chunk[0] for chunk in chunks] == [1, 1, 1]
     assert sum(chunk[1] for chunk in chunks) == LONG
     assert all(MIXED_TOKENS - BLOCK_SIZE < sum(chunk) <= MIXED_TOKENS for chunk in chunks[:2])
+
+
+def test_prompts_of_more_than_decode_take_the_whole_budget():
+    scheduler = make_scheduler(16)
+    for key in range(2):
+        add(scheduler, key, 10)
+    step(scheduler)
+    for key in range(2, 5):
+        add(scheduler, key, LONG)
+    # Three wait for two: the first of them and a part of the second. Then two do, for three.
+    chunks = [step(scheduler) for _ in range(2)]
+    assert BUDGET - BLOCK_SIZE < sum(chunks[0]) <= BUDGET
+    assert MIXED_TOKENS - BLOCK_SIZE < sum(chunks[1]) <= MIXED_TOKENS
+
+
+def test_whom_there_is_no_row_for_does_not_count():
+    scheduler = make_scheduler(2)
+    add(scheduler, 0, 10)
+    step(scheduler)
+    for key in range(1, 5):
+        add(scheduler, key, LONG)
+    assert sum(step(scheduler)) <= MIXED_TOKENS
 
 
 def test_prompts_are_served_however_many_decode():

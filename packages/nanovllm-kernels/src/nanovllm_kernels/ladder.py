@@ -159,7 +159,8 @@ def flash_decode(batch: int, context: int, page_size: int) -> Work:
     def make(_: int) -> Callable[[], object]:
         q, kv_cache, _, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=False)
         starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-        return lambda: paged_prefill(q, kv_cache, tables, seq_lens, starts, HEAD_DIM**-0.5, 1)
+        query_lens, out = starts.diff(), torch.empty_like(q)
+        return lambda: paged_prefill(q, kv_cache, tables, seq_lens, starts, query_lens, HEAD_DIM**-0.5, 1, out)
 
     return decode_work("flash decode", make, batch, context, page_size, in_fp8=False)
 

@@ -60,7 +60,9 @@ class Tokenizer:
         add_special_tokens: put what the model wants around a text (mostly a token for its beginning). Not for rendered
         conversations, whose template has done so.
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # For a batch other Python threads may run meanwhile, and nobody here asks which characters a token is of.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no valid UTF-8 come out as U+FFFD."""
@@ -73,13 +75,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_values: Mapping[str, Any] | None = None,
     ) -> str:
         """The text that the model reads for a conversation.
 
         messages: objects with `role`, `content` and what else the template knows.
         add_generation_prompt: end where the model's turn begins. continue_final_message: end within the last message.
-        tools: JSON schemas of functions. template_values: further names that the template may look at.
+        tools: JSON schemas of functions. documents: what the model may look up, mostly `title` and `text`.
+        template_values: further names that the template may look at.
         Raises TemplateError, one line, when there is no template or it refuses the conversation; of that kind,
         TemplateValueError for a value under a name that is taken.
         """
@@ -92,6 +96,7 @@ class Tokenizer:
             return self._hf_tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
+                documents=None if documents is None else [dict(document) for document in documents],
                 chat_template=self._chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

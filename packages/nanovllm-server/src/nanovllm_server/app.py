@@ -3,6 +3,8 @@
 This room must not know how anything is computed.
 """
 
+import asyncio
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import cast
 
@@ -10,21 +12,24 @@ import orjson
 from hypercorn.typing import ASGIFramework, HTTPScope
 from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, request
+from structlog.contextvars import bind_contextvars
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
 from nanovllm_core import EngineDeadError, GrammarError
-from nanovllm_server import __version__
-from nanovllm_server.admission import MAX_BODY_BYTES, check_content, check_key
+from nanovllm_server.admission import check_content, check_key
 from nanovllm_server.observability.exchange import Exchange, ExchangeLayer, exchange_of
-from nanovllm_server.observability.metrics import PATHS
+from nanovllm_server.page import read_page
+from nanovllm_server.protocol.bodies import Health
 from nanovllm_server.protocol.error import ApiError, internal_error, invalid_grammar, unavailable
-from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.openapi import document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope, models_body
 from nanovllm_server.service import Service
 from nanovllm_server.stream import ChatStream
 
 BODY_TIMEOUT_S = 60
+# Bodies from here on take milliseconds to look at, which nobody else should wait for.
+LARGE_BODY = 1 << 17
 EVENT_STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -35,20 +40,26 @@ EVENT_STREAM = {
 def create_app(service: Service) -> Quart:
     """The application that serves `service`."""
     app = Quart(__name__, static_folder=None)
-    app.config.update(MAX_CONTENT_LENGTH=MAX_BODY_BYTES, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
+    app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
     created = service.clock.now()
 
     async def check_access() -> None:
         if request.path.startswith("/v1/"):
-            check_key(service.api_key, request.headers.get("Authorization"))
+            check_key(service.api_keys, request.headers.get("Authorization"))
 
     async def chat_completions() -> Response:
         exchange = exchange_of(cast(HTTPScope, request.scope))
         chat = await _read(service, exchange)
         generation = await service.begin(chat, exchange)
-        envelope = Envelope(f"chatcmpl-{chat.request_id or exchange.request_id}", service.clock.now(), chat.model)
+        envelope = Envelope(
+            f"chatcmpl-{chat.request_id or exchange.request_id}",
+            service.clock.now(),
+            chat.model,
+            generation.prompt_token_ids if chat.return_token_ids else None,
+        )
         if chat.stream:
             stream = ChatStream(envelope, generation, include_usage=chat.include_usage)
+            await stream.begin()
             return Response(stream.events(exchange, service.logger), headers=EVENT_STREAM)
         choices: list[list[Delta]] = [[] for _ in range(chat.n)]
         async with aclosing(generation.deltas()) as batches:
@@ -62,14 +73,11 @@ def create_app(service: Service) -> Quart:
 
     async def health() -> Response:
         reason = service.unhealthy()
-        return _json({"status": "ok"}) if reason is None else _json({"status": "unavailable", "reason": reason}, 503)
+        body: Health = {"status": "ok"} if reason is None else {"status": "unavailable", "reason": reason}
+        return _json(body, 200 if reason is None else 503)
 
     async def metrics() -> Response:
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def page() -> Response:
-        endpoints: list[JSON] = [*sorted(set(PATHS) - {"/"})]
-        return _json({"name": "nanovllm", "version": __version__, "models": [*service.names], "endpoints": endpoints})
 
     async def refuse(error: Exception) -> Response:
         return _refusal(_as_api_error(error, service))
@@ -79,23 +87,43 @@ def create_app(service: Service) -> Quart:
     app.add_url_rule("/v1/models", view_func=models, methods=["GET"])
     app.add_url_rule("/health", view_func=health, methods=["GET"])
     app.add_url_rule("/metrics", view_func=metrics, methods=["GET"])
-    app.add_url_rule("/", view_func=page, methods=["GET"])
+    _add_documents(app, service)
     app.register_error_handler(Exception, refuse)
     layer = ExchangeLayer(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
     app.asgi_app = layer  # pyright: ignore[reportAttributeAccessIssue]
     return app
 
 
+def _add_documents(app: Quart, service: Service) -> None:
+    """Routes to what never changes."""
+    needs_key = service.api_key is not None
+    description = orjson.dumps(document(service.names, service.limits, service.defaults, needs_key=needs_key))
+    html, page_headers = read_page()
+
+    async def openapi() -> Response:
+        return Response(description, content_type="application/json")
+
+    async def page() -> Response:
+        return Response(html, headers=page_headers)
+
+    app.add_url_rule("/openapi.json", view_func=openapi, methods=["GET"])
+    app.add_url_rule("/", view_func=page, methods=["GET"])
+
+
 async def _read(service: Service, exchange: Exchange) -> ChatRequest:
     check_content(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
     data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
-    chat = parse_chat_request(data, service.limits, service.defaults)
+    if len(data) < LARGE_BODY:
+        chat = parse_chat_request(data, service.limits, service.defaults)
+    else:
+        chat = await asyncio.to_thread(parse_chat_request, data, service.limits, service.defaults)
     if exchange.has_own_id and chat.request_id is not None:
         exchange.request_id = chat.request_id
+        bind_contextvars(request_id=chat.request_id)
     return chat
 
 
-def _json(body: JSON, status: int = 200) -> Response:
+def _json(body: Mapping[str, object], status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, content_type="application/json")
 
 
@@ -114,7 +142,7 @@ def _as_api_error(error: Exception, service: Service) -> ApiError:
         case GrammarError():
             return invalid_grammar(None, str(error))
         case RequestEntityTooLarge():
-            return ApiError(413, f"the body may have at most {MAX_BODY_BYTES} bytes", code="request_too_large")
+            return ApiError(413, f"the body may have at most {service.max_body_bytes} bytes", code="request_too_large")
         case MethodNotAllowed():
             allowed = ", ".join(sorted(error.valid_methods or ()))
             message = f"{request.method} is not allowed on {request.path}: use {allowed}"

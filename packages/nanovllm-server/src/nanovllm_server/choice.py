@@ -12,22 +12,23 @@ from nanovllm_core.request import RequestOutput, SamplingParams, TokenLogprobs
 from nanovllm_server.detokenize import Detokenizer, Vocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, CallEnded, ContentText, Event, ReasoningText
 from nanovllm_server.parsing.parser import Parser
-from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.response import CallDelta, Delta, Finish
+from nanovllm_server.protocol.bodies import Finish, TokenLogprob, TopLogprob
+from nanovllm_server.protocol.response import CallDelta, Delta
 from nanovllm_server.stops import StopMatcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What a request wants of each choice. tags: special tokens that are part of its text.
-
-    named: it named the function to call, so that a call is no reason of its own to end.
+    """What a request wants of each choice. tags: special tokens that are part of its text. include_stop: what stops it
+    too. named: it named the function to call, so that a call is no reason of its own to end.
     """
 
     stops: tuple[str, ...] = ()
+    include_stop: bool = False
     tags: frozenset[int] = frozenset()
     include_reasoning: bool = True
     parallel_calls: bool = True
+    token_ids: bool = False
     named: bool = False
 
 
@@ -48,13 +49,15 @@ class Choice:
         self._stop_token_ids = sampling.stop_token_ids
         self._include_reasoning = wishes.include_reasoning
         self._parallel_calls = wishes.parallel_calls
+        self._include_stop = wishes.include_stop
         self._named = wishes.named
         self._top = sampling.logprobs
         self._reasoning_ended = False
         # Ended by what it says: a stop string, or the one call that it may make.
         self._over = False
         # Of tokens whose text has not come out yet.
-        self._entries: list[JSON] = []
+        self._entries: list[TokenLogprob] = []
+        self._token_ids: list[int] | None = [] if wishes.token_ids else None
         self._reasoning: list[str] = []
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
@@ -62,10 +65,12 @@ class Choice:
     def take(self, output: RequestOutput) -> Delta | None:
         """What `output` decides; None when that is nothing. Not to be called after the end."""
         tokens = output.new_token_ids
-        # A token that stops the model is no part of what it says.
-        spoken = len(tokens) if output.stop_token is None else len(tokens) - 1
+        # A token that stops the model is no part of what it says, unless that is asked for.
+        spoken = len(tokens) if output.stop_token is None or self._include_stop else len(tokens) - 1
         for position, token in enumerate(tokens):
             self.num_tokens += 1
+            if self._token_ids is not None:
+                self._token_ids.append(token)
             if self._top is not None and output.logprobs is not None:
                 self._entries.append(logprob_entry(self._vocabulary, token, output.logprobs[position], self._top))
             if position < spoken and (text := self._detokenizer.push(token)):
@@ -110,6 +115,8 @@ class Choice:
         if self._stops is not None and self.num_tokens > self._min_tokens:
             text = self._stops.push(text)
             self._over = self._stops.found is not None
+            if self._include_stop:
+                text += self._stops.found or ""
         if text:
             self._text.append(text)
 
@@ -143,7 +150,10 @@ class Choice:
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
             in_reasoning=self.finish_reason is not None and self._parser.in_reasoning,
+            token_ids=None if self._token_ids is None else tuple(self._token_ids),
         )
+        if self._token_ids:
+            self._token_ids = []
         self._entries, self._reasoning, self._text, self._calls = [], [], [], []
         return delta
 
@@ -157,14 +167,13 @@ def _joined(calls: list[CallDelta]) -> Iterator[CallDelta]:
             yield from group
 
 
-def logprob_entry(vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs, top: int) -> JSON:
+def logprob_entry(vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs, top: int) -> TokenLogprob:
     """OpenAI's object for one token: its text, its true bytes and its `top` likeliest alternatives."""
-    entry = _one(vocabulary, token, logprobs.logprob)
-    entry["top_logprobs"] = [_one(vocabulary, other, logprob) for other, logprob in logprobs.top[:top]]
-    return entry
+    others = [_one(vocabulary, other, logprob) for other, logprob in logprobs.top[:top]]
+    return {**_one(vocabulary, token, logprobs.logprob), "top_logprobs": others}
 
 
-def _one(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, JSON]:
+def _one(vocabulary: Vocabulary, token: int, logprob: float) -> TopLogprob:
     piece = vocabulary.piece(token)
     return {
         "token": piece.decode(errors="replace"),

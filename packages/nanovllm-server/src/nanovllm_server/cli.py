@@ -5,6 +5,7 @@ Imports little, so that --help and a wrong flag are answered at once.
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -42,10 +43,29 @@ def parser() -> argparse.ArgumentParser:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on")
     http.add_argument("--port", type=_integer(0, 65535), default=8000, help="port to listen on; 0 for any free one")
     http.add_argument("--served-model-name", nargs="+", help="names that requests may call the model by")
-    http.add_argument("--api-key", help=f"key that requests must bring; better given as {KEY_VARIABLE}")
+    http.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"key that requests must bring; may be given several times; better in a file or as {KEY_VARIABLE}",
+    )
+    http.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with further keys, one a line")
     http.add_argument("--http-workers", type=_integer(1), help="processes that serve HTTP; by device and cores")
     http.add_argument("--max-queue", type=_integer(0), default=1024, help="sequences that may wait; more get a 429")
-    http.add_argument("--chat-template", type=Path, help="file with a Jinja template to use instead of the model's")
+    http.add_argument(
+        "--max-body-mib", type=_integer(1, 1024), default=16, help="size of a request's body; larger ones get a 413"
+    )
+    http.add_argument(
+        "--request-timeout", type=_seconds, metavar="SECONDS", help="most that any request may take; more get a 504"
+    )
+    http.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="what running requests may still take when the server is told to stop",
+    )
+    http.add_argument("--chat-template", help="Jinja template to use instead of the model's, or a file with it")
     http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how the model reasons")
     http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="how the model calls tools")
     model = flags.add_argument_group("model")
@@ -78,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     logs.add_argument("--trace", type=Path, metavar="FILE", help="write the engine's steps there, for Perfetto")
     logs.add_argument("--log-format", choices=("text", "json"), default="text", help="for people or for machines")
     logs.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least shown")
+    logs.add_argument("--log-prompts", action="store_true", help="write what people say to the model into the log")
     return flags
 
 
@@ -106,17 +127,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def settings(options: argparse.Namespace) -> "Settings":
     """What the flags say, and the environment. Raises SettingsError."""
     from nanovllm_core import EngineConfig
-    from nanovllm_server.settings import Settings, SettingsError
+    from nanovllm_server.settings import Settings, check_keys, read_keys
 
-    api_key = os.environ.get(KEY_VARIABLE) if options.api_key is None else options.api_key
-    if api_key is not None and not (api_key.strip() and api_key.isascii()):
-        raise SettingsError("the API key must be ASCII and not empty")
+    api_keys = tuple(options.api_key or ())
+    if options.api_key_file is not None:
+        api_keys += read_keys(options.api_key_file)
+    if not api_keys and KEY_VARIABLE in os.environ:
+        api_keys = (os.environ[KEY_VARIABLE],)
     return Settings(
         model=options.model,
         host=options.host,
         port=options.port,
         names=tuple(options.served_model_name) if options.served_model_name else None,
-        api_key=api_key,
+        api_keys=check_keys(api_keys),
         http_workers=options.http_workers or _http_workers(options.device),
         load_format=options.load_format,
         dtype=_choice(options.dtype),
@@ -124,8 +147,12 @@ def settings(options: argparse.Namespace) -> "Settings":
         reasoning_parser=_choice(options.reasoning_parser),
         tool_call_parser=_choice(options.tool_call_parser),
         max_queue=options.max_queue,
+        max_body_bytes=options.max_body_mib << 20,
+        request_timeout_s=options.request_timeout,
+        drain_s=options.drain_timeout,
         log_format=options.log_format,
         log_level=options.log_level,
+        log_prompts=options.log_prompts,
         engine=EngineConfig(
             device=_choice(options.device),
             max_model_len=options.max_model_len,
@@ -161,6 +188,13 @@ def _choice(value: Any) -> Any:
 def _fail(message: str, status: int) -> int:
     sys.stderr.write(f"nanovllm-server: {' '.join(message.split())}\n")
     return status
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return value
 
 
 def _integer(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -13,12 +13,15 @@ from nanovllm_models.token_bytes import TokenBytes
 
 
 class Vocabulary:
-    """The bytes that each token of a tokenizer adds to an answer. Raises VocabularyError as `TokenBytes` does."""
+    """The bytes that each token of a tokenizer stands for. specials: those that stand for no text.
+
+    Raises VocabularyError as `TokenBytes` does.
+    """
 
     def __init__(self, backend: Tokenizer):
         self._backend = backend
         # Ids that stand for no text: end of sequence, turn markers and the like.
-        self._special = frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+        self.specials = frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
         self._bytes = TokenBytes(backend)
         self.strips_leading_space = self._bytes.strips_leading_space
         self._pieces: dict[int, bytes] = {}
@@ -32,15 +35,15 @@ class Vocabulary:
 
     def shown(self, token: int) -> bytes:
         """The bytes that `token` adds to an answer: none if it is special."""
-        return b"" if token in self._special else self.piece(token)
+        return b"" if token in self.specials else self.piece(token)
 
     def is_special(self, token: int) -> bool:
         """Whether `token` stands for no text."""
-        return token in self._special
+        return token in self.specials
 
     def special(self, names: Iterable[str]) -> frozenset[int]:
         """The special tokens that have one of these names."""
-        return self._special & {self._backend.token_to_id(name) for name in names}
+        return self.specials & {self._backend.token_to_id(name) for name in names}
 
     def id_of(self, name: str) -> int | None:
         """The token that stands for just that text, special or not."""

@@ -6,11 +6,12 @@ whatever reason, aborts every sequence. This room must not know HTTP or JSON.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from nanovllm_core import Engine, EngineDeadError, OpenRequest, Request, RequestOutput
 from nanovllm_server.choice import Choice
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.protocol.error import timed_out
 from nanovllm_server.protocol.response import Delta, Usage
 
 IDLE_S = 15.0
@@ -54,9 +55,23 @@ class Bell:
 
 
 class Generation:
-    """One answer in the making: its requests, one a choice, and their choices."""
+    """One answer in the making: its requests, one a choice, and their choices.
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], choices: Sequence[Choice], metrics: Metrics):
+    timeout_s: what it may take, from the arrival of its requests; None for as long as it does. first_token_s: what its
+    first token took.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        choices: Sequence[Choice],
+        metrics: Metrics,
+        *,
+        timeout_s: float | None = None,
+    ):
+        self.first_token_s: float | None = None
+        self._timeout_s = timeout_s
         self._engine = engine
         self._requests = requests
         self._choices = choices
@@ -64,6 +79,10 @@ class Generation:
         self._bell = Bell()
         self._cached_tokens = 0
         self._last: list[float | None] = [None] * len(choices)
+        # By choice.
+        self._opened: dict[int, OpenRequest] = {}
+        self._timers: list[asyncio.TimerHandle | asyncio.Task[None]] = []
+        self._closed = False
 
     @property
     def usage(self) -> Usage:
@@ -77,6 +96,11 @@ class Generation:
         )
 
     @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """What the model reads."""
+        return tuple(self._requests[0].token_ids)
+
+    @property
     def finish_reasons(self) -> list[str]:
         """Why each choice ended; "abort" for one that has not."""
         return [choice.finish_reason or "abort" for choice in self._choices]
@@ -88,24 +112,23 @@ class Generation:
     async def deltas(self, idle_s: float = IDLE_S) -> AsyncGenerator[list[Delta], None]:
         """What became known since the last time; nothing once in `idle_s` seconds while nothing does.
 
-        Ends when every choice has. Raises EngineDeadError, and whatever `fail` was given.
+        Ends when every choice has. Raises EngineDeadError, whatever `fail` was given, and ApiError when it is too late.
         """
-        loop = asyncio.get_running_loop()
-        opened: list[OpenRequest] = []
-        ticker = loop.create_task(self._tick(idle_s))
+        self._begin(idle_s)
         try:
-            for request in self._requests:
-                opened.append(self._engine.open(request, self._bell))  # noqa: PERF401 (the next one may fail)
+            self._open(range(1 if self._shares_prompt else len(self._choices)))
             unfinished = len(self._choices)
             while unfinished:
                 await self._bell.wait()
-                outputs = [each.take() for each in opened]
-                if not any(outputs):
+                outputs = {index: output for index, each in self._opened.items() if (output := each.take()) is not None}
+                if not outputs:
                     yield []
                     continue
+                if len(self._opened) < len(self._choices):
+                    self._open(range(1, len(self._choices)))
                 deltas: list[Delta] = []
-                for index, output in enumerate(outputs):
-                    if output is None or self._choices[index].finish_reason is not None:
+                for index, output in outputs.items():
+                    if self._choices[index].finish_reason is not None:
                         continue
                     delta = self._take(index, output)
                     if delta is not None:
@@ -113,14 +136,46 @@ class Generation:
                     if self._choices[index].finish_reason is not None:
                         unfinished -= 1
                         # It may have been a stop string; the engine need not go on until the other choices end.
-                        opened[index].close()
+                        self._opened[index].close()
                 if deltas:
                     yield deltas
         finally:
-            ticker.cancel()
-            for each in opened:
-                each.close()
-            self._count()
+            self.close()
+
+    def close(self) -> None:
+        """Abort what still runs, and count; doing so again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for timer in self._timers:
+            timer.cancel()
+        for each in self._opened.values():
+            each.close()
+        self._count()
+
+    @property
+    def _shares_prompt(self) -> bool:
+        # With its first token a prompt's blocks are there to be found: until then the other choices would compute it
+        # too. Shorter ones than a block never are.
+        info = self._engine.info
+        return info.prefix_caching and self._requests[0].num_prompt_tokens > info.block_size
+
+    def _begin(self, idle_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.create_task(self._tick(idle_s)))
+        if self._timeout_s is not None:
+            left = self._requests[0].arrival_time + self._timeout_s - time.monotonic()
+            self._timers.append(loop.call_later(max(left, 0.0), self._expire, self._timeout_s))
+
+    def _expire(self, timeout_s: float) -> None:
+        self.fail(timed_out(timeout_s))
+        # Whoever reads may be slow to hear of it.
+        for each in self._opened.values():
+            each.close()
+
+    def _open(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._opened[index] = self._engine.open(self._requests[index], self._bell)
 
     def _take(self, index: int, output: RequestOutput) -> Delta | None:
         if index == 0:
@@ -134,6 +189,8 @@ class Generation:
         now, last = time.monotonic(), self._last[index]
         self._last[index] = now
         if last is None:
+            if self.first_token_s is None:
+                self.first_token_s = now - self._requests[index].arrival_time
             self._metrics.time_to_first_token.observe_since(self._requests[index].arrival_time)
             num_tokens -= 1
         elif num_tokens:

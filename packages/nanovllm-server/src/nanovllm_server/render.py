@@ -16,11 +16,13 @@ from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.call_text import with_history_as_text, with_tools
 from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.messages import Message, ToolCall
+from nanovllm_server.protocol.template import TemplateOptions
 
-# Two, so that one enormous prompt doesn't hold up the others.
 NUM_THREADS = 2
+# Conversations from this many characters on have a thread of their own, so that they hold up nobody but each other.
+LARGE_CHARACTERS = 1 << 18
+PLAIN = TemplateOptions()
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -43,7 +45,10 @@ class ChatTokenizer(Protocol):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Tools | None = None,
+        documents: Tools | None = None,
         template_values: Mapping[str, Any] | None = None,
     ) -> str:
         """Messages to the text of a prompt. Raises TemplateError."""
@@ -64,16 +69,24 @@ class Renderer:
         self._takes_text, self._shows_calls = self._wants_text()
         self._shows_tools = self._knows_tools()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
+        self._large_pool = ThreadPoolExecutor(1, "nanovllm-render-large")
 
     async def render(
-        self, messages: Sequence[Message], tools: Tools | None = None, template_values: Mapping[str, JSON] | None = None
+        self, messages: Sequence[Message], tools: Tools | None = None, options: TemplateOptions = PLAIN
     ) -> Prompt:
-        """The prompt of a conversation, with tools as requests define them and further values for the template.
+        """The prompt of a conversation, with tools as requests define them.
 
         Raises ApiError (400) when the template refuses it.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._render, messages, tools, template_values or {})
+        large = sum(len(message.content or "") + 1 for message in messages) >= LARGE_CHARACTERS
+        pool = self._large_pool if large else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, self._render, messages, tools, options)
+
+    def tokens_of_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids by which each of `words` may be written: at the beginning of a text, and after a space."""
+        spellings = (spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip()))
+        found = (tuple(self._tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+        return tuple(dict.fromkeys(found))
 
     async def extend(self, prompt: Prompt, text: str) -> Prompt:
         """The same prompt with more text at its end."""
@@ -82,7 +95,8 @@ class Renderer:
 
     def close(self) -> None:
         """End the threads, once they are done with what they are at."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._large_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _rendered(self, *messages: Mapping[str, Any], tools: Tools | None = None) -> str | None:
         try:
@@ -121,14 +135,21 @@ class Renderer:
         as_text, as_value = written(as_text=True), written(as_text=False)
         return as_text and not as_value, as_text or as_value
 
-    def _render(self, messages: Sequence[Message], tools: Tools | None, template_values: Mapping[str, JSON]) -> Prompt:
+    def _render(self, messages: Sequence[Message], tools: Tools | None, options: TemplateOptions) -> Prompt:
         plain = [self._plain(message) for message in messages]
         if self._calls is not None and not self._shows_calls:
             plain = with_history_as_text(plain, self._calls)
         if self._calls is not None and tools is not None and not self._shows_tools:
             plain, tools = with_tools(plain, tools, self._calls), None
         try:
-            text = self._tokenizer.render_chat(plain, tools=tools, template_values=template_values)
+            text = self._tokenizer.render_chat(
+                plain,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                tools=tools,
+                documents=options.documents,
+                template_values=options.values,
+            )
         except TemplateValueError as error:
             message = f"chat_template_kwargs: {error}"
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value") from error

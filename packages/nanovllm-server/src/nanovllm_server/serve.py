@@ -6,6 +6,7 @@ ports are taken first, so that a wrong one costs no model load, and opened last.
 
 import asyncio
 import gc
+import resource
 import signal
 import socket
 import sys
@@ -25,7 +26,8 @@ BACKLOG = 2048
 # Most that the kernel takes of a connection's text beyond what is on its way. The rest waits in the worker, where it
 # becomes one event; a slow reader can't make megabytes wait in the kernel.
 UNSENT_BYTES = 16 << 10
-DRAIN_S = 30.0
+# A client that takes nothing for so long, or whose machine is gone, has left.
+STALLED_S = 75
 CLOSE_S = 5.0
 DEATH_GRACE_S = 3.0
 WATCH_S = 0.25
@@ -36,6 +38,7 @@ async def run(settings: Settings) -> int:
 
     Raises SettingsError, ModelError, ConfigError, EngineDeadError and RuntimeError when the start fails.
     """
+    raise_file_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -53,6 +56,13 @@ async def run(settings: Settings) -> int:
         finally:
             crew.kill()
             await engine.stop()
+
+
+def raise_file_limit() -> None:
+    """Let this process and those that it starts have as many connections as the system lets them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int, count: int) -> list[socket.socket]:
@@ -73,6 +83,8 @@ def bind(host: str, port: int, count: int) -> list[socket.socket]:
             # share, whoever wakes first takes all that is there: of 16 clients at once one of four workers got 15.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+            if sys.platform == "linux":
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_S * 1000)
             listener.bind(address)
             listener.setblocking(False)
             address = listener.getsockname()
@@ -157,9 +169,9 @@ async def _serve(
     if failed:
         logger.error("an HTTP worker can't be replaced", reason=str(crew.failed.exception()))
     if not dying.done():
-        logger.info("draining", seconds=DRAIN_S)
+        logger.info("draining", seconds=settings.drain_s)
         draining = asyncio.create_task(crew.drain())
-        await asyncio.wait((draining, dying), timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((draining, dying), timeout=settings.drain_s, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
     if dying.done():
         logger.error("engine died", reason=engine.dead)
@@ -183,7 +195,7 @@ def banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
     names = settings.names or (info.model,)
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     url = f"http://{shown}:{port}"
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_keys else ""
     workers = f" ({settings.http_workers} workers)" if settings.http_workers > 1 else ""
     cache = f"{info.kv_cache_bytes / (1 << 30):.2f} GiB of {info.kv_cache_dtype}"
     return (

@@ -3,6 +3,7 @@
 This room must not know the web framework: bytes and headers in, a `Generation` out.
 """
 
+import time
 import uuid
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaul
 from nanovllm_server.protocol.response import Clock
 from nanovllm_server.render import Prompt, Renderer
 
+MAX_NAME_SHOWN = 80
 INT64_MAX = (1 << 63) - 1
 
 
@@ -36,7 +38,10 @@ class Service:
     gate: Gate
     metrics: Metrics
     logger: Logger
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 << 20
+    request_timeout_s: float | None = None
+    log_prompts: bool = False
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     clock: Clock = field(default_factory=Clock)
     running: set[Generation] = field(default_factory=set[Generation])
@@ -57,7 +62,8 @@ class Service:
         Raises ApiError.
         """
         if chat.unknown:
-            self.logger.debug("unknown fields ignored", fields=chat.unknown[:20], request_id=exchange.request_id)
+            shown = [name[:MAX_NAME_SHOWN] for name in chat.unknown[:20]]
+            self.logger.debug("unknown fields ignored", fields=shown, request_id=exchange.request_id)
         if chat.model not in self.names:
             raise ApiError(
                 404,
@@ -75,20 +81,35 @@ class Service:
             )
         exchange.on_end.append(self.gate.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
-        prompt = await self.renderer.render(chat.messages, definitions, chat.template_values)
+        prompt = await self.renderer.render(chat.messages, definitions, chat.template)
         prompt, budget = await self._reasoning_budget(chat, prompt)
+        if self.log_prompts:
+            self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
         constraint = constrain(chat.answer, chat.tools, self.dialect, self.dialect.opening(prompt.text))
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, budget=budget)
-        requests = self._requests(chat, prompt.token_ids, sampling, exchange.arrival)
+        requests = self._requests(chat, self._truncated(chat, prompt.token_ids), sampling, exchange.arrival)
         if constraint is not None:
             await self._compile(constraint)
-        apart = constraint is not None and constraint.apart
-        generation = Generation(self.engine, requests, self._choices(chat, prompt, apart=apart), self.metrics)
+        choices = self._choices(chat, prompt, apart=constraint is not None and constraint.apart)
+        generation = Generation(self.engine, requests, choices, self.metrics, timeout_s=self._timeout(chat))
         self.running.add(generation)
         exchange.on_end.append(lambda: self._end(generation, exchange))
         self.metrics.queue_time.observe_since(exchange.arrival)
+        exchange.facts["queue_seconds"] = round(time.monotonic() - exchange.arrival, 4)
         return generation
+
+    def _timeout(self, chat: ChatRequest) -> float | None:
+        given = [seconds for seconds in (chat.timeout_s, self.request_timeout_s) if seconds is not None]
+        return min(given, default=None)
+
+    def _truncated(self, chat: ChatRequest, token_ids: list[int]) -> list[int]:
+        keep = chat.truncate_prompt_tokens
+        if keep is None:
+            return token_ids
+        if keep < 0:
+            keep = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
+        return token_ids[-keep:]
 
     async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, Budget | None]:
         """What closes the reasoning, and the prompt: with a budget the model does reason, so that there is an end."""
@@ -123,6 +144,9 @@ class Service:
 
     def _end(self, generation: Generation, exchange: Exchange) -> None:
         self.running.discard(generation)
+        generation.close()
+        if generation.first_token_s is not None:
+            exchange.facts["ttft_seconds"] = round(generation.first_token_s, 4)
         usage = generation.usage
         exchange.facts.update(
             prompt_tokens=usage.prompt_tokens,
@@ -135,9 +159,11 @@ class Service:
         tools = None if chat.tools is None else chat.tools.schemas
         wishes = Wishes(
             stops=chat.stop,
-            tags=self.dialect.tags(tools),
+            include_stop=chat.include_stop,
+            tags=self.dialect.tags(tools) if chat.skip_special_tokens else self.vocabulary.specials,
             include_reasoning=chat.include_reasoning,
             parallel_calls=chat.tools is None or chat.tools.parallel,
+            token_ids=chat.return_token_ids,
             named=chat.tools is not None and chat.tools.mode == "named",
         )
         parsers = [self.dialect.parser(prompt.text, tools, apart=apart) for _ in range(chat.n)]
@@ -147,6 +173,8 @@ class Service:
         self, chat: ChatRequest, token_ids: list[int], sampling: SamplingParams, arrival: float
     ) -> list[Request]:
         self._check_room(chat, len(token_ids))
+        if chat.bad_words:
+            sampling = replace(sampling, forbidden=self.renderer.tokens_of_words(chat.bad_words))
         # Not the client's id: two clients may choose the same.
         base = uuid.uuid4().hex
         requests = [
@@ -163,9 +191,10 @@ class Service:
         try:
             self.engine.check(requests[0])
         except RequestError as error:
-            names = {"prompt": "messages", "max_tokens": chat.max_tokens_field}
+            names = {"prompt": "messages", "max_tokens": chat.max_tokens_field, "forbidden": "bad_words"}
             param = names.get(error.field, error.field)
-            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+            message = str(error) if param in str(error) else f"{param}: {error}"
+            raise ApiError(400, message, param=param, code="invalid_value") from error
         return requests
 
     def _check_room(self, chat: ChatRequest, num_tokens: int) -> None:

@@ -23,34 +23,66 @@ class Settings:
     """Everything that the command line says.
 
     model: a checkpoint directory or file; None for the model that comes with the project. names: under which requests
-    may ask for it; None for its own. http_workers: processes that serve HTTP. max_queue: sequences that may wait beyond
-    those that the engine runs at once. dtype: of the model; None for the checkpoint's own, `engine` leaves it open.
-    reasoning_parser, tool_call_parser: the format's name or "none"; None for what the model's template says.
+    may ask for it; None for its own. api_keys: any of which lets in; none of them lets in everybody. http_workers:
+    processes that serve HTTP. chat_template: see `read_template`. max_queue: sequences that may wait beyond those that
+    the engine runs at once. request_timeout_s: what a request may take; None for as long as it does. drain_s: what
+    running requests may still take when the server is told to stop. log_prompts: write what people say to the model
+    into the log. dtype: of the model; None for the checkpoint's own, `engine` leaves it open. reasoning_parser,
+    tool_call_parser: the format's name or "none"; None for what the model's template says.
     """
 
     model: Path | None
     host: str
     port: int
     names: tuple[str, ...] | None
-    api_key: str | None
+    api_keys: tuple[str, ...]
     http_workers: int
     load_format: LoadFormat
     dtype: DType | None
-    chat_template: Path | None
+    chat_template: str | None
     reasoning_parser: str | None
     tool_call_parser: str | None
     max_queue: int
+    max_body_bytes: int
+    request_timeout_s: float | None
+    drain_s: float
     log_format: LogFormat
     log_level: str
+    log_prompts: bool
     engine: EngineConfig
 
 
-def read_template(path: Path) -> str:
-    """The chat template in a file. Raises SettingsError."""
+def read_template(given: str) -> str:
+    """A chat template: `given` itself if it looks like one, else what is in the file of that name.
+
+    Raises SettingsError.
+    """
+    if any(character in given for character in "{}\n"):
+        return given
+    return _read(Path(given), "the chat template")
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The API keys in a file, one a line; empty lines and those that begin with # are none. Raises SettingsError."""
+    lines = [line.strip() for line in _read(path, "the API keys in").splitlines()]
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise SettingsError(f"{path} has no API key: write one a line")
+    return keys
+
+
+def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The same. Raises SettingsError, which shows none, when one of them can't come in a header."""
+    if not all(key.isascii() and key.isprintable() and key == key.strip() != "" for key in keys):
+        raise SettingsError("an API key must be printable ASCII, not empty, and without spaces around it")
+    return keys
+
+
+def _read(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"can't read the chat template {path}: {error}") from error
+        raise SettingsError(f"can't read {what} {path}: {error}") from error
 
 
 def sampling_defaults(model: Path) -> SamplingDefaults:

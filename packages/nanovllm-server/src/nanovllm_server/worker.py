@@ -9,7 +9,6 @@ import logging
 from multiprocessing.connection import Connection
 from typing import cast
 
-from hypercorn.asyncio import serve
 from hypercorn.config import Config
 from hypercorn.typing import ASGIFramework
 
@@ -19,6 +18,7 @@ from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS
 from nanovllm_models.token_bytes import VocabularyError
 from nanovllm_server.admission import Gate
 from nanovllm_server.app import create_app
+from nanovllm_server.connections import serve
 from nanovllm_server.crew import Assignment, Failed, Order
 from nanovllm_server.detokenize import Vocabulary
 from nanovllm_server.dialect import Dialect
@@ -29,9 +29,9 @@ from nanovllm_server.render import Renderer
 from nanovllm_server.service import Service
 from nanovllm_server.shared import Sheet
 
-BACKLOG = 2048
 CLOSE_S = 3.0
-# Longer than clients and proxies keep idle connections, so that they close them and never meet a closed one.
+# Longer than clients and proxies keep idle connections, so that they close them and never meet a closed one. It is also
+# what a client may take to send the head of a request.
 KEEP_ALIVE_S = 75
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -121,7 +121,10 @@ async def _start(assignment: Assignment) -> Service:
         gate=Gate(engine.info.max_num_seqs + settings.max_queue, sheet),
         metrics=Metrics(names[0], engine.info, lambda: engine.stats, sheet),
         logger=get_logger("nanovllm"),
-        api_key=settings.api_key,
+        api_keys=settings.api_keys,
+        max_body_bytes=settings.max_body_bytes,
+        request_timeout_s=settings.request_timeout_s,
+        log_prompts=settings.log_prompts,
         defaults=assignment.defaults,
     )
 
@@ -147,7 +150,7 @@ async def _serve(service: Service, assignment: Assignment, orders: Orders) -> No
 
     try:
         app = cast(ASGIFramework, create_app(service))
-        await serve(app, http_config(assignment.listener.detach()), shutdown_trigger=closed)
+        await serve(app, assignment.listener, http_config(), closed)
     finally:
         draining.cancel()
         await asyncio.wait((draining,))
@@ -160,13 +163,11 @@ async def _drain(service: Service, orders: Orders) -> None:
     orders.report("drained")
 
 
-def http_config(listener: int) -> Config:
-    """Hypercorn's settings, to serve on the socket with that file descriptor."""
+def http_config() -> Config:
+    """Hypercorn's settings."""
     errors = logging.getLogger("hypercorn.error")
     errors.setLevel(logging.WARNING)
     config = Config()
-    config.bind = [f"fd://{listener}"]
-    config.backlog = BACKLOG
     config.errorlog = errors
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.graceful_timeout = CLOSE_S

@@ -1,10 +1,10 @@
 """Steps replayed from CUDA graphs, so that the host launches one thing where the model launches hundreds.
 
 A captured step has one padded shape: so many requests with as many tokens each (decodes), or any mix within so many
-tokens. It is one graph, or pieces between which attention is launched: kernels that no graph can hold may then be used,
-cut for the true batch. The choice of tokens is a graph of its own: a step with log-probabilities or penalties needs
-only the forward pass. All share one memory pool: one step runs at a time. This room must not know what is inside a
-step, but for the places where attention breaks it.
+tokens. It is one graph, or, in the mode "piecewise", pieces between which attention is launched for the true batch, by
+kernels that no graph could hold. The choice of tokens is a graph of its own: a step with log-probabilities or penalties
+needs only the forward pass. All share one memory pool: one step runs at a time. This room must not know what is inside
+a step, but for the places where attention breaks it.
 """
 
 from collections import Counter
@@ -21,13 +21,9 @@ from tqdm import tqdm
 from nanovllm_core.config import GraphMode
 from nanovllm_core.model import Attention
 from nanovllm_core.scheduling.plan import BatchShape
-from nanovllm_core.scheduling.policy import MIXED_TOKENS
 from nanovllm_kernels.attention import AttentionBatch
 
 MIN_MIXED_TOKENS = 64
-# In the mode "full", mixed steps of more tokens are captured in pieces: their attention gains more by kernels made for
-# prompts than it loses by being launched.
-MAX_WHOLE_TOKENS = 512
 # Where the products take as long as their rows are many, padding to a power of two would cost up to as much again.
 MIXED_STEP = 256
 
@@ -110,16 +106,15 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(most: int) -> list[int]:
-    """How many tokens mixed steps are padded to, up to `most`.
-
-    A larger step, of prompts alone, keeps the device busy for longer than the host needs to launch it kernel by kernel.
+    """How many tokens mixed steps are padded to. Of the large ones a fifth is wasted at most, and of those of `most`
+    tokens, what steps of prompts have, nothing.
     """
     sizes: list[int] = []
     size = MIN_MIXED_TOKENS
-    while size <= min(MIXED_TOKENS, most):
+    while size < most:
         sizes.append(size)
-        size += min(size, MIXED_STEP)
-    return sizes
+        size += min(size, max(MIXED_STEP, 1 << (size.bit_length() - 3)))
+    return [*sizes, most]
 
 
 def graph_shapes(
@@ -137,11 +132,7 @@ def graph_shapes(
         for size in decode_sizes(min(max_num_seqs, max_num_batched_tokens // query_len))
     ]
     if mode != "full_decode_only":
-        most_whole = MAX_WHOLE_TOKENS if mode == "full" else 0
-        shapes.extend(
-            GraphShape(max_num_seqs, size, size, "full" if size <= most_whole else "piecewise")
-            for size in mixed_sizes(max_num_batched_tokens)
-        )
+        shapes.extend(GraphShape(max_num_seqs, size, size, mode) for size in mixed_sizes(max_num_batched_tokens))
     return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True)
 
 

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.execution.inputs import Int32Array, StepBuffer, upload
-from nanovllm_core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
+from nanovllm_core.request import (
+    MAX_FORBIDDEN,
+    MAX_FORBIDDEN_LENGTH,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+)
 from nanovllm_core.scheduling.plan import NewBlocks, NewRow, StepPlan
 from nanovllm_kernels.sampling import IN_PROMPT
 
@@ -32,6 +38,7 @@ class Needs(IntFlag):
     PENALTY = 4
     BIAS = 8
     MASK = 16
+    FORBID = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,8 @@ class RequestTable:
     Tensors: tokens int32 [rows, max_model_len + 1]; num_computed int32 [rows]; block_table int32 [rows, max_blocks];
     temperature, top_p, min_p, presence, frequency, repetition float32 [rows]; top_k int32 [rows]; seeds int64 [rows];
     counts int32 [rows, vocab] as `nanovllm_kernels.sampling.apply_penalties` reads them; bias_ids, bias_values,
-    bias_until [rows, entries] as `apply_bias` does.
+    bias_until [rows, entries] as `apply_bias` does; forbidden int32 [rows, sequences, length] and num_prompt int32
+    [rows] as `forbid` does.
     """
 
     def __init__(
@@ -84,8 +92,12 @@ class RequestTable:
         self.bias_ids = zeros(num_rows, num_biases)
         self.bias_values = zeros(num_rows, num_biases, dtype=torch.float32)
         self.bias_until = zeros(num_rows, num_biases)
+        self.forbidden = zeros(num_rows, MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH).fill_(-1)
+        self.num_prompt = zeros(num_rows)
         self.buffer = StepBuffer(num_rows, device)
         self._needs = np.zeros(num_rows, np.uint8)
+        # What the special tables hold of each row, be it over.
+        self._written = np.zeros(num_rows, np.uint8)
         self._num_logprobs = np.full(num_rows, -1, np.int64)
 
     def apply(self, plan: StepPlan) -> StepInputs:
@@ -165,13 +177,30 @@ class RequestTable:
         self.tokens.view(-1)[token_at.long()] = token_ids
 
     def _write_special(self, new_rows: Sequence[NewRow]) -> None:
-        """The tables that few requests need: token counts and biases. One upload for each that does, at its start."""
+        """The tables that few requests need: token counts, biases, forbidden sequences. One upload for each that does,
+        at its start; who needs none must not get those of the row's last request.
+        """
         for new in new_rows:
-            needs = self._needs[new.row]
+            needs, stale = self._needs[new.row], self._written[new.row]
+            self._written[new.row] = needs
             if needs & Needs.PENALTY:
                 self._write_counts(new)
             if needs & Needs.BIAS:
                 self._write_bias(new)
+            elif stale & Needs.BIAS:
+                self.bias_until[new.row].zero_()
+            if needs & Needs.FORBID:
+                self._write_forbidden(new)
+            elif stale & Needs.FORBID:
+                self.forbidden[new.row].fill_(-1)
+
+    def _write_forbidden(self, new: NewRow) -> None:
+        sequences = np.full((MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH), -1, np.int32)
+        for index, tokens in enumerate(new.sampling.forbidden):
+            sequences[index, -len(tokens) :] = tokens
+        (there,) = upload([sequences.reshape(-1)], self.device)
+        self.forbidden[new.row] = there.view(MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH)
+        self.num_prompt[new.row] = new.num_prompt_tokens
 
     def _write_counts(self, new: NewRow) -> None:
         tokens = np.asarray(new.token_ids, np.int32)
@@ -204,4 +233,6 @@ def _needs_of(sampling: SamplingParams) -> Needs:
         needs |= Needs.PENALTY
     if sampling.logit_bias or sampling.min_tokens:
         needs |= Needs.BIAS
+    if sampling.forbidden:
+        needs |= Needs.FORBID
     return needs

@@ -248,7 +248,9 @@ class Runner:
             share = -(-(budget - sum(lengths)) // (num_rows - len(lengths)))
             lengths.append(min(share, config.max_model_len, budget - sum(lengths)))
         lengths.sort()
-        sampling = SamplingParams(top_k=50, top_p=0.9, min_p=0.1, presence_penalty=1.0, logprobs=MAX_TOP_LOGPROBS)
+        sampling = SamplingParams(
+            top_k=50, top_p=0.9, min_p=0.1, presence_penalty=1.0, forbidden=((0, 0),), logprobs=MAX_TOP_LOGPROBS
+        )
         new_rows = [
             NewRow(row, [0] * length, length, 0, sampling, seed=0, stop_ids=()) for row, length in enumerate(lengths)
         ]

@@ -15,7 +15,7 @@ from nanovllm_core.execution.inputs import to_device
 from nanovllm_core.execution.request_table import Needs, RequestTable
 from nanovllm_core.request import TokenLogprobs
 from nanovllm_core.scheduling.plan import StepTokens
-from nanovllm_kernels.sampling import apply_bias, apply_masks, apply_penalties, logprobs, sample
+from nanovllm_kernels.sampling import apply_bias, apply_masks, apply_penalties, forbid, logprobs, sample
 
 
 class Sampled(NamedTuple):
@@ -63,6 +63,8 @@ def draw(
         logits = apply_penalties(logits, rows, table.counts, *penalties)
     if needs & Needs.BIAS:
         logits = apply_bias(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
+    if needs & Needs.FORBID:
+        logits = forbid(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
     if masks is not None:
         logits = apply_masks(logits, masks.which, masks.bits)
     settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)

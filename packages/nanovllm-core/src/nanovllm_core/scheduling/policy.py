@@ -8,7 +8,7 @@ from nanovllm_core.request import Request
 
 Score = tuple[int, int, float]
 
-# Most tokens of a step in which somebody decodes, whose next token waits until all of them are computed.
+# Most tokens of a step where more requests decode than wait for their prompts: their next tokens wait for all of them.
 MIXED_TOKENS = 2048
 
 
@@ -25,3 +25,10 @@ def urgency(request: Request) -> tuple[int, float]:
 def victim_score(request: Request, *, prefilling: bool) -> Score:
     """Whose blocks to take when memory runs out: the highest. Unfinished prefills first, then the least urgent."""
     return (int(prefilling), *urgency(request))
+
+
+def favours_prompts(num_decodes: int, num_prompts: int) -> bool:
+    """Whether a step is to compute as much of prompts as it may. That delays the next token of everyone who decodes and
+    hastens the first one of everyone whose prompt is not through and has a row, or finds one: the majority decides.
+    """
+    return num_prompts > num_decodes

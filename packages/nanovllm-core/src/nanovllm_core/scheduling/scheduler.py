@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import FinishReason, Request, RequestStatus, StepOutputs
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan, StepTokens
-from nanovllm_core.scheduling.policy import MIXED_TOKENS, Score, urgency, victim_score
+from nanovllm_core.scheduling.policy import MIXED_TOKENS, Score, favours_prompts, urgency, victim_score
 from nanovllm_core.scheduling.queue import WaitingQueue
 from nanovllm_core.scheduling.rows import Rows, RowTable
 
@@ -122,8 +122,10 @@ class Scheduler:
         new_blocks = NewBlocks()
         chunks: list[Chunk] = []
         decodes = self._schedule_decodes(new_blocks)
-        most = self._max_mixed_tokens if len(decodes) else self._max_num_batched_tokens
-        budget = self._schedule_chunks(chunks, most - len(decodes))
+        begun = np.flatnonzero(self.rows.running & (self.rows.num_tokens - self.rows.num_computed > 1))
+        num_prompts = len(begun) + min(len(self.waiting), self.rows.num_free)
+        most = self._max_num_batched_tokens if favours_prompts(len(decodes), num_prompts) else self._max_mixed_tokens
+        budget = self._schedule_chunks(chunks, begun, most - len(decodes))
         # Whoever was just preempted needs the next free blocks more than a newcomer does.
         if self.counters.preemptions == preemptions and self._num_preempting == 0:
             self._admit(chunks, new_rows, new_blocks, budget)
@@ -197,10 +199,9 @@ class Scheduler:
         left = self.rows.num_tokens[request.row] - self.rows.num_computed[request.row]
         return victim_score(request, prefilling=bool(left > 1))
 
-    def _schedule_chunks(self, chunks: list[Chunk], budget: int) -> int:
+    def _schedule_chunks(self, chunks: list[Chunk], begun: Rows, budget: int) -> int:
         """Go on with prompts that earlier steps began; returns what is left of the budget."""
         rows = self.rows
-        begun = np.flatnonzero(rows.running & (rows.num_tokens - rows.num_computed > 1))
         for request in sorted(rows.of(begun), key=urgency):
             start, end = int(rows.num_computed[request.row]), int(rows.num_tokens[request.row])
             num_tokens = self._chunk(start, end, budget)

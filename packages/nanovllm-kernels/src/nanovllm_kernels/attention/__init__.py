@@ -25,8 +25,8 @@ class AttentionBatch:
 
     gathers: what plain torch works out once a step. units: what the Triton kernels do for requests with one query.
     decode_lens, workspace: what the CuTe DSL kernel does for them: their lengths, 0 for other requests, and its memory.
-    prefill_starts: what FlashAttention does for those with several: where their queries begin behind the others'. Each
-    is None, or empty, where it isn't needed. The rest: as given to `plan_batch`.
+    prefill_lens: what FlashAttention does for those with several: how many, 0 for other requests. Each is None, or
+    empty, where it isn't needed. The rest: as given to `plan_batch`.
     """
 
     block_tables: Tensor
@@ -38,7 +38,7 @@ class AttentionBatch:
     units: tuple[Tensor, Tensor, Tensor] | None
     decode_lens: Tensor | None
     workspace: tuple[Tensor, ...]
-    prefill_starts: Tensor | None
+    prefill_lens: Tensor | None
 
 
 def plan_batch(
@@ -66,10 +66,10 @@ def plan_batch(
     num_heads: query heads. kv_cache: any layer's, for its shape and dtype: they all have the same.
     backend: "torch" runs everywhere, but waits for the device on CUDA. The others need a CUDA device ("triton": or its
         interpreter) and never wait for it; a request may then have no query. "flash" and "cutedsl" need the extras
-        flash-attn and cutedsl; FlashAttention is used only where the host knows num_decodes, and for no FP8 cache.
+        flash-attn and cutedsl; FlashAttention is used for no FP8 cache.
     dtype: of the queries; by default the cache's.
     """
-    gathers = units = decode_lens = prefill_starts = None
+    gathers = units = decode_lens = prefill_lens = None
     workspace: tuple[Tensor, ...] = ()
     _, page_size, num_cached, head_dim = kv_cache.shape
     num_kv_heads, cached, device = num_cached // 2, kv_cache.dtype, kv_cache.device
@@ -88,8 +88,10 @@ def plan_batch(
         num_slots = (describe(device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
         units = _plan_units_op(seq_lens, query_start_loc, tiles.choose_units(num_kv_heads, num_slots), config.block_n)
     by_flash = backend in ("flash", "fastest") and has_flash_attention() and flash_prefill.supports(head_dim, cached)
-    if by_flash and num_decodes is not None and num_decodes < len(seq_lens):
-        prefill_starts = query_start_loc[num_decodes:] - num_decodes
+    least = flash_prefill.LEAST_CAPTURED if num_decodes is None else 2
+    if by_flash and max_query_len >= least:
+        query_lens = query_start_loc.diff()
+        prefill_lens = query_lens * (query_lens > 1)
     return AttentionBatch(
         block_tables,
         seq_lens,
@@ -100,7 +102,7 @@ def plan_batch(
         units,
         decode_lens,
         workspace,
-        prefill_starts,
+        prefill_lens,
     )
 
 
@@ -133,7 +135,7 @@ def paged_attention(
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
-        batch.prefill_starts,
+        batch.prefill_lens,
         batch.decode_lens,
         list(batch.workspace),
         list(batch.units or ()),
@@ -166,7 +168,7 @@ def _paged_attention_op(
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
-    prefill_starts: Tensor | None,
+    prefill_lens: Tensor | None,
     decode_lens: Tensor | None,
     workspace: list[Tensor],
     units: list[Tensor],
@@ -176,19 +178,11 @@ def _paged_attention_op(
 ) -> Tensor:
     from nanovllm_kernels.attention import triton_decode, triton_prefill
 
-    found = None
-    if prefill_starts is not None:
-        first = len(query_start_loc) - len(prefill_starts)
-        found = flash_prefill.paged_prefill(
-            q[first:], kv_cache, block_tables[first:], seq_lens[first:], prefill_starts, scale, max_query_len
-        )
-        if first == 0:
-            return found
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if decode_lens is not None:
         from nanovllm_kernels.attention import cute_decode
 
-        # Request b's query is token b; zeros are written where a request with several queries will have its own.
+        # Request b's query is token b; zeros are written where requests with several queries have theirs from below.
         count = min(len(decode_lens), len(q))
         memory = cute_decode.Workspace(*workspace)
         cute_decode.paged_decode(q, kv_cache, kv_scales, block_tables[:count], decode_lens[:count], scale, memory, out)
@@ -197,8 +191,10 @@ def _paged_attention_op(
         triton_decode.paged_decode(
             q, kv_cache, kv_scales, block_tables, seq_lens, query_start_loc, (starts, owners, unit_len), scale, out
         )
-    if found is not None:
-        out[first:] = found
+    if prefill_lens is not None:
+        flash_prefill.paged_prefill(
+            q, kv_cache, block_tables, seq_lens, query_start_loc, prefill_lens, scale, max_query_len, out
+        )
     elif max_query_len > 1:
         triton_prefill.paged_prefill(
             q, kv_cache, kv_scales, block_tables, seq_lens, query_start_loc, scale, max_query_len, max_seq_len, out

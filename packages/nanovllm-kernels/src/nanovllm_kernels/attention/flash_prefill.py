@@ -10,6 +10,9 @@ HEAD_DIMS = (64, 96, 128, 256)
 # Of what a whole batch fits into one tile FlashAttention makes a kernel of its own, compiled when such a batch first
 # comes. The bound it is given need not be tight: with one above a tile's rows, there is one kernel for all batches.
 LEAST_BOUND = 256
+# A captured step may hold one chunk of so many tokens over a long context. It reads its keys from end to end in one go,
+# so that for few tokens a kernel that cuts them into parts is faster.
+LEAST_CAPTURED = 512
 
 
 def supports(head_dim: int, dtype: torch.dtype) -> bool:
@@ -22,23 +25,31 @@ def paged_prefill(
     kv_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    starts: Tensor,
+    query_start_loc: Tensor,
+    query_lens: Tensor,
     scale: float,
     max_query_len: int,
-) -> Tensor:
-    """Attend for requests whose queries begin at `starts` int32 [B + 1] of q [T, Hq, D]; returns [T, Hq, D]."""
-    from flash_attn.cute.interface import flash_attn_varlen_func
+    out: Tensor,
+) -> None:
+    """Attend for requests with `query_lens` int32 [B] queries, of which none leaves a request out, however many it has
+    by `query_start_loc` int32 [B + 1]; writes the rows of `out` that are theirs.
+
+    Only the shapes and the bound shape the launch, so that a captured graph may be replayed for any lengths.
+    """
+    # The public function takes no result to write into, and spends as long as this one on what only training needs.
+    from flash_attn.cute.interface import _flash_attn_fwd
 
     k_cache, v_cache = kv_cache.chunk(2, 2)
-    out, *_ = flash_attn_varlen_func(
+    _flash_attn_fwd(
         q,
         k_cache,
         v_cache,
-        cu_seqlens_q=starts,
+        cu_seqlens_q=query_start_loc,
+        seqused_q=query_lens,
         seqused_k=seq_lens,
         page_table=block_tables,
         max_seqlen_q=max(max_query_len, LEAST_BOUND),
         softmax_scale=scale,
         causal=True,
+        out=out,
     )
-    return out

@@ -18,6 +18,7 @@ __all__ = [
     "apply_bias",
     "apply_masks",
     "apply_penalties",
+    "forbid",
     "logprobs",
     "sample",
 ]
@@ -77,6 +78,21 @@ def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
     if logits.is_cuda:
         return _apply_masks_op(logits, which, masks)
     return reference.apply_masks(logits, which, masks)
+
+
+def forbid(
+    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
+) -> Tensor:
+    """Make tokens impossible that would end a forbidden sequence. Returns new float32 logits [B, V].
+
+    logits: [B, V]. rows: int32 [B], each one's row in the tables. positions: int32 or int64 [B], of the token to come.
+    tokens: int32 [R, T], all that is known of each row. num_prompt: int32 [R]; what lies before is no part of a
+        sequence.
+    sequences: int32 [R, K, L], each at the end of its L; what comes before it, and all of an unused one, is -1.
+
+    Plain torch on every device: few ask for it, and what it reads is small.
+    """
+    return reference.forbid(logits, rows, positions, tokens, num_prompt, sequences)
 
 
 def sample(

@@ -66,6 +66,23 @@ def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
     return out
 
 
+def forbid(
+    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
+) -> Tensor:
+    """See the package's `forbid`."""
+    out = logits.to(torch.float32, copy=True)
+    sequences = sequences.index_select(0, rows)
+    begins, ends = sequences[:, :, :-1], sequences[:, :, -1]
+    back = torch.arange(1 - sequences.shape[2], 0, device=logits.device)
+    at = positions.unsqueeze(1) + back
+    known = tokens[rows.unsqueeze(1).long(), at.clamp(min=0).long()]
+    # Nothing is equal to what lies in the prompt.
+    made = torch.where(at >= num_prompt.index_select(0, rows).unsqueeze(1), known, -2).unsqueeze(1)
+    ending = ((begins == made) | (begins == -1)).all(-1) & (ends >= 0)
+    values = torch.zeros_like(ends, dtype=torch.float32).masked_fill_(ending, -torch.inf)
+    return out.scatter_add_(1, ends.clamp(min=0).long(), values)
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,

@@ -20,13 +20,16 @@ from hypercorn.typing import (
     HTTPScope,
     Scope,
 )
+from structlog.contextvars import bind_contextvars
 
 from nanovllm_server.observability.logs import Logger
 
 CLIENT_LEFT = 499
 QUIET_PATHS = ("/health", "/metrics")
 LINGER_S = 10.0
+MAX_PATH_SHOWN = 200
 MAX_ID_LENGTH = 256
+HOST = b"localhost"
 SCOPE_KEY = "nanovllm.exchange"
 REQUEST_ID_HEADER = b"x-request-id"
 
@@ -58,12 +61,19 @@ class ExchangeLayer:
         self._count = count
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        """One exchange; anything but HTTP passes through."""
+        """One exchange. Websockets are refused."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000, "reason": None})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # What the server is called matters to nobody here, and the framework fails at names that can't be.
+        scope["headers"] = [(name, HOST if name == b"host" else value) for name, value in scope["headers"]]
         exchange = Exchange(_request_id(scope), scope["path"])
         cast(dict[str, object], scope)[SCOPE_KEY] = exchange
+        # For whatever is logged on behalf of this exchange, by whomever. The task ends with it.
+        bind_contextvars(request_id=exchange.request_id)
 
         async def receive_and_note() -> ASGIReceiveEvent:
             event = await receive()
@@ -95,7 +105,7 @@ class ExchangeLayer:
         log(
             "request",
             method=scope["method"],
-            path=exchange.path,
+            path=scope["raw_path"][:MAX_PATH_SHOWN].decode("latin-1"),
             status=status,
             seconds=round(time.monotonic() - exchange.arrival, 4),
             request_id=exchange.request_id,

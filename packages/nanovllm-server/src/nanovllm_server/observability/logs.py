@@ -1,6 +1,7 @@
 """One log for everything in the process, for people (text) or for machines (json).
 
-Never the content of a conversation, never a key. This room must not know what is logged.
+Never the content of a conversation, unless the server is told so, and never a key. This room must not know what is
+logged.
 """
 
 import logging
@@ -21,6 +22,7 @@ Logger = structlog.stdlib.BoundLogger
 def configure_logs(log_format: LogFormat, level: str) -> None:
     """Send structlog's and the standard library's logs to stderr, in one format."""
     shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),

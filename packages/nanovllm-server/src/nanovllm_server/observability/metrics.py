@@ -26,7 +26,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 # Paths are counted by name if the server has them, and together otherwise.
-PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/chat/completions")
+PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions")
 OTHER_PATH = "other"
 STATUSES = range(100, 600)
 

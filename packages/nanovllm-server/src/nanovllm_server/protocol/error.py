@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import orjson
 
+from nanovllm_server.protocol.bodies import Error
 from nanovllm_server.protocol.json import JSON
 
 SHOWN_CHARACTERS = 80
@@ -33,7 +34,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, JSON]:
+    def body(self) -> Error:
         """The error object of OpenAI's own schema."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
@@ -59,6 +60,12 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, kind="service_unavailable_error", code=code, headers={"Retry-After": "5"})
 
 
+def timed_out(seconds: float) -> ApiError:
+    """A 504: the answer took longer than the request, or the server, allows."""
+    message = f"the answer took longer than the {seconds:g} s that it may: allow more, or ask for fewer tokens"
+    return ApiError(504, message, kind="timeout_error", code="deadline_exceeded")
+
+
 def internal_error(request_id: str) -> ApiError:
     """A 500 that tells no more than the id under which the log has the rest."""
     return ApiError(500, f"internal server error; the log has it as {request_id}", kind="server_error", code="internal")
@@ -69,8 +76,9 @@ def show(value: JSON) -> str:
     match value:
         case dict() if value:
             return "an object"
-        case list() if len(value) > 4:
-            return f"an array of {len(value)} items"
+        # What lies in it may be deeper than what can be written.
+        case list() if len(value) > 4 or any(isinstance(item, dict | list) for item in value):
+            return f"an array of {len(value)} {'items' if len(value) > 1 else 'item'}"
         case str() if len(value) > SHOWN_CHARACTERS:
             text = orjson.dumps(value[:SHOWN_CHARACTERS]).decode()
             return f'{text[:-1]}..." ({len(value)} characters)'

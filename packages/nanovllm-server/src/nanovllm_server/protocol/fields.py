@@ -1,7 +1,8 @@
 """Reading one JSON object field by field, so that every refusal names the field, its value and what is right.
 
 Each reader takes the range that the field may have. An absent field and an explicit null are the same, as the official
-clients send either; the readers then return None. This room must not know what the fields mean.
+clients send either; the readers then return None. What readers are asked for is also what the API's description says
+(`description.py` listens to them). This room must not know what the fields mean.
 """
 
 import math
@@ -11,9 +12,15 @@ from typing import TypeGuard
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.json import JSON
 
+# A JSON Schema (2020-12) that takes everything.
+ANYTHING: dict[str, JSON] = {}
+
 
 class Fields:
-    """The fields of one object at `path` ("" for the body itself), and which of them have been read."""
+    """The fields of one object at `path` ("" for the body itself), and which of them have been read.
+
+    What a reader is told by JSON Schemas is for whoever describes the object.
+    """
 
     def __init__(self, values: dict[str, JSON], path: str = ""):
         self._values = values
@@ -24,8 +31,8 @@ class Fields:
         """Where the field `name` is, as refusals and their `param` call it."""
         return f"{self._path}.{name}" if self._path else name
 
-    def raw(self, name: str) -> JSON:
-        """The field as it came."""
+    def raw(self, name: str, accepts: dict[str, JSON] = ANYTHING) -> JSON:  # noqa: ARG002
+        """The field as it came. accepts: the JSON Schema of what the caller, who is to check it, lets through."""
         self._known.add(name)
         return self._values.get(name)
 
@@ -62,8 +69,13 @@ class Fields:
             raise self.wrong(name, "true or false")
         return value
 
-    def text(self, name: str, max_length: int | None = None) -> str | None:
-        """A string of at most `max_length` characters."""
+    def text(
+        self,
+        name: str,
+        max_length: int | None = None,
+        accepts: dict[str, JSON] = ANYTHING,  # noqa: ARG002
+    ) -> str | None:
+        """A string of at most `max_length` characters. accepts: the JSON Schema of what the caller lets through."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))
@@ -76,8 +88,14 @@ class Fields:
             raise self.wrong(name, "one of " + ", ".join(f'"{choice}"' for choice in choices))
         return value
 
-    def array(self, name: str, right: str, max_items: int | None = None) -> list[JSON] | None:
-        """An array, described by `right`, of at most `max_items`."""
+    def array(
+        self,
+        name: str,
+        right: str,
+        max_items: int | None = None,
+        items: dict[str, JSON] = ANYTHING,  # noqa: ARG002
+    ) -> list[JSON] | None:
+        """An array, described by `right`, of at most `max_items`. items: the JSON Schema of what the caller takes."""
         value = self.raw(name)
         if value is not None and not (isinstance(value, list) and (max_items is None or len(value) <= max_items)):
             raise self.wrong(name, right)
@@ -91,6 +109,13 @@ class Fields:
         if not isinstance(value, dict):
             raise self.wrong(name, "an object")
         return Fields(value, self.path(name))
+
+    def element(self, name: str, index: int, value: JSON, right: str) -> "Fields":
+        """The object `value`, described by `right`, which is at `index` of the array `name`."""
+        path = f"{self.path(name)}[{index}]"
+        if not isinstance(value, dict):
+            raise bad_field(path, right, value)
+        return Fields(value, path)
 
 
 def is_number(value: JSON, low: float, high: float) -> TypeGuard[int | float]:

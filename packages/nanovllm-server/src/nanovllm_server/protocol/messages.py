@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from nanovllm_server.protocol.error import ApiError, bad_field, show, unsupported
+from nanovllm_server.protocol.error import ApiError, show, unsupported
 from nanovllm_server.protocol.fields import Fields
 from nanovllm_server.protocol.json import JSON
 
+MAX_MESSAGES = 10_000
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -32,16 +33,14 @@ class Message:
 
 def parse_messages(body: Fields) -> tuple[tuple[Message, ...], list[str]]:
     """The messages of a request, and the paths of fields in them that nobody knows. Raises ApiError."""
-    items = body.array("messages", "a non-empty array of messages")
+    right = f"an array of 1 to {MAX_MESSAGES} messages"
+    items = body.array("messages", right, MAX_MESSAGES)
     if not items:
-        raise body.wrong("messages", "a non-empty array of messages")
+        raise body.wrong("messages", right)
     unknown: list[str] = []
     messages: list[Message] = []
     for index, item in enumerate(items):
-        path = f"{body.path('messages')}[{index}]"
-        if not isinstance(item, dict):
-            raise bad_field(path, "an object with role and content", item)
-        fields = Fields(item, path)
+        fields = body.element("messages", index, item, "an object with role and content")
         messages.append(_message(fields))
         unknown += fields.unknown()
     return tuple(messages), unknown
@@ -51,36 +50,35 @@ def _message(fields: Fields) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    if role != "assistant":
-        content = _content(fields, optional=False)
-        return Message(role=role, content=content, name=fields.text("name"), tool_call_id=fields.text("tool_call_id"))
+    # All is looked at whoever speaks, so that mistakes are named; what only an assistant has counts for it alone.
+    name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _tool_calls(fields)
     # Two names for the same text: DeepSeek's clients send the second one back.
     names = ("reasoning", "reasoning_content")
     reasoning = next((text for text in map(fields.text, names) if text), None)
-    content = _content(fields, optional=bool(calls or reasoning))
     fields.text("refusal")
-    if fields.raw("function_call") is not None:
+    if fields.raw("function_call", {"type": "null"}) is not None:
         path = fields.path("function_call")
         raise unsupported(path, f"{path} is not supported: use tool_calls")
-    return Message(role=role, content=content, name=fields.text("name"), reasoning=reasoning, tool_calls=calls)
+    if role != "assistant":
+        return Message(role=role, content=_content(fields, optional=False), name=name, tool_call_id=tool_call_id)
+    content = _content(fields, optional=bool(calls or reasoning))
+    return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 
 
 def _content(fields: Fields, *, optional: bool) -> str | None:
-    content = fields.raw("content")
+    content = fields.raw("content", {"type": ["string", "array"], "minItems": 1})
     if isinstance(content, str) or (content is None and optional):
         return content
     if not isinstance(content, list) or not content:
         raise fields.wrong("content", "a string or a non-empty array of text parts")
     # One line a part, as most servers of open models have it.
-    return "\n".join(_part(part, f"{fields.path('content')}[{index}]") for index, part in enumerate(content))
+    right = 'an object like {"type": "text", "text": "..."}'
+    return "\n".join(_part(fields.element("content", index, part, right)) for index, part in enumerate(content))
 
 
-def _part(part: JSON, path: str) -> str:
-    if not isinstance(part, dict):
-        raise bad_field(path, 'an object like {"type": "text", "text": "..."}', part)
-    fields = Fields(part, path)
-    kind = fields.text("type")
+def _part(fields: Fields) -> str:
+    kind = fields.raw("type", {"const": "text"})
     if kind != "text":
         raise _bad_kind(fields, kind)
     text = fields.text("text")
@@ -89,8 +87,8 @@ def _part(part: JSON, path: str) -> str:
     return text
 
 
-def _bad_kind(fields: Fields, kind: str | None) -> ApiError:
-    if kind is None:
+def _bad_kind(fields: Fields, kind: JSON) -> ApiError:
+    if not isinstance(kind, str):
         return fields.wrong("type", '"text"')
     path = fields.path("type")
     return unsupported(path, f'{path} must be "text", not {show(kind)}: this server takes text only')
@@ -100,15 +98,12 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
     items = fields.array("tool_calls", "an array of tool calls") or []
     calls: list[ToolCall] = []
     for index, item in enumerate(items):
-        path = f"{fields.path('tool_calls')}[{index}]"
-        if not isinstance(item, dict):
-            raise bad_field(path, "an object with id, type and function", item)
-        call = Fields(item, path)
+        call = fields.element("tool_calls", index, item, "an object with id, type and function")
         call.one_of("type", ("function",))
         function = call.child("function")
         if function is None:
             raise call.wrong("function", "an object with name and arguments")
-        name, arguments = function.text("name"), function.text("arguments")
+        name, arguments = function.text("name", accepts={"minLength": 1}), function.text("arguments")
         if not name:
             raise function.wrong("name", "a non-empty string")
         if arguments is None:

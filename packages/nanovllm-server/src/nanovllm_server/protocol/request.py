@@ -15,6 +15,7 @@ from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.fields import Fields, is_number
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.messages import Message, parse_messages
+from nanovllm_server.protocol.template import TemplateOptions, parse_template
 from nanovllm_server.protocol.tools import Toolbox, parse_tools
 from nanovllm_server.protocol.unsupported import refuse_unsupported
 
@@ -23,7 +24,9 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_ID_LENGTH = 256
-EFFORTS = ("none", "minimal", "low", "medium", "high")
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
+MAX_TIMEOUT_S = 86400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,9 @@ class ChatRequest:
     """A chat completion request that holds what its types say.
 
     tools: what the model may call; None for nothing. answer: what it is to say otherwise; None for free text.
-    max_reasoning_tokens: after how many tokens reasoning is closed. template_values: further names for the template.
+    max_reasoning_tokens: after how many tokens reasoning is closed. include_stop: a stop string or token is part of it.
+    bad_words: texts that the model may not write. truncate_prompt_tokens: how many tokens of the prompt to keep, its
+    last; -1 for as many as the context has room for. timeout_s: what the answer may take, from the request's arrival.
     max_tokens_field: the name under which `sampling.max_tokens` came, for refusals. request_id: the client's own.
     unknown: paths of fields that nobody knows.
     """
@@ -61,11 +66,17 @@ class ChatRequest:
     tools: Toolbox | None
     answer: Answer | None
     max_reasoning_tokens: int | None
-    template_values: dict[str, JSON]
+    template: TemplateOptions
     include_reasoning: bool
     sampling: SamplingParams
     n: int
     stop: tuple[str, ...]
+    include_stop: bool
+    bad_words: tuple[str, ...]
+    skip_special_tokens: bool
+    truncate_prompt_tokens: int | None
+    return_token_ids: bool
+    timeout_s: float | None
     stream: bool
     include_usage: bool
     max_tokens_field: str
@@ -77,8 +88,12 @@ class ChatRequest:
 
 def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Read the body of a request. Raises ApiError (400), which names the field."""
-    body = _body(data)
-    model = body.text("model")
+    return read_chat_request(_body(data), limits, defaults)
+
+
+def read_chat_request(body: Fields, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
+    """The same, of a body that is known to be a JSON object."""
+    model = body.text("model", accepts={"minLength": 1})
     if not model:
         raise body.wrong("model", "the name of a model")
     messages, unknown = parse_messages(body)
@@ -93,11 +108,17 @@ def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) 
         tools=parse_tools(body),
         answer=parse_answer(body),
         max_reasoning_tokens=body.integer("max_reasoning_tokens", 0, limits.max_model_len),
-        template_values=_template_values(body),
+        template=parse_template(body),
         include_reasoning=body.boolean("include_reasoning") is not False,
         sampling=sampling,
         n=1 if n is None else n,
         stop=_stop(body),
+        include_stop=body.boolean("include_stop_str_in_output") or False,
+        bad_words=_bad_words(body),
+        skip_special_tokens=body.boolean("skip_special_tokens") is not False,
+        truncate_prompt_tokens=_truncate_prompt_tokens(body, limits),
+        return_token_ids=body.boolean("return_token_ids") or False,
+        timeout_s=body.number("timeout", 0, MAX_TIMEOUT_S, above_low=True),
         stream=stream,
         include_usage=_include_usage(body, stream),
         max_tokens_field=max_tokens_field,
@@ -126,18 +147,8 @@ def _accept_unused(body: Fields) -> None:
     body.boolean("store")
     body.text("service_tier")
     body.text("prompt_cache_key")
-
-
-def _template_values(body: Fields) -> dict[str, JSON]:
-    effort = body.one_of("reasoning_effort", EFFORTS)
-    values: dict[str, JSON] = {}
-    if effort is not None:
-        # Templates know one or the other.
-        values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    own = body.raw("chat_template_kwargs")
-    if own is not None and not isinstance(own, dict):
-        raise body.wrong("chat_template_kwargs", "an object")
-    return {**values, **(own or {})}
+    # Text is made of the tokens' own bytes: no space is ever put between any.
+    body.boolean("spaces_between_special_tokens")
 
 
 def _sampling(body: Fields, limits: Limits, defaults: SamplingDefaults) -> tuple[SamplingParams, str]:
@@ -189,7 +200,13 @@ def _logprobs(body: Fields) -> int | None:
 
 def _logit_bias(body: Fields, vocab_size: int) -> dict[int, float]:
     right = f"an object of at most {MAX_LOGIT_BIAS} token ids"
-    values = body.raw("logit_bias")
+    accepted: dict[str, JSON] = {
+        "type": "object",
+        "maxProperties": MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    }
+    values = body.raw("logit_bias", accepted)
     if values is None:
         return {}
     if not isinstance(values, dict) or len(values) > MAX_LOGIT_BIAS:
@@ -213,7 +230,8 @@ def _logit_bias(body: Fields, vocab_size: int) -> dict[int, float]:
 
 def _stop(body: Fields) -> tuple[str, ...]:
     right = f"a non-empty string or an array of at most {MAX_STOPS}, each of at most {MAX_STOP_LENGTH} characters"
-    value = body.raw("stop")
+    one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+    value = body.raw("stop", {"anyOf": [one, {"type": "array", "items": one, "maxItems": MAX_STOPS}]})
     if value is None:
         return ()
     stops = value if isinstance(value, list) else [value]
@@ -228,9 +246,29 @@ def _stop(body: Fields) -> tuple[str, ...]:
     return tuple(checked)
 
 
+def _bad_words(body: Fields) -> tuple[str, ...]:
+    right = f"an array of at most {MAX_BAD_WORDS} strings"
+    one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH, "pattern": "\\S"}
+    words: list[str] = []
+    for index, word in enumerate(body.array("bad_words", right, MAX_BAD_WORDS, one) or []):
+        if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_LENGTH:
+            right = f"a string of 1 to {MAX_BAD_WORD_LENGTH} characters that are not all spaces"
+            raise bad_field(f"bad_words[{index}]", right, word)
+        words.append(word)
+    return tuple(words)
+
+
+def _truncate_prompt_tokens(body: Fields, limits: Limits) -> int | None:
+    value = body.integer("truncate_prompt_tokens", -1, limits.max_model_len - 1)
+    if value == 0:
+        raise body.wrong("truncate_prompt_tokens", f"an integer from 1 to {limits.max_model_len - 1}, or -1")
+    return value
+
+
 def _stop_token_ids(body: Fields, vocab_size: int) -> tuple[int, ...]:
     right = f"an array of at most {MAX_STOP_TOKENS} token ids"
-    values = body.array("stop_token_ids", right, MAX_STOP_TOKENS) or []
+    one: dict[str, JSON] = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    values = body.array("stop_token_ids", right, MAX_STOP_TOKENS, one) or []
     tokens: list[int] = []
     for index, token in enumerate(values):
         if type(token) is not int or not 0 <= token < vocab_size:
@@ -240,7 +278,7 @@ def _stop_token_ids(body: Fields, vocab_size: int) -> tuple[int, ...]:
 
 
 def _request_id(body: Fields) -> str | None:
-    value = body.text("request_id")
+    value = body.text("request_id", accepts={"pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
     # It goes back in a header.
     if value is not None and not (value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
         raise body.wrong("request_id", f"a string of 1 to {MAX_ID_LENGTH} printable ASCII characters")

@@ -6,16 +6,28 @@ This room must not know how text and log-probabilities were come by: it gets the
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import cast
 
 import msgspec
 
 from nanovllm_server import __version__
-from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.bodies import (
+    AnswerMessage,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Choice,
+    ChoiceDelta,
+    ChoiceLogprobs,
+    ChunkChoice,
+    CompletionUsage,
+    Finish,
+    ModelList,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+)
 
 SYSTEM_FINGERPRINT = f"nanovllm-async-{__version__}"
-
-Finish = Literal["stop", "length", "tool_calls"]
 
 
 class CallDelta(msgspec.Struct, frozen=True):
@@ -32,17 +44,18 @@ class Delta(msgspec.Struct, frozen=True):
 
     text: of the content. logprobs: OpenAI's objects, one a token, when asked for. stop_reason: the stop string or stop
     token id that ended the choice; None when the model did, by its end-of-sequence token. in_reasoning: it ended before
-    any content could come.
+    any content could come. token_ids: of all tokens since the last delta, when asked for.
     """
 
     index: int
     text: str
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
-    logprobs: tuple[JSON, ...] | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: Finish | None = None
     stop_reason: str | int | None = None
     in_reasoning: bool = False
+    token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +67,7 @@ class Usage:
     completion_tokens: int
     reasoning_tokens: int
 
-    def body(self) -> dict[str, JSON]:
+    def body(self) -> CompletionUsage:
         """The usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -67,15 +80,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What stays the same over the whole of one answer."""
+    """What stays the same over the whole of one answer. prompt_token_ids: for who asked for token ids."""
 
     id: str
     created: int
     model: str
+    prompt_token_ids: tuple[int, ...] | None = None
 
-    def completion(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> dict[str, JSON]:
+    def completion(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> ChatCompletion:
         """The whole answer; `choices` holds the deltas of each, in order."""
-        return {
+        body: ChatCompletion = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
@@ -84,10 +98,20 @@ class Envelope:
             "choices": [_whole(deltas) for deltas in choices],
             "usage": usage.body(),
         }
+        if self.prompt_token_ids is not None:
+            body["prompt_token_ids"] = [*self.prompt_token_ids]
+        return body
 
-    def chunk(self, choices: list[JSON], usage: JSON, *, with_usage: bool) -> dict[str, JSON]:
+    def chunk(
+        self,
+        choices: list[ChunkChoice],
+        usage: CompletionUsage | None,
+        *,
+        with_usage: bool,
+        with_prompt: bool = False,
+    ) -> ChatCompletionChunk:
         """One chunk of a streamed answer. The field `usage` is there only in answers that were asked for it."""
-        chunk: dict[str, JSON] = {
+        chunk: ChatCompletionChunk = {
             "id": self.id,
             "object": "chat.completion.chunk",
             "created": self.created,
@@ -97,6 +121,8 @@ class Envelope:
         }
         if with_usage:
             chunk["usage"] = usage
+        if with_prompt and self.prompt_token_ids is not None:
+            chunk["prompt_token_ids"] = [*self.prompt_token_ids]
         return chunk
 
 
@@ -112,16 +138,17 @@ class Clock:
         return self._last
 
 
-def stream_choices(delta: Delta, *, first: bool) -> list[JSON]:
+def stream_choices(delta: Delta, *, first: bool) -> list[ChunkChoice]:
     """What a stream says of a delta, one thing at a time. first: nothing has been said of its choice yet."""
-    bodies: list[JSON] = []
+    bodies: list[ChoiceDelta] = []
     if delta.reasoning:
-        bodies.append(_reasoning(delta.reasoning))
+        # The second name is DeepSeek's, which its clients read.
+        bodies.append({"reasoning": delta.reasoning, "reasoning_content": delta.reasoning})
     if delta.text:
         bodies.append({"content": delta.text})
     bodies.extend({"tool_calls": [_call_delta(call)]} for call in delta.calls)
     logprobs = _logprobs(delta.logprobs)
-    choices: list[JSON] = []
+    choices: list[ChunkChoice] = []
     if first:
         # As the whole answer has it: null unless there is content, or nothing else either.
         content = None if delta.reasoning or delta.in_reasoning or (delta.calls and not delta.text) else ""
@@ -131,12 +158,17 @@ def stream_choices(delta: Delta, *, first: bool) -> list[JSON]:
         logprobs = None
     if delta.finish_reason is not None:
         last = _choice(delta.index, {}, logprobs)
-        last.update(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        last["finish_reason"], last["stop_reason"] = delta.finish_reason, delta.stop_reason
         choices.append(last)
+    if delta.token_ids is not None:
+        for choice in choices:
+            choice["token_ids"] = []
+        # Behind the role, if that is not all there is.
+        choices[min(int(first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
     return choices
 
 
-def models_body(names: Sequence[str], created: int, max_model_len: int) -> dict[str, JSON]:
+def models_body(names: Sequence[str], created: int, max_model_len: int) -> ModelList:
     """The list of models: one model under each of its names."""
     return {
         "object": "list",
@@ -154,63 +186,67 @@ def models_body(names: Sequence[str], created: int, max_model_len: int) -> dict[
     }
 
 
-def _whole(deltas: Sequence[Delta]) -> JSON:
+def _whole(deltas: Sequence[Delta]) -> Choice:
     last = deltas[-1]
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
-    return {
+    body: Choice = {
         "index": last.index,
         "message": _message(deltas),
         "logprobs": None if last.logprobs is None else {"content": entries, "refusal": None},
-        "finish_reason": last.finish_reason,
+        # The last delta of a choice has one.
+        "finish_reason": cast(Finish, last.finish_reason),
         "stop_reason": last.stop_reason,
     }
+    if last.token_ids is not None:
+        body["token_ids"] = [token for delta in deltas for token in delta.token_ids or ()]
+    return body
 
 
-def _message(deltas: Sequence[Delta]) -> dict[str, JSON]:
+def _message(deltas: Sequence[Delta]) -> AnswerMessage:
     reasoning = "".join(delta.reasoning for delta in deltas)
     calls = _whole_calls(call for delta in deltas for call in delta.calls)
     content: str | None = "".join(delta.text for delta in deltas)
     if not content and (reasoning or calls or deltas[-1].in_reasoning):
         content = None
-    message: dict[str, JSON] = {"role": "assistant", "content": content, "refusal": None}
+    message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:
-        message.update(_reasoning(reasoning))
+        message["reasoning"] = message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _whole_calls(deltas: Iterable[CallDelta]) -> list[JSON]:
+def _whole_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
     begun: dict[int, CallDelta] = {}
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
         begun.setdefault(delta.index, delta)
         arguments.setdefault(delta.index, []).append(delta.arguments)
+    # A call's first delta has its id and name.
     return [
         {
-            "id": call.id,
+            "id": cast(str, call.id),
             "type": "function",
-            "function": {"name": call.name, "arguments": "".join(arguments[index])},
+            "function": {"name": cast(str, call.name), "arguments": "".join(arguments[index])},
         }
         for index, call in begun.items()
     ]
 
 
-def _call_delta(call: CallDelta) -> JSON:
+def _call_delta(call: CallDelta) -> ToolCallDelta:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    function: JSON = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+    return {
+        "index": call.index,
+        "id": cast(str, call.id),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
-def _reasoning(text: str) -> dict[str, JSON]:
-    # The second name is DeepSeek's, which its clients read.
-    return {"reasoning": text, "reasoning_content": text}
-
-
-def _choice(index: int, delta: JSON, logprobs: JSON) -> dict[str, JSON]:
+def _choice(index: int, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> ChunkChoice:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-def _logprobs(entries: tuple[JSON, ...] | None) -> JSON:
+def _logprobs(entries: tuple[TokenLogprob, ...] | None) -> ChoiceLogprobs | None:
     return {"content": list(entries), "refusal": None} if entries else None

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from nanovllm_server.protocol.error import bad_field
 from nanovllm_server.protocol.fields import Fields
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import check_schema
 
+MAX_TOOLS = 1024
 MAX_NAME = 256
 # Names must stand in every format unquoted.
 NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
@@ -64,8 +65,8 @@ class _Choice:
 
 def parse_tools(body: Fields) -> Toolbox | None:
     """The tools of a request; None when none may be called. Raises ApiError."""
-    right = "left out or a non-empty array of tools"
-    items = body.array("tools", right)
+    right = f"left out or an array of 1 to {MAX_TOOLS} tools"
+    items = body.array("tools", right, MAX_TOOLS)
     parallel = body.boolean("parallel_tool_calls")
     if items is None:
         if body.raw("tool_choice") not in (None, "none"):
@@ -76,13 +77,11 @@ def parse_tools(body: Fields) -> Toolbox | None:
     definitions: list[dict[str, JSON]] = []
     functions: dict[str, Function] = {}
     for index, item in enumerate(items):
-        path = f"{body.path('tools')}[{index}]"
-        if not isinstance(item, dict):
-            raise bad_field(path, "an object with type and function", item)
-        function = _function(Fields(item, path))
+        tool = body.element("tools", index, item, "an object with type and function")
+        function = _function(tool)
         if function.name in functions:
-            raise bad_field(f"{path}.function.name", "different from those of the other tools", function.name)
-        definitions.append(item)
+            raise bad_field(tool.path("function.name"), "different from those of the other tools", function.name)
+        definitions.append(cast(dict[str, JSON], item))
         functions[function.name] = function
     choice = _tool_choice(body, functions.keys())
     # What the model does not see it does not call.
@@ -132,10 +131,7 @@ def _allowed(choice: Fields, names: Collection[str]) -> _Choice:
         raise allowed.wrong("tools", right)
     chosen: list[str] = []
     for index, item in enumerate(items):
-        path = f"{allowed.path('tools')}[{index}]"
-        if not isinstance(item, dict):
-            raise bad_field(path, "an object with type and function", item)
-        tool = Fields(item, path)
+        tool = allowed.element("tools", index, item, "an object with type and function")
         tool.one_of("type", ("function",))
         chosen.append(_named(tool, names))
     return _Choice("auto" if mode == "auto" else "required", tuple(dict.fromkeys(chosen)))
@@ -152,13 +148,12 @@ def _named(tool: Fields, names: Collection[str]) -> str:
 
 
 def _function(tool: Fields) -> Function:
-    kind = tool.text("type")
-    if kind != "function":
+    if tool.raw("type", {"const": "function"}) != "function":
         raise tool.wrong("type", '"function"')
     function = tool.child("function")
     if function is None:
         raise tool.wrong("function", "an object with name, description and parameters")
-    name = function.text("name", MAX_NAME)
+    name = function.text("name", MAX_NAME, {"pattern": "^[A-Za-z0-9_.:/-]+$"})
     if not name or not NAME_CHARACTERS.issuperset(name):
         raise function.wrong("name", f"a string of 1 to {MAX_NAME} letters, digits and _-.:/")
     function.text("description")

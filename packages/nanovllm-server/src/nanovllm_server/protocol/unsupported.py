@@ -12,16 +12,7 @@ NOTHING: tuple[JSON, ...] = ()
 
 # Field: the values, beside null, that ask for nothing.
 LATER: dict[str, tuple[JSON, ...]] = {
-    "documents": NOTHING,
-    "bad_words": ([],),
     "prompt_logprobs": NOTHING,
-    "return_token_ids": (False,),
-    "truncate_prompt_tokens": NOTHING,
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "spaces_between_special_tokens": (True,),
 }
 
 # Not in the contract, but elsewhere they change what comes out.
@@ -58,11 +49,11 @@ SUCCESSORS: dict[str, str] = {
 def refuse_unsupported(body: Fields) -> None:
     """Raise an ApiError for the first field that asks for what this release can't do."""
     for name, successor in SUCCESSORS.items():
-        if body.raw(name) is not None:
+        if body.raw(name, {"enum": [None]}) is not None:
             raise unsupported(name, f"{name} is not supported: its successor is {successor}")
     for table, reason in ((LATER, "is not supported yet"), (FOREIGN, "is not supported")):
         for name, harmless in table.items():
-            value = body.raw(name)
+            value = body.raw(name, {"enum": [None, *harmless]})
             if value is not None and not any(_same(value, other) for other in harmless):
                 raise unsupported(name, f"{name} {reason}: leave it out{_or_harmless(harmless)}")
 

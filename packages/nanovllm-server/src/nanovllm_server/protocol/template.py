@@ -1,0 +1,67 @@
+"""What a request says to the chat template beside its messages. This room must not know templates."""
+
+from dataclasses import dataclass, field
+
+from nanovllm_server.protocol.error import ApiError, bad_field
+from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.json import JSON
+
+EFFORTS = ("none", "minimal", "low", "medium", "high")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """values: further names for the template. documents: for those that know any, as retrieval does; None for none.
+
+    add_generation_prompt: end where the model's turn begins. continue_final_message: end within the last message, so
+    that the model goes on with it.
+    """
+
+    values: dict[str, JSON] = field(default_factory=dict[str, JSON])
+    documents: tuple[dict[str, JSON], ...] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+def parse_template(body: Fields) -> TemplateOptions:
+    """The options of a request. Raises ApiError."""
+    continued = body.boolean("continue_final_message") or False
+    begin_turn = body.boolean("add_generation_prompt")
+    if continued and begin_turn:
+        raise ApiError(
+            400,
+            "add_generation_prompt and continue_final_message can't both be true: a prompt ends in a new turn or in "
+            "the last message",
+            param="add_generation_prompt",
+            code="invalid_value",
+        )
+    return TemplateOptions(
+        values=_values(body),
+        documents=_documents(body),
+        add_generation_prompt=not continued if begin_turn is None else begin_turn,
+        continue_final_message=continued,
+    )
+
+
+def _values(body: Fields) -> dict[str, JSON]:
+    effort = body.one_of("reasoning_effort", EFFORTS)
+    values: dict[str, JSON] = {}
+    if effort is not None:
+        # Templates know one or the other.
+        values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    own = body.raw("chat_template_kwargs", {"type": "object"})
+    if own is not None and not isinstance(own, dict):
+        raise body.wrong("chat_template_kwargs", "an object")
+    return {**values, **(own or {})}
+
+
+def _documents(body: Fields) -> tuple[dict[str, JSON], ...] | None:
+    items = body.array("documents", "an array of objects", item={"type": "object"})
+    if items is None:
+        return None
+    documents: list[dict[str, JSON]] = []
+    for index, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise bad_field(f"documents[{index}]", 'an object like {"title": "...", "text": "..."}', item)
+        documents.append(item)
+    return tuple(documents)

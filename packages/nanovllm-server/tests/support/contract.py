@@ -1,0 +1,261 @@
+"""What answers may look like: OpenAI's own description of them, mirrored here, and what our contract adds to it.
+
+Written by hand from that description and from nothing in the server, so that the two can disagree. Every answer made in
+tests is held to it, and to the schemas that the server hands out at /openapi.json.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import jsonschema_rs
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from nanovllm_server.protocol.openapi import document
+from nanovllm_server.protocol.request import Limits, SamplingDefaults
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=0)]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class TopLogprob(Strict):
+    token: str
+    logprob: Annotated[float, Field(le=0, allow_inf_nan=False)]
+    bytes: list[Annotated[int, Field(ge=0, le=255)]] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(Strict):
+    content: list[TokenLogprob] | None
+    refusal: list[TokenLogprob] | None
+
+
+class Function(Strict):
+    name: Text
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: Text
+    type: Literal["function"]
+    function: Function
+
+
+class Message(Strict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] = None
+    # Ours.
+    reasoning: Text = None
+    reasoning_content: Text = None
+
+
+class Choice(Strict):
+    index: Count
+    message: Message
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
+    # Ours.
+    stop_reason: str | int | None
+
+
+class PromptTokensDetails(Strict):
+    cached_tokens: Count
+    audio_tokens: Count = 0
+
+
+class CompletionTokensDetails(Strict):
+    reasoning_tokens: Count
+    audio_tokens: Count = 0
+    accepted_prediction_tokens: Count = 0
+    rejected_prediction_tokens: Count = 0
+
+
+class Usage(Strict):
+    prompt_tokens: Annotated[int, Field(ge=1)]
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class ChatCompletion(Strict):
+    id: Text
+    object: Literal["chat.completion"]
+    created: Annotated[int, Field(ge=1_600_000_000)]
+    model: Text
+    system_fingerprint: Annotated[str, Field(pattern=r"^nanovllm-async-\d")]
+    choices: Annotated[list[Choice], Field(min_length=1)]
+    usage: Usage
+    service_tier: str | None = None
+
+
+class FunctionDelta(Strict):
+    name: Text = None
+    arguments: str
+
+
+class ToolCallDelta(Strict):
+    index: Count
+    function: FunctionDelta
+    id: Text = None
+    type: Literal["function"] = None
+
+
+class Delta(Strict):
+    role: Literal["assistant"] = None
+    content: str | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCallDelta], Field(min_length=1)] = None
+    # Ours.
+    reasoning: Text = None
+    reasoning_content: Text = None
+
+
+class ChunkChoice(Strict):
+    index: Count
+    delta: Delta
+    logprobs: Logprobs | None
+    finish_reason: FinishReason | None
+    # Ours.
+    stop_reason: str | int | None = None
+
+
+class Chunk(Strict):
+    id: Text
+    object: Literal["chat.completion.chunk"]
+    created: Annotated[int, Field(ge=1_600_000_000)]
+    model: Text
+    system_fingerprint: Annotated[str, Field(pattern=r"^nanovllm-async-\d")]
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    service_tier: str | None = None
+
+
+class ErrorDetails(Strict):
+    message: Text
+    type: Text
+    param: str | None
+    code: str | None
+
+
+class Error(Strict):
+    error: ErrorDetails
+
+
+class Model(Strict):
+    id: Text
+    object: Literal["model"]
+    created: int
+    owned_by: Text
+    # Ours.
+    root: Text
+    max_model_len: Annotated[int, Field(ge=1)]
+
+
+class ModelList(Strict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(Strict):
+    status: Literal["ok", "unavailable"]
+    reason: Text = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An answer. complete: it was received to its end."""
+
+    method: str
+    path: str
+    status: int
+    content_type: str
+    body: bytes
+    complete: bool
+
+
+SERVED = document(("any",), Limits(1024, 1024, 8), SamplingDefaults(), needs_key=False)
+MODELS: dict[str, type[BaseModel]] = {
+    "ChatCompletion": ChatCompletion,
+    "ChatCompletionChunk": Chunk,
+    "Error": Error,
+    "Health": Health,
+    "ModelList": ModelList,
+}
+ADAPTERS = {name: TypeAdapter(model) for name, model in MODELS.items()}
+VALIDATORS = {
+    name: jsonschema_rs.Draft202012Validator(
+        {"$ref": f"#/components/schemas/{name}", "components": SERVED["components"]}
+    )
+    for name in MODELS
+}
+WHOLE = {"/v1/chat/completions": "ChatCompletion", "/v1/models": "ModelList", "/health": "Health"}
+
+
+def check_body(name: str, data: bytes | str) -> Any:
+    """The JSON in `data`. Raises when it is none, or not what OpenAI and our own description call by that name."""
+    ADAPTERS[name].validate_json(data)
+    body = json.loads(data)
+    VALIDATORS[name].validate(body)
+    return body
+
+
+def check(exchange: Exchange) -> None:
+    """Hold an answer of the server to the contract. Raises ValueError or AssertionError when it breaks it."""
+    streamed = exchange.content_type.startswith("text/event-stream")
+    if exchange.method == "HEAD" or not (exchange.complete or streamed):
+        return
+    if exchange.status >= 400:
+        check_body("Health" if exchange.path == "/health" and exchange.status == 503 else "Error", exchange.body)
+        assert exchange.content_type == "application/json"
+    elif streamed:
+        check_stream(exchange.body, complete=exchange.complete)
+    elif exchange.path in WHOLE:
+        body = check_body(WHOLE[exchange.path], exchange.body)
+        assert exchange.content_type == "application/json"
+        if exchange.path == "/v1/chat/completions":
+            assert [choice["index"] for choice in body["choices"]] == [*range(len(body["choices"]))]
+            for choice in body["choices"]:
+                message = choice["message"]
+                assert message.get("reasoning") == message.get("reasoning_content")
+
+
+def check_stream(data: bytes, *, complete: bool) -> None:
+    """The same for a stream of events, or what has come of one."""
+    blocks = data.decode(errors="strict" if complete else "ignore").split("\n\n")
+    rest = blocks.pop()
+    assert not (complete and rest), rest
+    envelopes, spoken, ended = set(), set(), set()
+    for number, block in enumerate(blocks):
+        if block.startswith(":"):
+            continue
+        assert complete is False or blocks[-1] == "data: [DONE]"
+        if block == "data: [DONE]":
+            assert number == len(blocks) - 1
+        elif block.startswith("event: error\n"):
+            check_body("Error", block.removeprefix("event: error\ndata: "))
+        else:
+            assert block.startswith("data: ")
+            chunk = check_body("ChatCompletionChunk", block.removeprefix("data: "))
+            envelopes.add((chunk["id"], chunk["created"], chunk["model"], chunk["system_fingerprint"]))
+            # The one with the usage has no choices; every other has one.
+            assert len(chunk["choices"]) == (0 if chunk.get("usage") else 1)
+            for choice in chunk["choices"]:
+                index, delta = choice["index"], choice["delta"]
+                assert index not in ended
+                assert ("role" in delta) == (index not in spoken)
+                assert delta.get("reasoning") == delta.get("reasoning_content")
+                spoken.add(index)
+                if choice["finish_reason"] is not None:
+                    ended.add(index)
+    assert len(envelopes) <= 1

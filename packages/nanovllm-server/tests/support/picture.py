@@ -1,0 +1,37 @@
+"""The picture of the page in the README: a program that chats with a running server and looks at the page.
+
+uv run nanovllm-server --port 8000
+uv run python packages/nanovllm-server/tests/support/picture.py http://127.0.0.1:8000 docs/page.png
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import browser
+
+QUESTIONS = ("What is the capital of France?", "Why do lighthouses have such bright lamps?")
+FIELDS = {"[name=temperature]": "0", "[name=max_tokens]": "300", "#system": "You are a helpful assistant."}
+# Of the last answer, when the picture is taken.
+CHARACTERS = 260
+
+
+async def take(url: str) -> bytes:
+    """Ask the questions, and take a PNG while the last one is being answered."""
+    async with browser.page() as tab:
+        await tab.screen(1280, 820, scale=1.5)
+        await tab.open(url)
+        await tab.until("$('model').value")
+        for selector, text in FIELDS.items():
+            await tab.value(f"document.querySelector({selector!r}).value = {text!r}")
+        for number, question in enumerate(QUESTIONS, 1):
+            await tab.type(question)
+            await tab.press("Enter")
+            length = f"[...document.querySelectorAll('.assistant .text')].at({number - 1})?.textContent.length"
+            done = f"document.querySelectorAll('.note').length === {number}"
+            await tab.until(done if number < len(QUESTIONS) else f"{done} || {length} > {CHARACTERS}", 60)
+        return await tab.screenshot()
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_bytes(asyncio.run(take(sys.argv[1])))

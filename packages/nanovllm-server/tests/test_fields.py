@@ -1,0 +1,123 @@
+"""Fields that other servers know too: what they change in the prompt, in the engine's work and in the answer."""
+
+import json
+
+import pytest
+
+
+def events(data: bytes) -> list[dict]:
+    lines = [line for line in data.decode().split("\n\n") if line.startswith("data: ")]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def both(post, **fields):
+    """The whole answer's choices, and those of a stream put together; with all chunks."""
+    whole = await (await post(**fields)).get_json()
+    chunks = events(await (await post(**fields, stream=True)).get_data())
+    streamed = []
+    for index in range(fields.get("n", 1)):
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        tokens = [token for choice in choices for token in choice.get("token_ids", ())]
+        streamed.append((text, choices[-1]["finish_reason"], choices[-1]["stop_reason"], tokens))
+    said = [
+        (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"], choice.get("token_ids", []))
+        for choice in whole["choices"]
+    ]
+    assert streamed == said
+    return whole, chunks
+
+
+@pytest.mark.parametrize("burst", [1, 3, 50])
+@pytest.mark.parametrize(
+    ("fields", "text", "reason"),
+    [
+        ({"stop": "lo"}, "Hello", "lo"),
+        ({"stop": ["o w", "zz"]}, "Hello w", "o w"),
+        ({"stop": "zz"}, "Hello world", None),
+        ({"stop_token_ids": [ord("w")]}, "Hello w", ord("w")),
+        ({"stop": "l", "n": 2}, "Hel", "l"),
+    ],
+    ids=str,
+)
+async def test_what_stops_the_answer_may_be_part_of_it(post, engine, fields, text, reason, burst):
+    engine.reply, engine.burst = [*b"Hello world"], burst
+    whole, _ = await both(post, include_stop_str_in_output=True, **fields)
+    for choice in whole["choices"]:
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        assert choice["stop_reason"] == reason
+    # As it was without.
+    without, _ = await both(post, **fields)
+    assert len(without["choices"][0]["message"]["content"]) < len(text) or reason is None
+
+
+@pytest.mark.parametrize("burst", [1, 50])
+async def test_special_tokens_may_be_shown(post, engine, burst):
+    engine.reply, engine.burst = [*b"a", 258, *b"b"], burst
+    assert (await both(post))[0]["choices"][0]["message"]["content"] == "ab"
+    for spaces in (True, False):
+        shown, _ = await both(post, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        assert shown["choices"][0]["message"]["content"] == "a<|start|>b"
+    shown, _ = await both(post, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert shown["choices"][0]["message"]["content"] == "a<|start|>b<|end|>"
+
+
+@pytest.mark.parametrize("burst", [1, 3, 50])
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stop": "lo"}, {"max_tokens": 2}, {"logprobs": True}], ids=str)
+async def test_token_ids(post, engine, tokenizer, burst, fields):
+    engine.burst = burst
+    whole, chunks = await both(post, return_token_ids=True, **fields)
+    assert whole["prompt_token_ids"] == tokenizer.encode("<|start|>user:hi", add_special_tokens=False)
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [whole["prompt_token_ids"]] + [None] * (
+        len(chunks) - 1
+    )
+    expected = [*b"Hello", 259][: {"stop": 5, "max_tokens": 2}.get(next(iter(fields), ""), 6)]
+    for choice in whole["choices"]:
+        assert choice["token_ids"] == expected
+    assert whole["usage"]["completion_tokens"] == len(expected) * len(whole["choices"])
+
+
+async def test_no_token_ids_unless_asked_for(post):
+    whole, chunks = await both(post)
+    assert "token_ids" not in json.dumps([whole, chunks])
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, 1), (5, 5), (400, 8), (-1, 8)])
+async def test_the_end_of_a_prompt(post, engine, tokenizer, keep, kept):
+    body = await (await post(truncate_prompt_tokens=keep, return_token_ids=True)).get_json()
+    prompt = tokenizer.encode("<|start|>user:hi", add_special_tokens=False)
+    assert body["prompt_token_ids"] == engine.requests[0].token_ids == prompt[-kept:]
+    assert body["usage"]["prompt_tokens"] == kept
+
+
+@pytest.mark.parametrize(("fields", "kept"), [({}, 511), ({"max_tokens": 12}, 500)])
+async def test_the_most_of_a_prompt_that_fits(post, engine, fields, kept):
+    messages = [{"role": "user", "content": "x" * 600}]
+    assert (await post(messages=messages, **fields)).status_code == 400
+    response = await post(messages=messages, truncate_prompt_tokens=-1, **fields)
+    assert response.status_code == 200
+    assert len(engine.requests[0].token_ids) == kept
+
+
+async def test_bad_words_reach_the_engine_in_both_spellings(post, engine):
+    await post(bad_words=["the", " the", "he"])
+    forbidden = engine.requests[0].sampling.forbidden
+    assert forbidden == ((ord("t"), 256), (257, 256), (256,), (ord(" "), 256))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (True, False, None)),
+        ({"add_generation_prompt": False}, (False, False, None)),
+        ({"continue_final_message": True}, (False, True, None)),
+        ({"continue_final_message": True, "add_generation_prompt": False}, (False, True, None)),
+        ({"documents": [{"title": "a", "text": "b"}]}, (True, False, ({"title": "a", "text": "b"},))),
+        ({"documents": []}, (True, False, ())),
+    ],
+    ids=str,
+)
+async def test_how_the_prompt_ends_and_what_documents_it_has(post, tokenizer, fields, expected):
+    assert (await post(**fields)).status_code == 200
+    assert tokenizer.turns[-1] == expected

@@ -1,0 +1,52 @@
+"""The page comes with what holds it to this server and its own script. What it does is tested in a browser."""
+
+import base64
+import hashlib
+import re
+
+import pytest
+
+
+@pytest.fixture
+async def page(client):
+    response = await client.get("/")
+    assert response.status_code == 200
+    return response, await response.get_data(as_text=True)
+
+
+def test_it_is_html(page):
+    response, text = page
+    assert response.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert text.startswith("<!doctype html>")
+
+
+async def test_it_asks_for_no_key(client, service):
+    service.api_key = "secret"
+    assert (await client.get("/")).status_code == 200
+
+
+def test_nothing_but_its_own_script_and_style_may_run(page):
+    response, text = page
+    policy = dict(part.split(" ", 1) for part in response.headers["Content-Security-Policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert policy["require-trusted-types-for"] == "'script'"
+    for tag in ("script", "style"):
+        (content,) = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert "unsafe" not in response.headers["Content-Security-Policy"]
+
+
+def test_it_needs_nothing_from_elsewhere(page):
+    _, text = page
+    # The name of a language is no address.
+    assert not re.findall(r"(?:src|href)=\"(?!data:)|https?://(?!www\.w3\.org/)|@import|url\(", text)
+
+
+def test_labels_have_their_controls(page):
+    _, text = page
+    for control in re.findall(r"<(?:input|select|textarea)\b[^>]*>", text):
+        labelled = "aria-label" in control or re.search(r"<label[^>]*>[^<]*\s*" + re.escape(control), text)
+        assert labelled, control

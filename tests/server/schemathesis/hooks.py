@@ -1,0 +1,27 @@
+"""What Schemathesis makes up is made cheap enough for a small model on a CPU, and asks for a model that is there.
+
+Only values that are right already are replaced, by others that are right; what is wrong stays wrong.
+"""
+
+import os
+from typing import Any
+
+import schemathesis
+
+MOST_TOKENS, MOST_CHOICES = 4, 2
+
+
+@schemathesis.hook
+def map_body(context: Any, body: Any) -> Any:
+    if not isinstance(body, dict):
+        return body
+    if isinstance(body.get("model"), str):
+        body["model"] = os.environ["NANOVLLM_MODEL"]
+    for name, most in (("max_tokens", MOST_TOKENS), ("max_completion_tokens", MOST_TOKENS), ("n", MOST_CHOICES)):
+        if type(body.get(name)) is int and body[name] > most:
+            body[name] = 1 + body[name] % most
+    if type(body.get("min_tokens")) is int and body["min_tokens"] > 0:
+        body["min_tokens"] = 1
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        body["max_tokens"] = MOST_TOKENS
+    return body

@@ -1,0 +1,207 @@
+"""What clients do to a server under way: leave at any moment, ask for several choices, send enormous prompts."""
+
+import asyncio
+import itertools
+import json
+import random
+import time
+import urllib.request
+from urllib.parse import urlsplit
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LEAVERS = 150
+AT_ONCE = 24
+
+
+@pytest.fixture(scope="module")
+def server(run_server, tiny_model):
+    flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--served-model-name", "tiny", "--max-num-seqs", "8")
+    parsers = ("--reasoning-parser", "think", "--tool-call-parser", "hermes", "--log-format", "json", "--log-prompts")
+    with run_server(tiny_model, *flags, *parsers) as server:
+        yield server
+
+
+def metrics(server) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name.partition("{")[0].removeprefix("nanovllm:"): float(value) for name, _, value in samples}
+
+
+async def idle(server) -> dict[str, float]:
+    async with asyncio.timeout(60):
+        while True:
+            found = await asyncio.to_thread(metrics, server)
+            if not (found["num_requests_running"] or found["num_requests_waiting"] or found["kv_cache_usage_perc"]):
+                return found
+            await asyncio.sleep(0.1)
+
+
+def request(**fields) -> bytes:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
+    data = json.dumps(body | fields).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def connect(server):
+    parts = urlsplit(server.url)
+    return await asyncio.open_connection(parts.hostname, parts.port)
+
+
+async def answer(server, **fields) -> tuple[int, dict]:
+    reader, writer = await connect(server)
+    writer.write(request(**fields))
+    data = await reader.read()
+    writer.close()
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+async def leave(server, rng: random.Random) -> None:
+    """Ask for something, and go at some moment: while it is sent, rendered, queued, computed, in reasoning or after."""
+    fields = {
+        "stream": rng.random() < 0.7,
+        "n": rng.choice([1, 1, 1, 3]),
+        "max_tokens": rng.choice([1, 5, 200]),
+        "messages": [{"role": "user", "content": "word " * rng.choice([1, 20, 700])}],
+        "stop": rng.choice([None, "zzz"]),
+        "logprobs": rng.random() < 0.2,
+    }
+    if rng.random() < 0.5:
+        # The model goes on with that, and so reasons.
+        fields["messages"].append({"role": "assistant", "content": "<think>"})
+        fields["continue_final_message"] = True
+    data = request(**fields)
+    reader, writer = await connect(server)
+    try:
+        if rng.random() < 0.1:
+            writer.write(data[: rng.randrange(len(data))])
+        else:
+            writer.write(data)
+            match rng.choice(["at once", "soon", "later", "at the answer", "in the middle", "at the end"]):
+                case "at once":
+                    await writer.drain()
+                case "soon":
+                    await asyncio.sleep(rng.random() * 0.01)
+                case "later":
+                    await asyncio.sleep(rng.random() * 0.3)
+                case "at the answer":
+                    await reader.read(1)
+                case "in the middle":
+                    for _ in range(rng.randrange(1, 20)):
+                        await reader.read(300)
+                case "at the end":
+                    await reader.read()
+    finally:
+        # Some say goodbye, others are gone.
+        if rng.random() < 0.5:
+            writer.close()
+        else:
+            writer.transport.abort()
+
+
+async def leave_often(server, count: int, seed: int) -> None:
+    rng, room = random.Random(seed), asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int) -> None:
+        async with room:
+            await leave(server, random.Random(rng.random() + number))
+
+    await asyncio.gather(*map(one, range(count)))
+
+
+async def test_leaving_at_any_moment_frees_everything(server):
+    before = await idle(server)
+    await leave_often(server, LEAVERS, seed=0)
+    after = await idle(server)
+    assert after["generation_tokens_total"] > before["generation_tokens_total"]
+    assert not any('"level":"error"' in line or "Traceback" in line for line in server.errors)
+    # Room is taken for none but who is there: otherwise this many at once would find the queue full one day.
+    answers = await asyncio.gather(*(answer(server) for _ in range(AT_ONCE)))
+    assert [status for status, _ in answers] == [200] * AT_ONCE
+
+
+async def test_choices_share_one_computed_prompt(server):
+    """Each choice computes, of the prompt, what is left of its last block."""
+    for n, words in ((8, 300), (3, 200)):
+        before = await idle(server)
+        # Nothing of it may be there from others before.
+        fields = {"n": n, "max_tokens": 4, "cache_salt": f"{n} choices"}
+        status, body = await answer(server, messages=[{"role": "user", "content": f"{n} word " * words}], **fields)
+        after = await idle(server)
+        assert status == 200
+        prompt = body["usage"]["prompt_tokens"]
+        assert prompt > words
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert body["usage"]["completion_tokens"] == 4 * n
+        computed = after["iteration_tokens_total"] - before["iteration_tokens_total"]
+        assert prompt < computed <= prompt + (n - 1) * 16 + 4 * n
+        assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] >= (n - 1) * (prompt - 16)
+
+
+async def test_an_enormous_prompt_stalls_no_stream(server):
+    reader, writer = await connect(server)
+    writer.write(request(stream=True, max_tokens=900))
+    await reader.readuntil(b"data: ")
+    arrivals = [time.monotonic()]
+
+    async def read() -> None:
+        while await reader.read(1 << 16):
+            arrivals.append(time.monotonic())
+
+    reading = asyncio.create_task(read())
+    durations = []
+    for size in (100_000, 1_000_000):
+        begin = time.monotonic()
+        status, body = await answer(
+            server, messages=[{"role": "user", "content": "some word " * (size // 10)}], truncate_prompt_tokens=500
+        )
+        durations.append(time.monotonic() - begin)
+        assert (status, body["usage"]["prompt_tokens"]) == (200, 500)
+    end = time.monotonic()
+    reading.cancel()
+    writer.close()
+    meanwhile = [arrivals[0], *(time for time in arrivals if time < end), end]
+    longest = max(after - before for before, after in itertools.pairwise(meanwhile))
+    assert longest < max(durations) / 2, (longest, durations)
+    await idle(server)
+
+
+async def test_a_request_is_one_line_and_its_prompt_another_if_asked_for(server):
+    await idle(server)
+    seen = len(server.errors)
+    status, _ = await answer(server, request_id="the-one", messages=[{"role": "user", "content": "a secret"}], n=2)
+    assert status == 200
+    async with asyncio.timeout(10):
+        while not any('"event":"request"' in line and "the-one" in line for line in server.errors[seen:]):
+            await asyncio.sleep(0.02)
+    lines = [json.loads(line) for line in server.errors[seen:] if "the-one" in line]
+    prompt, line = lines
+    assert (prompt["event"], line["event"]) == ("prompt", "request")
+    assert "a secret" in prompt["text"]
+    assert "a secret" not in json.dumps(line)
+    assert (line["status"], line["completion_tokens"], line["finish_reason"]) == (200, 4, "length,length")
+    assert 0 < line["queue_seconds"] <= line["ttft_seconds"] <= line["seconds"]
+
+
+async def test_only_who_asks_for_it_finds_prompts_in_the_log(run_server, tiny_model):
+    with run_server(tiny_model, "--max-model-len", "256", "--cpu-cache-gib", "0.02", "--served-model-name", "tiny",
+                    "--log-level", "debug", "--drain-timeout", "1") as server:  # fmt: skip
+        assert (await answer(server, messages=[{"role": "user", "content": "a secret"}]))[0] == 200
+        assert (await answer(server, messages=[{"role": "user", "content": "a secret"}], temperature=9))[0] == 400
+        # Who is not done when the time to drain is over hears of it, and the server ends as asked.
+        reader, writer = await connect(server)
+        writer.write(request(stream=True, max_tokens=200, n=100, logprobs=True))
+        await reader.readuntil(b"data: ")
+        reading = asyncio.create_task(reader.read())
+        assert await asyncio.to_thread(server.stop) == 0
+        data = await reading
+        writer.close()
+        assert b"event: error\ndata: " in data
+        assert b"shutting down" in data
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert not any("secret" in line or "Traceback" in line for line in server.errors)

@@ -1,0 +1,229 @@
+"""Answers and calls that are held to something, from the default model, by the official client."""
+
+import asyncio
+import json
+import re
+from typing import Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+MODEL = "SmolLM2-135M-Instruct"
+MESSAGES = [{"role": "user", "content": "What is the weather in Paris?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Forecast.", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "ping", "description": "Check the connection."}},
+]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+# Reasons in a way of its own, and shows no tools.
+THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n"
+    "{% else %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+class Place(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    kind: Literal["city", "country"]
+    rivers: list[Literal["Seine", "Rhine", "Loire"]] = pydantic.Field(max_length=3)
+
+
+class GetWeather(pydantic.BaseModel):
+    """Forecast."""
+
+    city: str = pydantic.Field(max_length=20)
+    days: int = pydantic.Field(ge=1, le=14)
+
+
+@pytest.fixture
+async def sdk(server):
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as client:
+        yield client
+
+
+async def create(sdk, **fields):
+    return await sdk.chat.completions.create(
+        **{"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 120} | fields
+    )
+
+
+async def streamed(sdk, **fields):
+    """Content, calls and finish reason, put together from a stream."""
+    content, calls, reason = "", {}, None
+    async for chunk in await create(sdk, stream=True, **fields):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or []:
+            name, arguments = calls.get(call.index, ("", ""))
+            calls[call.index] = (name or call.function.name, arguments + (call.function.arguments or ""))
+        reason = choice.finish_reason or reason
+    return content or None, list(calls.values()), reason
+
+
+def said(completion):
+    choice = completion.choices[0]
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    return choice.message.content or None, calls, choice.finish_reason
+
+
+def structured(**wanted):
+    return {"extra_body": {"structured_outputs": wanted}}
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"])
+async def test_calls_that_must_be_made(sdk, choice, reason):
+    fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    whole = said(await create(sdk, **fields))
+    content, ((name, arguments),), ended = whole
+    assert (content, ended) == (None, reason)
+    if choice is NAMED:
+        assert name == "get_weather"
+    jsonschema.validate(json.loads(arguments), PARAMETERS if name == "get_weather" else {"const": {}})
+    assert await streamed(sdk, **fields) == whole
+
+
+async def test_a_round_trip_with_a_tool(sdk):
+    answer = await create(sdk, tools=TOOLS, tool_choice=NAMED)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Rain, 12 C."}
+    after = await create(sdk, messages=[*MESSAGES, message.model_dump(), result], tools=TOOLS, max_tokens=20)
+    # What was called and what it gave are in the prompt.
+    assert after.usage.prompt_tokens > answer.usage.prompt_tokens + 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        (structured(regex="(yes|no), [a-z]{3,8}"), "(yes|no), [a-z]{3,8}"),
+        (structured(choice=["sunny", "rainy"]), "sunny|rainy"),
+        (structured(grammar='root ::= "It is " [0-9]{1,2} " degrees."'), r"It is \d{1,2} degrees\."),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {
+                        "type": "tag",
+                        "begin": "<t>",
+                        "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+                        "end": "</t>",
+                    },
+                }
+            },
+            "<t>[12]</t>",
+        ),
+        ({"response_format": {"type": "json_object"}, "stop": ["}"]}, r"\{[^}]*"),
+    ],
+    ids=["regex", "choice", "grammar", "structural tag", "json object, stopped"],
+)
+async def test_text_is_what_was_wanted(sdk, fields, pattern):
+    whole = said(await create(sdk, **fields))
+    assert re.fullmatch(pattern, whole[0])
+    assert whole[1:] == ([], "stop")
+    assert await streamed(sdk, **fields) == whole
+
+
+async def test_several_choices_seeds_and_logprobs(sdk):
+    wanted = {"type": "json_schema", "json_schema": {"name": "call", "schema": PARAMETERS}}
+    fields = {"n": 2, "seed": 3, "temperature": 1.0, "logprobs": True, "top_logprobs": 2, "response_format": wanted}
+    first, second = await asyncio.gather(create(sdk, **fields), create(sdk, **fields))
+    for one, other in zip(first.choices, second.choices, strict=True):
+        assert one.message.content == other.message.content
+        assert one.message.refusal is None
+        jsonschema.validate(json.loads(one.message.content), PARAMETERS)
+        text = b"".join(bytes(entry.bytes or []) for entry in one.logprobs.content).decode()
+        assert text == one.message.content
+    assert len({choice.message.content for choice in first.choices}) == 2
+
+
+async def test_held_and_free_answers_beside_each_other(sdk):
+    alone = said(await create(sdk, max_tokens=30))
+    held = [create(sdk, tools=TOOLS, tool_choice=NAMED) for _ in range(3)]
+    *calls, free = await asyncio.gather(*held, create(sdk, max_tokens=30))
+    assert said(free) == alone
+    assert len({said(call)[1][0] for call in calls}) == 1
+
+
+async def test_the_client_parses_into_types(sdk):
+    fields = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 120}
+    answer = await sdk.chat.completions.parse(**fields, response_format=Place)
+    assert isinstance(answer.choices[0].message.parsed, Place)
+    tool = openai.pydantic_function_tool(GetWeather)
+    answer = await sdk.chat.completions.parse(**fields, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, GetWeather)
+    async with sdk.chat.completions.stream(**fields, response_format=Place) as stream:
+        async for _ in stream:
+            pass
+        assert isinstance((await stream.get_final_completion()).choices[0].message.parsed, Place)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (structured(regex="(a"), "structured_outputs.regex"),
+        (structured(grammar="root ::= nothing"), "structured_outputs.grammar"),
+        (structured(structural_tag={"format": {"type": "no such"}}), "structured_outputs.structural_tag.format"),
+        (structured(json={"type": "object", "$ref": "http://example.com/x"}), "structured_outputs.json"),
+        (
+            {
+                "tools": [
+                    TOOLS[1],
+                    {**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True, "parameters": {"not": {}}}},
+                ]
+            },
+            "tools[1].function.parameters",
+        ),
+    ],
+    ids=str,
+)
+async def test_what_can_not_be_enforced_is_refused(sdk, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        await create(sdk, **fields, stream=True)
+    assert refused.value.param.startswith(param)
+
+
+@pytest.mark.slow
+async def test_reasoning_is_free_and_has_a_budget(run_server, default_model, tmp_path):
+    # The default model, with names for two of its special tokens that it doesn't use.
+    model = tmp_path / "thinking"
+    model.mkdir()
+    for file in default_model.iterdir():
+        if file.name not in ("tokenizer.json", "manifest.json"):
+            (model / file.name).symlink_to(file)
+    text = (default_model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text(
+        text.replace("<jupyter_code>", "<think>").replace("<jupyter_output>", "</think>")
+    )
+    template = tmp_path / "template.jinja"
+    template.write_text(THINKING)
+    flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.1", "--chat-template", str(template))
+    with run_server(model, *flags, "--served-model-name", MODEL) as server:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as sdk:
+            for fields in ({"tools": TOOLS, "tool_choice": NAMED}, structured(choice=["sunny", "rainy"]), {}):
+                extra = {**fields.pop("extra_body", {}), "max_reasoning_tokens": 12}
+                answer = await create(sdk, **fields, extra_body=extra)
+                message = answer.choices[0].message
+                assert message.reasoning
+                assert answer.usage.completion_tokens_details.reasoning_tokens == 13
+                assert said(answer) == (await streamed(sdk, **fields, extra_body=extra))
+                if "tools" in fields:
+                    jsonschema.validate(json.loads(message.tool_calls[0].function.arguments), PARAMETERS)
+                elif extra.keys() > {"max_reasoning_tokens"}:
+                    assert message.content in ("sunny", "rainy")
+            answer = await create(sdk, reasoning_effort="none", **structured(choice=["sunny", "rainy"]))
+            assert answer.choices[0].message.content in ("sunny", "rainy")
+            assert answer.usage.completion_tokens_details.reasoning_tokens == 0
