@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import toy_model
-from grammars import CHECKS, EBNF, JSON, REGEX, SLOW, TAG, SharedVetter, text_of, toy_compiler
+from grammars import CHECKS, EBNF, JSON, REGEX, SLOW, TAG, text_of, toy_compiler
 
 from nanovllm_core import (
     AsyncEngine,
@@ -49,13 +49,6 @@ SETTINGS = [
     {"temperature": 0.0, "logit_bias": {toy_model.EOS: -100.0, 3: 50.0}, "logprobs": 2},
 ]
 OUTPUT = 60
-
-
-@pytest.fixture(scope="module")
-def vetter():
-    vetter = SharedVetter()
-    yield vetter
-    vetter.end()
 
 
 @pytest.fixture(scope="module")
@@ -259,10 +252,9 @@ async def test_hostile_grammars_fail_in_time_while_others_go_on(monkeypatch, toy
 async def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engine):
     stream = engine.generate(request("a", [1], SLOW))
     coming = asyncio.create_task(anext(stream))
-    for _ in range(20):
-        await asyncio.sleep(0.01)
-        if engine.stats.num_requests_waiting:
-            break
+    async with asyncio.timeout(10):
+        while not engine.stats.num_requests_waiting:
+            await asyncio.sleep(0.01)
     assert not coming.done()
     coming.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -307,9 +299,13 @@ async def test_the_same_through_the_wire(toy_spec, compiler, oracle):
         with pytest.raises(GrammarError, match="parenthesis"):
             await collect(engine, request("bad", [1], bad))
         free = request("f", [5, 6], None, temperature=0, ignore_eos=True)
+        alone = oracle([5, 6], OUTPUT)
+        end = next(token for token in range(toy_model.VOCAB) if token not in alone)
+        cut = request("c", [5, 6], None, temperature=0, max_tokens=11, ignore_eos=True, budget=Budget(10, (end,)))
+        assert tokens_of(await collect(engine, cut)) == [*alone[:10], end]
         work = [request(f"h{index}", [index], spec, seed=index) for index, spec in enumerate([*CHECKS] * 2)]
         found, *answers = await asyncio.gather(collect(engine, free), *(collect(engine, each) for each in work))
-        assert tokens_of(found) == oracle([5, 6], OUTPUT)
+        assert tokens_of(found) == alone
         for asked, outputs in zip(work, answers, strict=True):
             check(compiler, asked.sampling.grammar, outputs)
         compiling = asyncio.create_task(engine.compile(SLOW))

@@ -123,6 +123,8 @@ class EngineLoop:
             if request.compiled is None:
                 request.status = RequestStatus.WAITING_GRAMMAR
                 self._compiling[request.key] = asyncio.create_task(self._queue_compiled(request, spec, self._grammars))
+                # For the stats, in which it counts as waiting.
+                self._wake.set()
                 return
         self._scheduler.add(request)
         self._wake.set()
@@ -142,6 +144,7 @@ class EngineLoop:
         """End a request, if it is still there; nothing more is emitted for it."""
         if (compiling := self._compiling.pop(key, None)) is not None:
             compiling.cancel()
+            self._wake.set()
         if self._scheduler.abort(key):
             self._wake.set()
 
