@@ -92,7 +92,7 @@ def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) 
         messages=messages,
         tools=parse_tools(body),
         answer=parse_answer(body),
-        max_reasoning_tokens=body.integer("max_reasoning_tokens", 0, limits.max_model_len),
+        max_reasoning_tokens=body.integer("max_reasoning_tokens", 0),
         template_values=_template_values(body),
         include_reasoning=body.boolean("include_reasoning") is not False,
         sampling=sampling,

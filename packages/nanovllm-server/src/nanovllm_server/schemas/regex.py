@@ -33,10 +33,8 @@ CLASSES: dict[str, tuple[Ranges, Ranges]] = {
 NO_DOT: Ranges = ((10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029))
 # What stands in a JSON string as itself.
 PLAIN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
-# Ranges that cross these are written as several: xgrammar would let UTF-8 longer than need be through.
-UTF8_EDGES = (0x800, 0x10000)
-# Of one part in a row, in an automaton.
-MAX_WRITTEN_OUT = 100
+# Nothing, said outside of ASCII.
+BY_RULES = "é{0,0}"
 ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 HEX = frozenset("0123456789abcdefABCDEF")
 
@@ -501,42 +499,28 @@ def _states(node: Node) -> int:
 
 
 def write(node: Node) -> str:
-    """A whole match in xgrammar's spelling. It has classes, groups and quantifiers, in ASCII, and nothing else.
+    """A whole match in xgrammar's spelling, with classes, groups and quantifiers and nothing else.
 
-    xgrammar makes an automaton of it, in which every count is written out: slow beyond a few, and an error in xgrammar
-    beyond 128. Where something outside ASCII stands in a pattern it makes rules of it, which count; so it does here.
+    Out of patterns in ASCII xgrammar 0.2.8 makes automata, which take some strings that don't match (`a|b|[ab]|b{1,2}`
+    takes "ab"), take UTF-8 that is longer than need be, and fail with counts above 128. Where something outside ASCII
+    stands in a pattern it makes rules of it, which are right in all of that; so it does here.
     """
-    return f"^{_written(node, True)}é{{0,0}}$" if _counts(node) else f"^{_written(node, False)}$"
+    return f"^(?:{_written(node)}){BY_RULES}$"
 
 
-def _counts(node: Node) -> bool:
-    match node:
-        case Seq(parts) | Alt(parts):
-            return any(_counts(part) for part in parts)
-        case Repeat(part, low, high):
-            most = max(low, high or 0)
-            wide = isinstance(part, Chars) and part.ranges[-1][1] >= UTF8_EDGES[0]
-            return most > (1 if wide else MAX_WRITTEN_OUT) or _counts(part)
-        case _:
-            return False
-
-
-def _written(node: Node, counts: bool) -> str:
+def _written(node: Node) -> str:
     match node:
         case Chars(ranges):
-            return _one_class(ranges) if counts else _class(ranges)
+            return _class(ranges)
         case Seq(parts):
-            some = [_written(part, counts) for part in parts]
-            return "".join(
-                f"(?:{text})" if isinstance(part, Alt) else text for part, text in zip(parts, some, strict=True)
-            )
+            return "".join(f"(?:{_written(part)})" if isinstance(part, Alt) else _written(part) for part in parts)
         case Alt(options):
-            some = [_written(option, counts) for option in options if option != EMPTY]
-            text = "|".join(some)
-            return text if len(some) == len(options) else f"(?:{text})?"
+            some = [_written(option) for option in options if option != EMPTY]
+            return "|".join(some) + "|" * (len(some) < len(options))
+        case Repeat(Chars() as part, low, high):
+            return _counted(_written(part), low, high)
         case Repeat(part, low, high):
-            inner = _written(part, counts)
-            return _counted(inner if isinstance(part, Chars) else f"(?:{inner})", low, high)
+            return _counted(f"(?:{_written(part)})", low, high)
         case _:
             raise RegexError("it has an assertion in the middle")
 
@@ -550,7 +534,7 @@ def _counted(inner: str, low: int, high: int | None) -> str:
         case _, None:
             return f"{inner}{{{low}}}{inner}*"
         case 0, 1:
-            return f"{inner}?"
+            return f"(?:{inner}|)"
         case 1, 1:
             return inner
         case _:
@@ -558,19 +542,6 @@ def _counted(inner: str, low: int, high: int | None) -> str:
 
 
 def _class(ranges: Ranges) -> str:
-    """Ranges as classes, one for each length in UTF-8 where that matters."""
-    groups: list[list[tuple[int, int]]] = [[], [], []]
-    edges = (0, *UTF8_EDGES, MAX_CODE_POINT + 1)
-    for low, high in ranges:
-        for index in range(3):
-            start, end = max(low, edges[index]), min(high, edges[index + 1] - 1)
-            if start <= end:
-                groups[index].append((start, end))
-    classes = [_one_class(tuple(group)) for group in groups if group]
-    return classes[0] if len(classes) == 1 else f"(?:{'|'.join(classes)})"
-
-
-def _one_class(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return _point(ranges[0][0])
     # A ^ in front would negate, even an escaped one on some of xgrammar's ways.
