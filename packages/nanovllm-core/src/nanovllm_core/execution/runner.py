@@ -202,11 +202,13 @@ class Runner:
 
     def _compile(self, *, progress: bool) -> None:
         """Run what is compiled when first used, for each kind of step that has kernels of its own: many rows and one,
-        each with attention for lengths that the host doesn't know and for prompts of known ones.
+        each with attention for lengths that the host doesn't know and for prompts of known ones. On a CPU only one row.
         """
+        self._table.buffer.clear()
+        if self.device.type == "cpu":
+            self._draw_padded(Needs.NOTHING, self._forward_padded(GraphShape(1, 1, 1, "none"), num_decodes=1))
         if self._config.attention_backend == "torch":
             return
-        self._table.buffer.clear()
         num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
         several = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
         for shape in tqdm((several, GraphShape(1, 1, 1, "none")), desc="compiling", disable=not progress):
