@@ -68,7 +68,8 @@ def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
     digest = _digest(key.strip())
     found = [hmac.compare_digest(digest, _digest(api_key)) for api_key in api_keys]
     if scheme.lower() != "bearer" or not any(found):
-        message = "the API key is wrong" if authorization else "an API key is needed"
+        # Clients know a wrong key by these words of OpenAI's.
+        message = "Incorrect API key provided" if authorization else "an API key is needed"
         raise ApiError(
             401,
             f"{message}: send it as 'Authorization: Bearer KEY'",

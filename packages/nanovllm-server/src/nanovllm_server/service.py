@@ -199,10 +199,11 @@ class Service:
     def _check_room(self, chat: ChatRequest, num_tokens: int) -> None:
         context = self.engine.info.max_model_len
         if num_tokens >= context:
+            # By the words of its first half clients know it that then shorten the conversation or take another model.
             raise ApiError(
                 400,
-                f"the messages are {num_tokens} tokens long, but the model's context holds {context}, of which at "
-                "least one is for the answer: shorten the messages",
+                f"Input tokens exceed the configured limit: this model's maximum context length is {context} tokens, "
+                f"of which at least one is for the answer, and the messages are {num_tokens} tokens long: shorten them",
                 param="messages",
                 code="context_length_exceeded",
             )

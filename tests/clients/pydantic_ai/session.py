@@ -1,0 +1,166 @@
+"""A session with pydantic-ai: agents whose output is text or a typed object by each of its modes, and tools.
+
+Base URL and key are taken from the environment, as its provider for OpenAI does.
+"""
+
+import os
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai.direct import model_request, model_request_stream
+from pydantic_ai.exceptions import ModelAuthenticationError, ModelContextWindowExceededError, ModelNotFoundError
+from pydantic_ai.messages import ModelRequest, ModelResponse, ThinkingPart, ToolCallPart, ToolReturnPart
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+from pydantic_ai.settings import ModelSettings
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION = "What is the capital of France?"
+# Shown how to write on one line, the model takes fewer tokens.
+DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
+SHORT = ModelSettings(temperature=0, max_tokens=12)
+LONG = ModelSettings(temperature=0, max_tokens=200)
+
+
+class Sight(BaseModel):
+    name: str = Field(max_length=16)
+    free: bool
+
+
+class City(BaseModel):
+    """A city and what there is to see."""
+
+    name: Literal["Paris", "Rome", "Oslo"]
+    population: int = Field(ge=1, le=99_000_000)
+    sights: list[Sight] = Field(min_length=1, max_length=1)
+
+
+class Note(BaseModel):
+    """Any object is one: the prompted mode constrains the output to JSON, but not to a schema."""
+
+
+def agent(name=MODEL, **fields):
+    return Agent(OpenAIChatModel(name), **{"instructions": "You are a guide. Answer briefly.", "retries": 0} | fields)
+
+
+async def test_chat():
+    result = await agent().run(QUESTION, model_settings=SHORT)
+    assert result.output
+    assert result.usage.output_tokens <= 12
+    response = result.all_messages()[-1]
+    assert response.model_name == MODEL
+    assert response.finish_reason in ("stop", "length")
+
+
+async def test_stream():
+    whole = await agent().run(QUESTION, model_settings=SHORT)
+    async with agent().run_stream(QUESTION, model_settings=SHORT) as result:
+        pieces = [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
+    assert "".join(pieces) == whole.output
+    assert len(pieces) > 5
+    assert result.usage.output_tokens == whole.usage.output_tokens
+
+
+async def test_a_conversation_goes_on():
+    first = await agent().run(QUESTION, model_settings=SHORT)
+    second = await agent().run("And of Italy?", message_history=first.all_messages(), model_settings=SHORT)
+    assert second.output
+    assert second.usage.input_tokens > first.usage.input_tokens
+
+
+async def test_reasoning():
+    """The direct API, as an agent would ask again for want of an answer."""
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=os.environ["THINKING_BASE_URL"]))
+    question = [ModelRequest.user_text_prompt(QUESTION)]
+    whole = await model_request(model, question, model_settings=SHORT)
+    (thought,) = whole.parts
+    assert isinstance(thought, ThinkingPart)
+    async with model_request_stream(model, question, model_settings=SHORT) as stream:
+        async for _ in stream:
+            pass
+    assert [part.content for part in stream.get().parts] == [thought.content]
+    again = [*question, whole, ModelRequest.user_text_prompt("Go on.")]
+    assert (await model_request(model, again, model_settings=SHORT)).thinking
+
+
+OUTPUTS = [ToolOutput(City), NativeOutput(City), NativeOutput(City, strict=True), ToolOutput(City, strict=True)]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+async def test_typed_object(output):
+    result = await agent(output_type=output).run(DESCRIBE, model_settings=LONG)
+    assert isinstance(result.output, City)
+
+
+@pytest.mark.parametrize("output", OUTPUTS[:2])
+async def test_stream_of_a_parsed_object(output):
+    typed = agent(output_type=output)
+    whole = await typed.run(DESCRIBE, model_settings=LONG)
+    async with typed.run_stream(DESCRIBE, model_settings=LONG) as result:
+        pieces = [piece async for piece in result.stream_output(debounce_by=None)]
+    assert pieces[-1] == whole.output
+    assert len(pieces) > 1
+
+
+async def test_prompted_object():
+    output = PromptedOutput(Note, template=False)
+    result = await agent(output_type=output).run('Say {"ok": true} and nothing else.', model_settings=LONG)
+    assert isinstance(result.output, Note)
+
+
+async def test_tools_and_back():
+    asked = []
+
+    def settings(context):
+        # The model is too small to choose on its own account.
+        return LONG | {"tool_choice": ["get_weather" if context.run_step == 1 else "final_result"]}
+
+    guide = agent(output_type=City, model_settings=settings)
+
+    @guide.tool_plain
+    def get_weather(city: Literal["Paris", "Rome", "Oslo"]) -> str:
+        """The weather in a city."""
+        asked.append(city)
+        return f"Sunny in {city}, 21 degrees."
+
+    result = await guide.run(QUESTION)
+    assert isinstance(result.output, City)
+    parts = [part for message in result.all_messages() for part in message.parts]
+    called = [part for part in parts if isinstance(part, ToolCallPart) and part.tool_name == "get_weather"]
+    returned = [part for part in parts if isinstance(part, ToolReturnPart) and part.tool_name == "get_weather"]
+    assert asked == [call.args_as_dict()["city"] for call in called]
+    assert [call.tool_call_id for call in called] == [part.tool_call_id for part in returned]
+    assert isinstance(result.all_messages()[-2], ModelResponse)
+
+
+async def test_wrong_model():
+    with pytest.raises(ModelNotFoundError) as refused:
+        await agent("gpt-4o").run(QUESTION, model_settings=SHORT)
+    assert refused.value.body["code"] == "model_not_found"
+
+
+async def test_bad_field():
+    with pytest.raises(ModelHTTPError) as refused:
+        await agent().run(QUESTION, model_settings=SHORT | {"temperature": 9})
+    assert refused.value.status_code == 400
+    assert refused.value.body["param"] == "temperature"
+
+
+async def test_prompt_that_does_not_fit():
+    with pytest.raises(ModelContextWindowExceededError):
+        await agent().run("long " * 3000)
+
+
+async def test_wrong_key():
+    keyed = Agent(OpenAIChatModel(MODEL, provider=OpenAIProvider(api_key="another")))
+    with pytest.raises(ModelAuthenticationError):
+        await keyed.run(QUESTION, model_settings=SHORT)
+
+
+async def test_a_client_that_leaves():
+    endless = ModelSettings(max_tokens=1500, extra_body={"ignore_eos": True})
+    async with agent().run_stream(QUESTION, model_settings=endless) as result:
+        await anext(aiter(result.stream_text(delta=True, debounce_by=None)))
+    assert (await agent().run(QUESTION, model_settings=SHORT)).output
