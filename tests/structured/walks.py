@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from nanovllm_core.grammar.compiler import MAX_WHITESPACE
 from nanovllm_models.default_model import default_model_path
 from nanovllm_server.schemas import regex
+from nanovllm_server.schemas.formats import FORMATS
 
 # Walks that are this long are steered to their end; those that are `MAX_TOKENS` long never end.
 STEER_AFTER = 60
@@ -125,14 +126,16 @@ def default_walker() -> Walker:
 
 
 def hints(schema) -> list[str]:
-    """Strings that patterns anywhere in a schema match."""
+    """Strings that patterns and formats anywhere in a schema match."""
     found: set[str] = set()
     waiting = [schema]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
             waiting.extend(value.values())
-            texts = [value.get("pattern"), *(value.get("patternProperties") or ())]
+            name = value.get("format")
+            enforced = FORMATS.get(name) if isinstance(name, str) else None
+            texts = [enforced, value.get("pattern"), *(value.get("patternProperties") or ())]
             for text in texts:
                 if isinstance(text, str):
                     try:

@@ -1,11 +1,14 @@
 """The plain torch attention against a loop in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm_kernels.attention import paged_attention, plan_batch
+from nanovllm_kernels.platform import has_numba
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -73,6 +76,25 @@ def test_a_single_decode(paged_batch, quantized, naive_attention, seq_len, in_fp
     if in_fp8:
         batch = quantized(batch)
     torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
+
+
+@pytest.mark.skipif(not has_numba(), reason="there is no kernel for few queries")
+@pytest.mark.parametrize("requests", [[(1, 1)], [(1, 200)], [(1, 130), (1, 4), (3, 20), (2, 2)], [(8, 70)]])
+@pytest.mark.parametrize(("heads", "page_size"), [((9, 3, 64), 16), ((8, 1, 80), 32)])
+def test_few_queries_are_attended_in_float32(paged_batch, naive_attention, requests, heads, page_size):
+    num_heads, num_kv_heads, head_dim = heads
+    batch = paged_batch(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+    )
+    batch = replace(batch, q=torch.randn(batch.q.shape))
+    out = run(batch)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("first", [1, 3])

@@ -7,7 +7,7 @@ from torch.nn import functional
 from nanovllm_kernels import gemm
 from nanovllm_kernels.elementwise import pack_norm, rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
-from nanovllm_kernels.platform import can_pack_bf16, can_pack_fp16
+from nanovllm_kernels.platform import FEW_ROWS, can_pack_bf16, has_numba
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,9 +78,9 @@ def test_norm_before_a_linear(dtype, with_bias, num_rows, device):
             assert (out.double() - wanted).norm() < tolerance * wanted.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_cpu_a_fused_linear_is_its_pieces(dtype):
-    x, weight, norm_weight = (torch.randn(shape).to(dtype) for shape in [(3, 64), (40, 64), (64,)])
+@pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, FEW_ROWS + 1)])
+def test_on_a_cpu_a_fused_linear_is_its_pieces(dtype, num_rows):
+    x, weight, norm_weight = (torch.randn(shape).to(dtype) for shape in [(num_rows, 64), (40, 64), (64,)])
     packed, norm = pack_linear(weight), pack_norm(norm_weight)
     pieces = linear(rms_norm(x, norm, 1e-5), packed)
     assert torch.equal(norm_linear(x, norm, 1e-5, packed), pieces)
@@ -111,18 +111,45 @@ def test_packing_takes_any_layout():
     torch.testing.assert_close(linear(x, pack_linear(weight)).to(x.dtype), x @ weight.T, rtol=2**-7, atol=1e-2)
 
 
-def test_few_rows_are_multiplied_by_a_copy_of_their_own():
+def test_few_rows_have_a_kernel_and_keep_the_weight_for_it():
     weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
     packed = pack_linear(weight)
-    assert (packed.few is not None) == (can_pack_bf16() and can_pack_fp16())
+    if packed.blocked:
+        assert (packed.few is weight) == has_numba()
     assert pack_linear(torch.zeros(4096, 4096, dtype=torch.bfloat16)).few is None
     x, residual = torch.randn(9, 64).to(torch.bfloat16), torch.randn(9, 40).to(torch.bfloat16)
     many = linear(x, packed, None, residual.clone())
     few = torch.cat([linear(x[i : i + 1], packed, None, residual[i : i + 1].clone()) for i in range(9)])
     # Rounded once and twice, from sums of another order.
     torch.testing.assert_close(few, many, rtol=2**-7, atol=1e-3)
-    assert linear(x[:1], packed).dtype == (torch.bfloat16 if packed.few is None else torch.float32)
+    assert linear(x[:1], packed).dtype == (torch.float32 if has_numba() else torch.bfloat16)
     assert linear(x, packed).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not has_numba(), reason="there are no kernels for few rows")
+@pytest.mark.parametrize("num_rows", range(1, FEW_ROWS + 1))
+@pytest.mark.parametrize(("num_columns", "width"), [(1, 1), (2, 7), (5, 576), (96, 33), (130, 100)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_few_rows_are_summed_in_float32(num_rows, num_columns, width, with_bias):
+    x, residual = torch.randn(num_rows, width), torch.randn(num_rows, num_columns)
+    weight, norm_weight = torch.randn(2 * num_columns, width).bfloat16(), torch.randn(width).bfloat16()
+    bias = torch.randn(2 * num_columns).bfloat16() if with_bias else None
+    half, half_bias = weight[:num_columns], None if bias is None else bias[:num_columns]
+    added = 0 if bias is None else bias.double()
+    plain = x.double() @ weight.double().T + added
+    normed = functional.rms_norm(x.double(), (width,), norm_weight.double(), 1e-5) @ weight.double().T + added
+    gate, up = normed.chunk(2, -1)
+    packed_norm = pack_norm(norm_weight)
+    pairs = [
+        (linear(x, weight, bias), plain),
+        (linear(x, half, half_bias, residual.clone()), plain[:, :num_columns] + residual),
+        (norm_linear(x, packed_norm, 1e-5, weight, bias), normed),
+        (norm_gate_up(x, packed_norm, 1e-5, weight, bias), functional.silu(gate) * up),
+        (logits(x, pack_linear(half), half), x.double() @ half.double().T),
+    ]
+    for found, expected in pairs:
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() < 2e-6 * (1 + expected.norm())
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])

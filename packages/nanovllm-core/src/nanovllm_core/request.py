@@ -42,9 +42,10 @@ class GrammarError(ValueError):
 class GrammarSpec(msgspec.Struct, frozen=True):
     """What an answer must look like, as its sender wrote it.
 
-    kind: how `source` is to be read. "json_schema": a JSON Schema, as JSON. "regex": a regular expression for the whole
-        answer. "ebnf": rules in GBNF, of which `root` is the answer. "structural_tag": one of xgrammar's structural
-        tags, as JSON.
+    kind: how `source` is to be read. "json_schema": a JSON Schema, as JSON; objects have their properties in its order,
+        and others only where it says which; whitespace is bounded. "regex": a regular expression for the whole answer.
+        "ebnf": rules in GBNF, of which `root` is the answer. "structural_tag": one of xgrammar's structural tags, as
+        JSON.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import toy_model
-from grammars import CHECKS, EBNF, JSON, REGEX, SLOW, TAG, SharedVetter, text_of, toy_compiler
+from grammars import CHECKS, EBNF, JSON, REGEX, SLOW, TAG, text_of, toy_compiler
 
 from nanovllm_core import (
     AsyncEngine,
@@ -49,13 +49,6 @@ SETTINGS = [
     {"temperature": 0.0, "logit_bias": {toy_model.EOS: -100.0, 3: 50.0}, "logprobs": 2},
 ]
 OUTPUT = 60
-
-
-@pytest.fixture(scope="module")
-def vetter():
-    vetter = SharedVetter()
-    yield vetter
-    vetter.end()
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,12 @@ import asyncio
 
 import pytest
 import toy_model
-from grammars import JSON, REGEX, SharedVetter
+from grammars import JSON, REGEX
 
 from nanovllm_core import GrammarError, GrammarSpec, Vocabulary
 from nanovllm_core.grammar import grammars
 from nanovllm_core.grammar.compiler import Compiler
 from nanovllm_core.grammar.grammars import Grammars
-
-
-@pytest.fixture(scope="module")
-def vetter():
-    vetter = SharedVetter()
-    yield vetter
-    vetter.end()
 
 
 @pytest.fixture

@@ -36,8 +36,10 @@ JSON = GrammarSpec("json_schema", json.dumps(OBJECT))
 REGEX = GrammarSpec("regex", "(ab|x[0-9]{2}){3,5}")
 EBNF = GrammarSpec("ebnf", 'root ::= item ("," item)*\nitem ::= [a-c] | "(" root ")"')
 TAG = GrammarSpec("structural_tag", json.dumps(TAGGED))
-# As many values as characters that a grammar may have: seconds to compile.
-SLOW = GrammarSpec("json_schema", json.dumps({"enum": [f"value number {index}" for index in range(40_000)]}))
+# Nobody's schema, but no error either: half a minute to compile, and more on a slow machine.
+_STRINGS = {f"s{index}": {"type": "string"} for index in range(20)}
+_OBJECTS = {f"o{index}": {"type": "object", "properties": _STRINGS} for index in range(1000)}
+SLOW = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": _OBJECTS}))
 
 
 def text_of(tokens: Sequence[int]) -> bytes:

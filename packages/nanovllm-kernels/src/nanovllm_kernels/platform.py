@@ -3,8 +3,10 @@
 This room must not know any operator.
 """
 
+import ctypes
 import functools
 import importlib.util
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,8 @@ import torch
 # The architecture that FlashAttention was seen to work on here: Hopper.
 FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)
+# Up to so many rows, where a CPU has kernels of its own for them: see `gemm`.
+FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +116,14 @@ def can_pack_bf16() -> bool:
 
 
 @functools.cache
-def can_pack_fp16() -> bool:
-    """Whether this torch has FBGEMM's products with fp16 weights, which need an x86 CPU (see `gemm`)."""
-    return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(
-        torch.ops.quantized, "linear_dynamic_fp16"
-    )
+def has_numba() -> bool:
+    """Whether kernels in Numba run here: it is installed, and torch computes with threads that they can use, those of
+    OpenMP as GCC calls it. Doesn't import it.
+    """
+    found = sys.platform == "linux" and importlib.util.find_spec("numba") is not None
+    return found and hasattr(ctypes.CDLL(None), "GOMP_parallel")
+
+
+def has_few_rows(num_rows: int) -> bool:
+    """Whether so many rows beside bf16 weights have kernels of their own on a CPU, in Numba."""
+    return 0 < num_rows <= FEW_ROWS and has_numba()

@@ -132,15 +132,14 @@ class Service:
         try:
             await self.engine.compile(constraint.spec)
         except GrammarError as error:
-            if len(constraint.parts) > 1:
-                for path, spec in constraint.parts:
-                    try:
-                        await self.engine.compile(spec)
-                    except GrammarError as own:
-                        raise invalid_grammar(path, str(own)) from own
-                raise invalid_grammar("tools", str(error)) from error
-            ((path, _),) = constraint.parts
-            raise invalid_grammar(path, str(error)) from error
+            if len(constraint.parts) == 1:
+                raise invalid_grammar(constraint.parts[0][0], str(error)) from error
+            for path, spec in constraint.parts:
+                try:
+                    await self.engine.compile(spec)
+                except GrammarError as own:
+                    raise invalid_grammar(path, str(own)) from own
+            raise invalid_grammar("tools", str(error)) from error
 
     def _end(self, generation: Generation, exchange: Exchange) -> None:
         self.running.discard(generation)

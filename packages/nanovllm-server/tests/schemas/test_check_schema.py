@@ -196,7 +196,7 @@ def test_what_is_permitted(name):
         ({"$ref": "#/$defs/none"}, "/$ref", "$ref"),
         ({"$ref": "#"}, "", "$ref"),
         ({"allOf": [{"anyOf": [{"$ref": "#"}]}]}, "", "$ref"),
-        (objects({"a": {"$ref": "#"}}, "a"), "/required", "required"),
+        (objects({"a": {"$ref": "#"}}, "a"), "/properties/a", "schema"),
         ({**INTEGER, "enum": ["a"]}, "/enum", "enum"),
         ({"type": "integr"}, "/type", "type"),
         ({"type": "object", "properties": {"a": 1}}, "/properties/a", "properties"),

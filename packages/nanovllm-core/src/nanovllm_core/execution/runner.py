@@ -78,7 +78,10 @@ class Runner:
         show = sys.stderr.isatty()
         self._compile(progress=show)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, config.max_num_seqs, config.max_num_batched_tokens))
-        free_bytes = free_for_cache(config, self.device, self._rehearse)
+        if self.device.type == "cpu":
+            # What it has for few rows is compiled when first used.
+            self._rehearse([1], SamplingParams(temperature=0.0))
+        free_bytes = free_for_cache(config, self.device, self._rehearse_most)
         self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
         block_bytes = bytes_per_block(specs, config.block_size, config.kv_cache_dtype)
@@ -235,11 +238,8 @@ class Runner:
     def _no_waiting(self) -> AbstractContextManager[None]:
         return forbidden_waiting() if self._config.forbid_sync else nullcontext()
 
-    def _rehearse(self) -> None:
-        """The step that takes the most memory: a full budget of tokens, every row sampling with all that one can ask.
-
-        Its block tables are empty, so it reads and writes only the null block.
-        """
+    def _rehearse_most(self) -> None:
+        """The step that takes the most memory: a full budget of tokens, all rows sampling with all that one can ask."""
         config = self._config
         budget, num_rows = config.max_num_batched_tokens, config.max_num_seqs
         longest = min(budget - (num_rows - 1), config.max_model_len)
@@ -247,10 +247,13 @@ class Runner:
         while len(lengths) < num_rows and sum(lengths) < budget:
             share = -(-(budget - sum(lengths)) // (num_rows - len(lengths)))
             lengths.append(min(share, config.max_model_len, budget - sum(lengths)))
-        lengths.sort()
         sampling = SamplingParams(
             top_k=50, top_p=0.9, min_p=0.1, presence_penalty=1.0, forbidden=((0, 0),), logprobs=MAX_TOP_LOGPROBS
         )
+        self._rehearse(sorted(lengths), sampling)
+
+    def _rehearse(self, lengths: list[int], sampling: SamplingParams) -> None:
+        """A step of prompts so long, rising. Its block tables are empty, so it reads and writes only the null block."""
         new_rows = [
             NewRow(row, [0] * length, length, 0, sampling, seed=0, stop_ids=()) for row, length in enumerate(lengths)
         ]

@@ -10,7 +10,6 @@ grammar means.
 
 import os
 import select
-import signal
 import socket
 import struct
 import subprocess
@@ -95,23 +94,21 @@ class Vetter:
         """Try a grammar, and wait for the verdict. Raises GrammarError."""
         # Whoever killed the process, it was not this grammar.
         said = self._ask(spec) or self._ask(spec)
-        match said[-1:]:
-            case verdict if verdict == PASSED:
-                return
-            case verdict if verdict == REFUSED:
-                raise GrammarError(said[:-1].decode(errors="replace"))
-            case verdict if verdict == TOO_LONG:
-                raise GrammarError(
-                    f"this grammar takes more than {self._setup.max_seconds:g} s to compile: make it smaller, or its "
-                    "repetitions shorter"
-                )
-            case verdict if verdict == DIED:
-                raise GrammarError(
-                    f"this grammar takes more than {self._setup.max_bytes >> 20} MiB to compile, or is nested too "
-                    "deeply: make it smaller, or its repetitions shorter"
-                )
-            case _:
-                raise GrammarError("the process that compiles grammars was stopped: try again")
+        verdict = said[-1:]
+        if verdict == REFUSED:
+            raise GrammarError(said[:-1].decode(errors="replace"))
+        if verdict == TOO_LONG:
+            raise GrammarError(
+                f"this grammar takes more than {self._setup.max_seconds:g} s to compile: make it smaller, or its "
+                "repetitions shorter"
+            )
+        if verdict == DIED:
+            raise GrammarError(
+                f"this grammar takes more than {self._setup.max_bytes >> 20} MiB to compile, or is nested too deeply: "
+                "make it smaller, or its repetitions shorter"
+            )
+        if verdict != PASSED:
+            raise GrammarError("the process that compiles grammars was stopped: try again")
 
     def _ask(self, spec: GrammarSpec) -> bytes:
         """What the process says of a grammar; b"" when it ended, or was ended, before it said anything."""
@@ -165,7 +162,7 @@ class Vetter:
             try:
                 self._process.wait(2)
             except subprocess.TimeoutExpired:
-                self._process.send_signal(signal.SIGKILL)
+                self._process.kill()
                 self._process.wait()
             self._process = None
 

@@ -1,6 +1,6 @@
 """The process that tries grammars: it forks a child for each, and kills those that take too long.
 
-Its standard input is a socket to the engine's process; see `vetting`. It never has more than one thread, as it forks.
+A socket, inherited, leads to the engine's process; see `vetting`. It never has more than one thread, as it forks.
 """
 
 import contextlib

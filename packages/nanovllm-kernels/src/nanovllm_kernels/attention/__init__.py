@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.attention import flash_prefill, reference, tiles
-from nanovllm_kernels.platform import describe, has_cute, has_flash_attention
+from nanovllm_kernels.platform import describe, has_cute, has_few_rows, has_flash_attention
 
 __all__ = ["AttentionBatch", "Backend", "paged_attention", "plan_batch"]
 
@@ -23,7 +23,8 @@ Backend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 class AttentionBatch:
     """What attention must know of a step's batch, the same for every layer. Made by `plan_batch`.
 
-    gathers: what plain torch works out once a step. units: what the Triton kernels do for requests with one query.
+    few: whether it is for the kernel that a CPU has for few queries over a bf16 cache. gathers: what plain torch works
+    out once a step. units: what the Triton kernels do for requests with one query.
     decode_lens, workspace: what the CuTe DSL kernel does for them: their lengths, 0 for other requests, and its memory.
     prefill_lens: what FlashAttention does for those with several: how many, 0 for other requests. Each is None, or
     empty, where it isn't needed. The rest: as given to `plan_batch`.
@@ -34,6 +35,7 @@ class AttentionBatch:
     query_start_loc: Tensor
     max_query_len: int
     max_seq_len: int
+    few: bool
     gathers: reference.Gathers | None
     units: tuple[Tensor, Tensor, Tensor] | None
     decode_lens: Tensor | None
@@ -70,13 +72,16 @@ def plan_batch(
     dtype: of the queries; by default the cache's.
     """
     gathers = units = decode_lens = prefill_lens = None
+    few = False
     workspace: tuple[Tensor, ...] = ()
     _, page_size, num_cached, head_dim = kv_cache.shape
     num_kv_heads, cached, device = num_cached // 2, kv_cache.dtype, kv_cache.device
     if backend == "torch":
         if num_decodes is None:
             raise ValueError('the backend "torch" must know num_decodes')
-        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, page_size)
+        few = cached == torch.bfloat16 and not kv_cache.is_cuda and has_few_rows(int(query_start_loc[-1]))
+        if not few:
+            gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, page_size)
     elif num_decodes != 0 and backend in ("cutedsl", "fastest") and has_cute():
         from nanovllm_kernels.attention import cute_decode
 
@@ -98,6 +103,7 @@ def plan_batch(
         query_start_loc,
         max_query_len,
         max_seq_len,
+        few,
         gathers,
         units,
         decode_lens,
@@ -126,6 +132,8 @@ def paged_attention(
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, where the cache is of float8_e4m3fn and only there: see `fp8`.
     Returns contiguous [T, Hq, D] in the dtype of q.
     """
+    if batch.few:
+        return _paged_attention_on_cpu(q, kv_cache, batch, scale)
     if batch.gathers is not None:
         return reference.paged_attention(q, kv_cache, kv_scales, batch.gathers, scale)
     return _paged_attention_op(
@@ -143,6 +151,19 @@ def paged_attention(
         batch.max_query_len,
         batch.max_seq_len,
     )
+
+
+def _paged_attention_on_cpu(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    from nanovllm_kernels.attention import numba_few
+
+    queries = q.float()
+    if queries.stride(1) != q.shape[2] or queries.stride(2) != 1:
+        queries = queries.contiguous()
+    out = torch.empty(q.shape)
+    numba_few.paged_attention(
+        queries, kv_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc, batch.max_seq_len, scale, out
+    )
+    return out.to(q.dtype)
 
 
 @torch.library.custom_op("nanovllm::plan_units", mutates_args=())

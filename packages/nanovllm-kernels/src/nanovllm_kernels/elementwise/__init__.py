@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.elementwise import reference
+from nanovllm_kernels.platform import has_few_rows
 
 __all__ = ["QKNorm", "Rotation", "pack_norm", "plan_rotation", "rms_norm", "rope_and_cache", "silu_and_mul"]
 
@@ -83,17 +84,37 @@ def rope_and_cache(
         `fp8.quantize` does.
     qk_norm: what query and key heads go through first, if anything.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, for the scales of a quantised cache, and None for another.
-    Returns the rotated queries [T, Hq, D] in the cache's dtype, over FP8 in their own; a view of `qkv` if it has that.
+    Returns the rotated queries [T, Hq, D] in the cache's dtype; over FP8, and few of them on a CPU, in their own; a
+    view of `qkv` if it has that.
     Computed in float32 and rounded once; on a CPU after the norm as well, when `qkv` isn't float32. On CUDA a value
     that is no finite number goes to the cache as 0, so that it can't reach whoever gets the page next.
     """
     num_q_heads = qkv.shape[1] - kv_cache.shape[2]
-    if not qkv.is_cuda:
+    if not qkv.is_cuda and _has_kernel_on_cpu(qkv, kv_cache):
+        _rope_and_cache_on_cpu(qkv, rotation.rows, slot_mapping, kv_cache, qk_norm)
+    elif not qkv.is_cuda:
         qkv = reference.rope_and_cache(qkv, rotation.rows, slot_mapping, kv_cache, kv_scales, qk_norm)
     else:
         norm = (None, None, 0.0) if qk_norm is None else qk_norm
         _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, kv_scales, *norm)
     return qkv.narrow(1, 0, num_q_heads)
+
+
+def _has_kernel_on_cpu(qkv: Tensor, kv_cache: Tensor) -> bool:
+    few = has_few_rows(qkv.shape[0]) and qkv.dtype == torch.float32 and kv_cache.dtype == torch.bfloat16
+    return few and not torch.compiler.is_compiling()
+
+
+def _rope_and_cache_on_cpu(
+    qkv: Tensor, rows: reference.RotationRows, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None
+) -> None:
+    from nanovllm_kernels.elementwise import numba_rope
+
+    q_weight = k_weight = None
+    eps = 0.0
+    if qk_norm is not None:
+        q_weight, k_weight, eps = qk_norm.q_weight.float(), qk_norm.k_weight.float(), qk_norm.eps
+    numba_rope.rope_and_cache(qkv, rows.cos, rows.sin, slot_mapping, kv_cache, q_weight, k_weight, eps)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

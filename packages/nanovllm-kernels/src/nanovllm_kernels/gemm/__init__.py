@@ -12,10 +12,11 @@ Measured on two cores with AMX, bf16, microseconds, plain `F.linear` against the
     1536 -> 576      64 / 28    66 / 29    115 / 87   560 / 610  1101 / 1322
     576 -> 49152     2159/1217  2196/1173  3945/2419
 
-For up to FEW_ROWS rows an FBGEMM product of float32 rows with a weight in fp16 is faster still: it needs 10 us less a
-call, and reads at 33 GB/s of 35. One token through all 120 linear layers of SmolLM2-135M, two cores of an AMD EPYC with
-AVX-512 BF16, conversions included, milliseconds (median of 25, both in turn): 12.9 / 10.4 at one row, 16.3 / 11.5 at
-two, 13.7 / 12.4 at three, 13.8 / 13.7 at four, 15.4 / 17.2 at eight.
+For up to 8 rows a kernel of ours (`numba_rows`), with the norm before it and the gate or the residual after it, is
+faster still, and its results are float32 sums. One token through all 120 linear layers of SmolLM2-135M with their
+norms, gates and residuals, two cores of an AMD EPYC (Zen 5), milliseconds, the least of 48, both in turn: at one row
+6.9 by FBGEMM's fp16 product (which was here before it) and 4.9, at four 8.0 by the packed one and 5.6, at eight 8.0 and
+7.7; at sixteen it would take twice as long as the packed one.
 
 The packing is told a number of rows to plan for. 8 is within noise of the best of {1, 8, 64, 512} up to 64 rows; at 512
 rows and more only 1536 -> 576 preferred another (1: 462 us), and decode at 8 rows would pay for it elsewhere (96 us
@@ -31,13 +32,12 @@ from torch.nn import functional
 
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import tiles
-from nanovllm_kernels.platform import can_pack_bf16, can_pack_fp16
+from nanovllm_kernels.platform import can_pack_bf16, has_few_rows, has_numba
 
 # For more rows on CUDA every product is a library's.
 OWN_ROWS = tiles.SPLIT_ROWS
 PLANNED_ROWS = 8
-# Up to so many rows a CPU multiplies by the fp16 copy of a weight; and only weights of small models get one.
-FEW_ROWS = 3
+# Only small weights (N or K up to this) are kept for few rows beside oneDNN's copy.
 FEW_ROWS_MAX_SIZE = 2048
 # Of the logits of one row, how many a CPU computes again in float32.
 REFINED_LOGITS = 16
@@ -49,57 +49,75 @@ class PackedWeight(NamedTuple):
     """A linear layer's weight, made ready for `linear`; of shape [N, K] as the plain one.
 
     data: in oneDNN's own blocked layout when `blocked`, which no torch operator but `linear`'s understands; else plain.
-    few: a copy of a blocked weight for few rows, as FBGEMM packs it, where that pays. counters: int32 zeros, where a
+    few: beside a blocked weight the plain one, for few rows, where that pays. counters: int32 zeros, where a
     kernel may split the weight; every launch leaves them so, and only one at a time may use them.
     """
 
     data: Tensor
     blocked: bool
-    few: torch.ScriptObject | None = None
+    few: Tensor | None = None
     counters: Tensor | None = None
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:
     """Make `weight` [N, K] ready for `linear`. A bf16 weight on a CPU that multiplies bf16 natively is copied into
-    oneDNN's layout, and a small one (N or K up to FEW_ROWS_MAX_SIZE) into fp16 as well, which holds bf16 of between
-    2^-14 and 2^16 exactly and smaller ones to within 2^-25. Any other is kept as it is, without a copy.
+    oneDNN's layout, and a small one (N or K up to FEW_ROWS_MAX_SIZE) kept as well. Any other is kept as it is, without
+    a copy.
     """
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and can_pack_bf16():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PLANNED_ROWS)  # noqa: SLF001
-        few = None
-        if min(weight.shape) <= FEW_ROWS_MAX_SIZE and can_pack_fp16():
-            few = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
-        return PackedWeight(packed, blocked=True, few=few)
+        plain = weight.contiguous()
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain, PLANNED_ROWS)  # noqa: SLF001
+        keeps = min(weight.shape) <= FEW_ROWS_MAX_SIZE and has_numba()
+        return PackedWeight(packed, blocked=True, few=plain if keeps else None)
     counters = None
     if weight.is_cuda and weight.is_contiguous() and weight.element_size() == 2 and tiles.can_split(*weight.shape):
         counters = torch.zeros(tiles.num_counters(weight.shape[0]), dtype=torch.int32, device=weight.device)
     return PackedWeight(weight, blocked=False, counters=counters)
 
 
-class _Packed(NamedTuple):
-    """oneDNN's product and FBGEMM's. Looked up by name and overload, each call would take longer than a small product
-    does."""
-
-    product: torch._ops.OpOverload
-    product_of_few: torch._ops.OpOverload
-
-
 @functools.cache
-def _packed() -> _Packed:
-    return _Packed(
-        torch.ops.mkldnn._linear_pointwise.default,  # noqa: SLF001
-        torch.ops.quantized.linear_dynamic_fp16.default,
-    )
+def _packed_product() -> torch._ops.OpOverload:
+    """oneDNN's. Looked up by name and overload, each call would take longer than a small product does."""
+    return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
+
+
+def _few_rows_weight(x: Tensor, weight: Tensor | PackedWeight) -> Tensor | None:
+    """The plain bf16 weight of a product that a CPU's kernel for few rows takes, None where it doesn't."""
+    if x.is_cuda or x.dim() != 2 or torch.compiler.is_compiling() or not has_few_rows(x.shape[0]):
+        return None
+    if isinstance(weight, PackedWeight):
+        weight = weight.data if not weight.blocked else weight.few
+    return weight if weight is not None and weight.dtype == torch.bfloat16 and weight.is_contiguous() else None
+
+
+def _few_rows(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    gated: bool = False,
+) -> Tensor:
+    """Rows `x` [M, K] on a CPU, normed if there is a weight for it, times the transpose of `weight` [N, K] plus `bias`,
+    gated (then N is 2 I and the result [M, I]) or not, plus `residual`; float32, or of the dtype of `residual`.
+    """
+    from nanovllm_kernels.gemm import numba_rows
+
+    adds = residual is not None and residual.dtype == torch.float32 and residual.is_contiguous()
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = residual if adds else torch.empty((x.shape[0], columns))
+    norm = None if norm_weight is None else norm_weight.float()
+    numba_rows.project_rows(x.float().contiguous(), norm, eps, weight, bias, out, gated=gated, add=adds)
+    return out if adds or residual is None else residual.add_(out)
 
 
 def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
     if not isinstance(weight, PackedWeight) or not weight.blocked:
         plain = weight.data if isinstance(weight, PackedWeight) else weight
         return functional.linear(x.to(plain.dtype), plain, bias)
-    if weight.few is None or x.dim() != 2 or x.shape[0] > FEW_ROWS:
-        return _packed().product(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
-    out = _packed().product_of_few(x.float(), weight.few)
-    return out if bias is None else out.add_(bias)
+    return _packed_product()(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
 
 
 def linear(
@@ -117,6 +135,8 @@ def linear(
     if torch.compiler.is_compiling():
         return _linear_formula(x, plain, bias, residual)
     if not x.is_cuda:
+        if (few := _few_rows_weight(x, weight)) is not None:
+            return _few_rows(x, None, 0.0, few, bias, residual)
         out = _linear_on_cpu(x, weight, bias)
         return out if residual is None else residual.add_(out)
     weight = plain
@@ -151,6 +171,8 @@ def norm_linear(
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if _runs_as_rows(x, plain):
         return _project_rows_op(x, norm_weight, eps, plain, bias, None, False, False)
+    if (few := _few_rows_weight(x, weight)) is not None:
+        return _few_rows(x, norm_weight, eps, few, bias, None)
     return linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
@@ -165,6 +187,8 @@ def norm_gate_up(
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if _runs_as_rows(x, plain):
         return _project_rows_op(x, norm_weight, eps, plain, bias, None, True, False)
+    if (few := _few_rows_weight(x, weight)) is not None:
+        return _few_rows(x, norm_weight, eps, few, bias, None, gated=True)
     return silu_and_mul(linear(rms_norm(x, norm_weight, eps), weight, bias))
 
 
@@ -183,8 +207,8 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
         return _project_rows_op(x, None, 0.0, table, None, None, False, True)
     if x.is_cuda:
         return torch.mm(x, table.t(), out_dtype=torch.float32)
-    if weight.few is not None and x.shape[0] <= FEW_ROWS:
-        return _packed().product_of_few(x.float(), weight.few)
+    if (few := _few_rows_weight(x, table)) is not None:
+        return _few_rows(x, None, 0.0, few, None, None)
     # The search for the largest takes a quarter of the time in float32.
     rough = linear(x, weight).float()
     leaders = _leaders(rough, REFINED_LOGITS)

@@ -107,7 +107,7 @@ def read_chat_request(body: Fields, limits: Limits, defaults: SamplingDefaults) 
         messages=messages,
         tools=parse_tools(body),
         answer=parse_answer(body),
-        max_reasoning_tokens=body.integer("max_reasoning_tokens", 0, limits.max_model_len),
+        max_reasoning_tokens=body.integer("max_reasoning_tokens", 0),
         template=parse_template(body),
         include_reasoning=body.boolean("include_reasoning") is not False,
         sampling=sampling,

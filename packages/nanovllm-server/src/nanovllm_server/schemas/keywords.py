@@ -281,11 +281,7 @@ class _Reader:
         required = self.strings(self.schema["required"], "required") if "required" in self.schema else ()
         rest = self.one("additionalProperties") if "additionalProperties" in self.schema else None
         names = self.one("propertyNames") if "propertyNames" in self.schema else ()
-        shape = Object(tuple(properties.items()), (), tuple(patterns.items()), rest, names, low, high)
-        # A name that is required counts as declared, and what patterns say of a name is said where it is declared.
-        for name in required:
-            properties.setdefault(name, self.library.property(shape, name))
-        return replace(shape, properties=tuple(properties.items()), required=required)
+        return Object(tuple(properties.items()), required, tuple(patterns.items()), rest, names, low, high)
 
     def reference(self, keyword: str) -> Conj:
         value = self.schema[keyword]
@@ -299,14 +295,13 @@ class _Reader:
     def dependent(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
             for name, value in self.named(keyword).items():
-                absent = Object(((name, (NEVER,)),), negated=True)
+                absent = Object(((name, (NEVER,)),))
                 if isinstance(value, list):
                     needed = self.strings(value, keyword)
-                    present: list[Shape] = [Object(tuple((n, ()) for n in (name, *needed)), (name, *needed))]
+                    present: list[Shape] = [Object(required=(name, *needed))]
                 else:
                     conj = self.child(value, keyword, name)
-                    present = list(self.meet((Object(((name, ()),), (name,)),), self.library.shapes(conj)))
-                present = [replace(shape, negated=True) for shape in present]
+                    present = list(self.meet((Object(required=(name,)),), self.library.shapes(conj)))
                 others = [free for free in FREE if not isinstance(free, Object)]
                 shapes = self.meet(shapes, [*others, absent, *present])
         return shapes
@@ -351,7 +346,9 @@ class _Reader:
             left: list[Shape] = []
             for shape in shapes:
                 if isinstance(shape, kind) and shape.negated and conj:
-                    raise self.refused(keyword, "can't be enforced beside not, else, dependent or overlapping schemas")
+                    raise self.refused(
+                        keyword, "can't be enforced beside not, if or oneOf that speak of what is inside"
+                    )
                 if isinstance(shape, Object) and kind is Object and shape.rest is None:
                     shape = replace(shape, rest=conj, narrowed=True, places=shape.places + places)
                 elif isinstance(shape, Array) and kind is Array and not shape.rest_said:
@@ -362,7 +359,9 @@ class _Reader:
 
 
 def _closed(shape: Shape) -> Shape:
-    """Objects with the properties that are declared, and no others."""
+    """Objects with the properties that are declared or required, and no others."""
     if isinstance(shape, Object) and shape.rest is None and not shape.patterns and shape.properties:
-        return replace(shape, rest=(NEVER,), narrowed=True)
+        known = dict(shape.properties)
+        needed = tuple((name, ()) for name in shape.required if name not in known)
+        return replace(shape, properties=shape.properties + needed, rest=(NEVER,), narrowed=True)
     return shape

@@ -39,6 +39,8 @@ MAX_SHAPES = 4096
 MAX_PAIRS = 200_000
 # Of schemas inside schemas that are looked into to see that two have nothing in common.
 MAX_LOOK = 6
+# Of schemas that each lead right to the next.
+MAX_CHAIN = 100
 
 
 class LoopError(SchemaError):
@@ -109,7 +111,9 @@ class Library:
         """What meets all of `conj`. Raises SchemaError."""
         if conj in self._shapes:
             return self._shapes[conj]
-        if conj in self._reading or len(self._reading) > 200:
+        if len(self._reading) > MAX_CHAIN:
+            raise SchemaError(self.place(conj), "$ref", f"is in a chain of more than {MAX_CHAIN} schemas", wrong=True)
+        if conj in self._reading:
             raise LoopError(self.place(conj), "$ref", "leads back to itself without end", wrong=True)
         self._reading.append(conj)
         try:

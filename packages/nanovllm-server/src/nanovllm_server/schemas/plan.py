@@ -328,6 +328,9 @@ def _distinct(library: Library, shape: Array, prefix: list[Conj], low: int, high
 
 
 def _objects(library: Library, shape: Object, place: str) -> list[Plan]:
+    known = dict(shape.properties)
+    missing = tuple((name, library.property(shape, name)) for name in shape.required if name not in known)
+    shape = replace(shape, properties=shape.properties + missing)
     named = [(name, library.property(shape, name), name in shape.required) for name, _ in shape.properties]
     named = [(name, conj, needed) for name, conj, needed in named if conj != (NEVER,) or needed]
     if any(conj == (NEVER,) for _, conj, _ in named):

@@ -12,7 +12,7 @@ from nanovllm_server.schemas.shapes import Text, where
 MAX_LENGTH = 1_000_000
 # Of the characters of a string that is left out, and of the beginnings of all of them.
 MAX_BRANCH = 32
-MAX_BRANCHES = 300
+MAX_BRANCHES = 16
 
 
 def format_pattern(name: str) -> str | None:
