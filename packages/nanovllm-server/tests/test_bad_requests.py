@@ -57,6 +57,8 @@ BAD = [
     (message(content=[{"text": "a"}]), "messages[0].content[0].type"),
     (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type"),
     (message(name=3), "messages[0].name"),
+    (message(tool_calls="x"), "messages[0].tool_calls"),
+    (message(refusal=1), "messages[0].refusal"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": "x"}]}, "messages[1].tool_calls"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": [1]}]}, "messages[1].tool_calls[0]"),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import browser
 
-QUESTIONS = ("What is the capital of France?", "Why do lighthouses have such bright lamps?")
+QUESTIONS = ("What is the capital of France?", "Tell me about its most famous sights.")
 FIELDS = {"[name=temperature]": "0", "[name=max_tokens]": "300", "#system": "You are a helpful assistant."}
 # Of the last answer, when the picture is taken.
-CHARACTERS = 260
+CHARACTERS = 500
 
 
 async def take(url: str) -> bytes:
@@ -29,7 +29,7 @@ async def take(url: str) -> bytes:
             await tab.press("Enter")
             length = f"[...document.querySelectorAll('.assistant .text')].at({number - 1})?.textContent.length"
             done = f"document.querySelectorAll('.note').length === {number}"
-            await tab.until(done if number < len(QUESTIONS) else f"{done} || {length} > {CHARACTERS}", 60)
+            await tab.until(done if number < len(QUESTIONS) else f"{done} || {length} > {CHARACTERS}", 120)
         return await tab.screenshot()
 
 
