@@ -204,7 +204,7 @@ async def test_a_failure_in_mid_stream_is_shown(tab, engine):
 
 
 async def test_a_key(url, service):
-    service.api_key = "secret"
+    service.api_keys = ("secret",)
     async with browser.page() as tab:
         await tab.screen(1000, 850)
         await tab.open(url)
