@@ -96,7 +96,7 @@ def create_app(service: Service) -> Quart:
 
 def _add_documents(app: Quart, service: Service) -> None:
     """Routes to what never changes."""
-    needs_key = service.api_key is not None
+    needs_key = bool(service.api_keys)
     description = orjson.dumps(document(service.names, service.limits, service.defaults, needs_key=needs_key))
     html, page_headers = read_page()
 
