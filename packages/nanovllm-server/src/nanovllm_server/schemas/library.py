@@ -12,7 +12,7 @@ from typing import TypeAlias
 import orjson
 
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.schemas import regex
+from nanovllm_server.schemas import regex, search
 from nanovllm_server.schemas.document import Document, SchemaError, Spot
 from nanovllm_server.schemas.shapes import (
     FREE,
@@ -212,8 +212,8 @@ class Library:
 
     def found(self, pattern: str, text: str, shape: Shape) -> bool:
         """Whether the pattern is found in `text`. Raises SchemaError where engines would not agree."""
-        surely = regex.found(regex.parse(pattern), text)
-        if not surely and regex.found(regex.parse(pattern, widest=True), text):
+        surely = search.found(regex.parse(pattern), text)
+        if not surely and search.found(regex.parse(pattern, widest=True), text):
             raise SchemaError(self._pattern_place(shape), "pattern", f"{pattern!r} means different things for {text!r}")
         return surely
 
