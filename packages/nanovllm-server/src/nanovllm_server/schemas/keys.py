@@ -41,7 +41,7 @@ def _names(names: Text, declared: list[str], shape: Object, place: str) -> regex
     hidden = [name for name in declared if search.found(_anchored(tree), name)]
     if not hidden:
         return tree
-    if tree == regex.narrow(regex.ANYTHING, regex.PLAIN):
+    if tree == regex.narrow(regex.ANYTHING):
         return all_but(hidden)
     raise SchemaError(where_from, "propertyNames", f"matches the name of a declared property: {hidden[0]!r}")
 

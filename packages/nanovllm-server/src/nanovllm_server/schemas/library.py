@@ -284,7 +284,8 @@ class Library:
     def _without(self, constants: list[Constant], place: str) -> list[Shape]:
         keys = {shape.key for shape in constants}
         texts = frozenset(shape.value for shape in constants if isinstance(shape.value, str))
-        numbers = frozenset(Fraction(s.value) for s in constants if type(s.value) in (int, float))
+        values = [shape.value for shape in constants]
+        numbers = frozenset(Fraction(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool))
         if any(isinstance(shape.value, dict | list) for shape in constants):
             raise SchemaError(place, "not", "can't be negated: it has an array or object as a constant")
         words = [free for free in FREE if isinstance(free, Constant) and free.key not in keys]

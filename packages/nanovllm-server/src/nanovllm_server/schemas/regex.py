@@ -157,7 +157,7 @@ class _Parser:
         if comma and not low and high.isdecimal():
             raise RegexError("{,n} means different things to different engines")
         if not (
-            low.isascii() and low.isdecimal() and len(low) < 7 and (not high or (high.isdecimal() and len(high) < 7))
+            low.isascii() and low.isdecimal() and len(low) < 7 and (not high or (high.isascii() and high.isdecimal()))
         ):
             return None  # A brace that counts nothing is itself.
         self.at = end + 1
@@ -280,10 +280,6 @@ class _Parser:
             raise RegexError("it has an escape with improper hexadecimal digits")
         self.at += count + closing
         return int(digits, 16)
-
-
-def _counting(digits: str) -> bool:
-    return digits.isascii() and digits.isdecimal() and len(digits) < 7
 
 
 def whole(tree: Node) -> Node:
