@@ -117,6 +117,11 @@ def test_patterns_that_are_refused(pattern):
         regex.parse(pattern)
 
 
+def test_braces_that_count_nothing_are_themselves():
+    assert search.found(regex.parse("^a{x}$"), "a{x}")
+    assert search.found(regex.parse("^a{1,9999999}$"), "a{1,9999999}")
+
+
 @pytest.mark.parametrize("pattern", ["a^b", "a$b", "(^a)*", "a(?!b)c"])
 def test_assertions_in_the_middle_are_refused(pattern):
     with pytest.raises(regex.RegexError):

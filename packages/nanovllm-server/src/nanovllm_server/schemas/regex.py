@@ -156,9 +156,7 @@ class _Parser:
         low, comma, high = self.text[self.at + 1 : max(end, self.at + 1)].partition(",")
         if comma and not low and high.isdecimal():
             raise RegexError("{,n} means different things to different engines")
-        if not (
-            low.isascii() and low.isdecimal() and len(low) < 7 and (not high or (high.isascii() and high.isdecimal()))
-        ):
+        if not all(digits.isascii() and digits.isdecimal() and len(digits) < 7 for digits in (low, high or "0")):
             return None  # A brace that counts nothing is itself.
         self.at = end + 1
         bounds = int(low), (int(high) if high else None) if comma else int(low)
