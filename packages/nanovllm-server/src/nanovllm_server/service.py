@@ -111,15 +111,17 @@ class Service:
         try:
             await self.engine.compile(constraint.spec)
         except GrammarError as error:
-            if len(constraint.parts) > 1:
-                for path, spec in constraint.parts:
-                    try:
-                        await self.engine.compile(spec)
-                    except GrammarError as own:
-                        raise invalid_grammar(path, str(own)) from own
-                raise invalid_grammar("tools", str(error)) from error
-            ((path, _),) = constraint.parts
-            raise invalid_grammar(path, str(error)) from error
+            raise await self._blamed(constraint, error) from error
+
+    async def _blamed(self, constraint: Constraint, error: GrammarError) -> ApiError:
+        if len(constraint.parts) == 1:
+            return invalid_grammar(constraint.parts[0][0], str(error))
+        for path, spec in constraint.parts:
+            try:
+                await self.engine.compile(spec)
+            except GrammarError as own:
+                return invalid_grammar(path, str(own))
+        return invalid_grammar("tools", str(error))
 
     def _end(self, generation: Generation, exchange: Exchange) -> None:
         self.running.discard(generation)

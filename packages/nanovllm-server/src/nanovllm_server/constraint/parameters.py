@@ -45,8 +45,10 @@ def parameters(form: XmlCalls, schema: JSON, path: str) -> Part:
 
 
 def _parameters(form: XmlCalls, schema: JSON, root: dict[str, JSON], path: str) -> Part:
-    if not isinstance(schema, dict) or (unknown := schema.keys() - KNOWN):
-        raise _impossible(f"{path}/{min(unknown)}" if isinstance(schema, dict) else path)
+    if not isinstance(schema, dict):
+        raise _impossible(path)
+    if unknown := schema.keys() - KNOWN:
+        raise _impossible(f"{path}/{min(unknown)}")
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return _unnamed(form, schema, root, path)
