@@ -6,9 +6,9 @@ whatever reason, aborts every sequence. This room must not know HTTP or JSON.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from nanovllm_core import Engine, EngineDeadError, OpenRequest, Request, RequestOutput
+from nanovllm_core import Engine, EngineDeadError, GrammarError, OpenRequest, Request, RequestOutput
 from nanovllm_server.choice import Choice
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.response import Delta, Usage
@@ -54,13 +54,24 @@ class Bell:
 
 
 class Generation:
-    """One answer in the making: its requests, one a choice, and their choices."""
+    """One answer in the making: its requests, one a choice, and their choices.
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], choices: Sequence[Choice], metrics: Metrics):
+    refuse: what to raise, given the reason, for a grammar that turns out to be none while answers are made.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        choices: Sequence[Choice],
+        metrics: Metrics,
+        refuse: Callable[[str], Exception] = GrammarError,
+    ):
         self._engine = engine
         self._requests = requests
         self._choices = choices
         self._metrics = metrics
+        self._refuse = refuse
         self._bell = Bell()
         self._cached_tokens = 0
         self._last: list[float | None] = [None] * len(choices)
@@ -88,7 +99,7 @@ class Generation:
     async def deltas(self, idle_s: float = IDLE_S) -> AsyncGenerator[list[Delta], None]:
         """What became known since the last time; nothing once in `idle_s` seconds while nothing does.
 
-        Ends when every choice has. Raises EngineDeadError, and whatever `fail` was given.
+        Ends when every choice has. Raises EngineDeadError, what `refuse` makes, and whatever `fail` was given.
         """
         loop = asyncio.get_running_loop()
         opened: list[OpenRequest] = []
@@ -99,7 +110,7 @@ class Generation:
             unfinished = len(self._choices)
             while unfinished:
                 await self._bell.wait()
-                outputs = [each.take() for each in opened]
+                outputs = self._outputs(opened)
                 if not any(outputs):
                     yield []
                     continue
@@ -121,6 +132,12 @@ class Generation:
             for each in opened:
                 each.close()
             self._count()
+
+    def _outputs(self, opened: Sequence[OpenRequest]) -> list[RequestOutput | None]:
+        try:
+            return [each.take() for each in opened]
+        except GrammarError as error:
+            raise self._refuse(str(error)) from error
 
     def _take(self, index: int, output: RequestOutput) -> Delta | None:
         if index == 0:

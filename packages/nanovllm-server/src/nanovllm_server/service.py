@@ -5,6 +5,7 @@ This room must not know the web framework: bytes and headers in, a `Generation` 
 
 import uuid
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
 from nanovllm_server.admission import Gate
@@ -81,10 +82,13 @@ class Service:
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, budget=budget)
         requests = self._requests(chat, prompt.token_ids, sampling, exchange.arrival)
-        if constraint is not None:
+        choices = self._choices(chat, prompt, apart=constraint is not None and constraint.apart)
+        if constraint is None:
+            generation = Generation(self.engine, requests, choices, self.metrics)
+        else:
             await self._compile(constraint)
-        apart = constraint is not None and constraint.apart
-        generation = Generation(self.engine, requests, self._choices(chat, prompt, apart=apart), self.metrics)
+            refuse = partial(invalid_grammar, constraint.path)
+            generation = Generation(self.engine, requests, choices, self.metrics, refuse)
         self.running.add(generation)
         exchange.on_end.append(lambda: self._end(generation, exchange))
         self.metrics.queue_time.observe_since(exchange.arrival)
@@ -114,14 +118,12 @@ class Service:
             raise await self._blamed(constraint, error) from error
 
     async def _blamed(self, constraint: Constraint, error: GrammarError) -> ApiError:
-        if len(constraint.parts) == 1:
-            return invalid_grammar(constraint.parts[0][0], str(error))
-        for path, spec in constraint.parts:
+        for path, spec in constraint.parts if len(constraint.parts) > 1 else ():
             try:
                 await self.engine.compile(spec)
             except GrammarError as own:
                 return invalid_grammar(path, str(own))
-        return invalid_grammar("tools", str(error))
+        return invalid_grammar(constraint.path, str(error))
 
     def _end(self, generation: Generation, exchange: Exchange) -> None:
         self.running.discard(generation)

@@ -5,11 +5,11 @@ from contextlib import aclosing
 
 import orjson
 
-from nanovllm_core import EngineDeadError, GrammarError
+from nanovllm_core import EngineDeadError
 from nanovllm_server.generation import Generation
 from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.observability.logs import Logger
-from nanovllm_server.protocol.error import ApiError, internal_error, invalid_grammar, unavailable
+from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
 
@@ -55,9 +55,6 @@ class ChatStream:
         except EngineDeadError as error:
             logger.error("stream failed", request_id=exchange.request_id, reason=str(error))
             yield error_event(unavailable(str(error), "engine_dead"))
-        except GrammarError as error:
-            logger.error("stream failed", request_id=exchange.request_id, reason=str(error))
-            yield error_event(invalid_grammar(None, str(error)))
         except Exception:
             logger.exception("stream failed", request_id=exchange.request_id)
             yield error_event(internal_error(exchange.request_id))
