@@ -20,7 +20,8 @@ from nanovllm_server.parsing.source import MAX_NAME
 from nanovllm_server.parsing.typed import resolved, types_of
 from nanovllm_server.protocol.error import ApiError, unsupported
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.schemas.regex import NOTHING, PLAIN, common, invert, narrow, parse, write
+from nanovllm_server.schemas.characters import PLAIN, common, invert
+from nanovllm_server.schemas.regex import NOTHING, narrow, parse, write
 
 # Of a function whose parameters have no names.
 MAX_UNNAMED = 16
