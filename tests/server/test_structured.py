@@ -125,7 +125,7 @@ async def test_a_round_trip_with_a_tool(sdk):
             },
             "<t>[12]</t>",
         ),
-        ({"response_format": {"type": "json_object"}, "stop": ["}"]}, r"\{[^}]*"),
+        ({"response_format": {"type": "json_object"}, "stop": [":"]}, r"\{[^:]*"),
     ],
     ids=["regex", "choice", "grammar", "structural tag", "json object, stopped"],
 )

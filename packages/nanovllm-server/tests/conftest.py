@@ -145,6 +145,9 @@ class ScriptedEngine(Engine):
                 raise GrammarError(reason)
         self.compiled.append(spec)
 
+    def refuse_grammar(self, key: int, reason: str) -> None:
+        self._streams.dispatch(StepOutputs(failures=[(key, reason)]))
+
     def _abort(self, key: int) -> None:
         self.aborted.append(key)
         if key in self._tasks:

@@ -264,3 +264,26 @@ async def test_who_leaves_while_a_grammar_compiles_leaves_nothing_behind(url, en
                 await asyncio.sleep(0.01)
     assert engine.requests == []
     assert not service.running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_fails_later_is_refused_by_its_field(post, engine, service, stream):
+    engine.endless = True
+    engine.delay = 0.01
+    asking = asyncio.create_task(post(structured_outputs={"regex": "x+"}, stream=stream, n=2))
+    async with asyncio.timeout(5):
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+    engine.refuse_grammar(engine.requests[1].key, "it takes too long to follow")
+    response = await asking
+    data = (await response.get_data()).decode()
+    if stream:
+        data, done, _ = data.partition("event: error\ndata: ")[2].split("\n\n")
+        assert done == "data: [DONE]"
+    else:
+        assert response.status_code == 400
+    error = json.loads(data)["error"]
+    assert (error["param"], error["code"]) == ("structured_outputs.regex", "invalid_grammar")
+    async with asyncio.timeout(5):
+        while engine.num_active > 1 or service.gate.active:
+            await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A thousand clients leave at random moments, and not a task, a seat or a request of theirs stays."""
+"""Hundreds of clients leave at random moments, and not a task, a seat or a request of theirs stays."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ import pytest
 from nanovllm_models.chat_formats import HERMES, THINK, ChatFormat
 from nanovllm_server.dialect import Dialect
 
-LEAVERS = 1000
+LEAVERS = 300
 AT_ONCE = 30
 SPOKEN = (
     b'<think>hm, well</think>Let me see.<tool_call>\n{"name": "f", "arguments": {"x": "0123456789"}}\n</tool_call> so'
@@ -86,4 +86,4 @@ async def test_nothing_stays_of_those_who_left(url, talkative, engine):
     finished = talkative.metrics.finished
     assert all(finished[reason] for reason in ("tool_calls", "abort"))
     codes = {status for (_, status), count in talkative.metrics.http.items() if count}
-    assert {200, 400, 499, 504} <= codes <= {200, 400, 499, 503, 504}
+    assert {200, 400, 499, 504} <= codes <= {200, 400, 429, 499, 504}

@@ -65,7 +65,7 @@ async def test_a_key_is_asked_for_where_it_is_needed(service, document):
     chat = ("paths", "/v1/chat/completions", "post")
     assert "security" not in document[chat[0]][chat[1]][chat[2]]
     assert "securitySchemes" not in document["components"]
-    service.api_key = "secret"
+    service.api_keys = ("secret",)
     response = await create_app(service).test_client().get("/openapi.json")
     assert response.status_code == 200
     locked = await response.get_json()

@@ -22,7 +22,7 @@ def test_it_is_html(page):
 
 
 async def test_it_asks_for_no_key(client, service):
-    service.api_key = "secret"
+    service.api_keys = ("secret",)
     assert (await client.get("/")).status_code == 200
 
 

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from nanovllm_models.chat_formats import HERMES, TOOL_CALL_FORMATS, ChatFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
+from nanovllm_server.parsing.events import CallArguments, CallBegun
+from nanovllm_server.parsing.parser import Parser
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.messages import Message, ToolCall
 from nanovllm_server.protocol.template import TemplateOptions
@@ -136,3 +139,66 @@ async def test_a_value_that_the_template_can_not_be_given_is_refused_by_its_fiel
 def test_template_that_refuses_everything_is_found_at_the_start():
     with pytest.raises(TemplateError):
         Renderer(TemplateTokenizer(strict()))
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+ASKED = (Message(role="user", content="hi"),)
+CALLED = (
+    *ASKED,
+    Message(role="assistant", content=None, tool_calls=(ToolCall("1", "look", '{"x": "y"}'), ToolCall("2", "f", "{"))),
+    Message(role="tool", content="4", tool_call_id="1"),
+    Message(role="tool", content="5", tool_call_id="2"),
+)
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@pytest.mark.parametrize("system", [None, "Be brief."])
+async def test_tools_are_described_where_the_template_shows_none(name, system):
+    form = TOOL_CALL_FORMATS[name]
+    renderer = Renderer(TemplateTokenizer(lambda role, content: f"<{role}>{content}"), form)
+    before = () if system is None else (Message(role="system", content=system),)
+    text = (await renderer.render((*before, *ASKED), [TOOL])).text
+    assert text.startswith(f"<system>{'' if system is None else 'Be brief.' + chr(10) * 2}You may call")
+    assert text.endswith("<user>hi")
+    assert text.count("<system>") == 1
+    assert '{"name":"look","parameters":{"type":"object"}}' in text
+    # The example is a call that the parser reads.
+    parser = Parser(ChatFormat(None, form), tools={"NAME": None})
+    example = text.partition("parameters:\n")[2].removesuffix("<user>hi")
+    assert CallBegun(0, "NAME") in [*parser.push(example), *parser.finish()]
+    assert (await renderer.render((*before, *ASKED))).text.endswith("<user>hi")
+    renderer.close()
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+async def test_calls_of_the_history_are_text_where_the_template_shows_none(name):
+    form = TOOL_CALL_FORMATS[name]
+    renderer = Renderer(TemplateTokenizer(strict("system", "user", "assistant")), form)
+    text = (await renderer.render(CALLED)).text
+    said = text.removeprefix("<user>hi<assistant>").partition("<user>")[0]
+    parser = Parser(ChatFormat(None, form), tools={"look": None, "f": None})
+    events = [*parser.push(said), *parser.finish()]
+    assert next(event.name for event in events if isinstance(event, CallBegun)) == "look"
+    arguments = "".join(event.text for event in events if isinstance(event, CallArguments) and event.index == 0)
+    assert json.loads(arguments) == {"x": "y"}
+    assert text.endswith("<user><tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response>")
+    renderer.close()
+
+
+async def test_a_template_that_shows_tools_is_given_them():
+    class Showing(CallTokenizer):
+        def render_chat(self, messages, *, tools=None, template_values=None):
+            return super().render_chat(messages) + json.dumps(tools)
+
+    renderer = Renderer(Showing(as_json), HERMES)
+    assert (await renderer.render(ASKED, [TOOL])).text == "hi;" + json.dumps([TOOL])
+    assert (await renderer.render(CALLED)).text.startswith('hi;;[look {"x": "y"}]')
+    renderer.close()
+
+
+async def test_a_prompt_can_be_made_longer():
+    renderer = Renderer(TemplateTokenizer(lambda role, content: content))
+    prompt = await renderer.extend(await renderer.render(ASKED), "\n<think>")
+    assert prompt.text == "hi\n<think>"
+    assert prompt.token_ids == [ord(character) for character in prompt.text]
+    renderer.close()

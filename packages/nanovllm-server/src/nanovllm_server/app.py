@@ -15,12 +15,12 @@ from quart import Quart, Response, request
 from structlog.contextvars import bind_contextvars
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
-from nanovllm_core import EngineDeadError, GrammarError
+from nanovllm_core import EngineDeadError
 from nanovllm_server.admission import check_content, check_key
 from nanovllm_server.observability.exchange import Exchange, ExchangeLayer, exchange_of
 from nanovllm_server.page import read_page
 from nanovllm_server.protocol.bodies import Health
-from nanovllm_server.protocol.error import ApiError, internal_error, invalid_grammar, unavailable
+from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.openapi import document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope, models_body
@@ -139,8 +139,6 @@ def _as_api_error(error: Exception, service: Service) -> ApiError:
             return error
         case EngineDeadError():
             return unavailable(f"the engine is dead: {error}", "engine_dead")
-        case GrammarError():
-            return invalid_grammar(None, str(error))
         case RequestEntityTooLarge():
             return ApiError(413, f"the body may have at most {service.max_body_bytes} bytes", code="request_too_large")
         case MethodNotAllowed():

@@ -1,7 +1,8 @@
 """Serves an ASGI application over HTTP/1.1 on one socket, and lets no connection stay for nothing.
 
-Hypercorn's connections, with two differences. They speak no HTTP/2, which nobody needs without TLS, and whose idle
-connections no timeout would end. And a reader that takes nothing for a while is dropped, with all that waits for it.
+Hypercorn's connections, with three differences. They speak no HTTP/2, which nobody needs without TLS, and whose idle
+connections no timeout would end. A reader that takes nothing for a while is dropped, with all that waits for it. And
+what a client that left had open is closed then, not when it would have been idle for long enough.
 This room must not know the application.
 """
 
@@ -14,7 +15,7 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework
 
@@ -34,6 +35,7 @@ class Connection(TCPServer):
     """One client's. stalled_s: how long what is sent may wait for its reader."""
 
     stalled_s = STALLED_S
+    _left = False
 
     async def _read_data(self) -> None:
         made = self.protocol
@@ -49,9 +51,14 @@ class Connection(TCPServer):
             made.send,
         )
         await super()._read_data()
+        # Its requests may be ending yet, and each would have it wait for another one.
+        self._left = True
+        await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
         """Send it, or drop the client."""
+        if self._left and isinstance(event, Updated):
+            return
         if not isinstance(event, RawData):
             await super().protocol_send(event)
             return

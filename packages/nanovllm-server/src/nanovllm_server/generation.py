@@ -6,9 +6,9 @@ whatever reason, aborts every sequence. This room must not know HTTP or JSON.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
-from nanovllm_core import Engine, EngineDeadError, OpenRequest, Request, RequestOutput
+from nanovllm_core import Engine, EngineDeadError, GrammarError, OpenRequest, Request, RequestOutput
 from nanovllm_server.choice import Choice
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import timed_out
@@ -57,8 +57,9 @@ class Bell:
 class Generation:
     """One answer in the making: its requests, one a choice, and their choices.
 
-    timeout_s: what it may take, from the arrival of its requests; None for as long as it does. first_token_s: what its
-    first token took.
+    timeout_s: what it may take, from the arrival of its requests; None for as long as it does. refuse: what to raise,
+    given the reason, for a grammar that turns out to be none while answers are made. first_token_s: what its first
+    token took.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Generation:
         metrics: Metrics,
         *,
         timeout_s: float | None = None,
+        refuse: Callable[[str], Exception] = GrammarError,
     ):
         self.first_token_s: float | None = None
         self._timeout_s = timeout_s
@@ -76,6 +78,7 @@ class Generation:
         self._requests = requests
         self._choices = choices
         self._metrics = metrics
+        self._refuse = refuse
         self._bell = Bell()
         self._cached_tokens = 0
         self._last: list[float | None] = [None] * len(choices)
@@ -112,7 +115,8 @@ class Generation:
     async def deltas(self, idle_s: float = IDLE_S) -> AsyncGenerator[list[Delta], None]:
         """What became known since the last time; nothing once in `idle_s` seconds while nothing does.
 
-        Ends when every choice has. Raises EngineDeadError, whatever `fail` was given, and ApiError when it is too late.
+        Ends when every choice has. Raises EngineDeadError, what `refuse` makes, whatever `fail` was given, and ApiError
+        when it is too late.
         """
         self._begin(idle_s)
         try:
@@ -120,7 +124,7 @@ class Generation:
             unfinished = len(self._choices)
             while unfinished:
                 await self._bell.wait()
-                outputs = {index: output for index, each in self._opened.items() if (output := each.take()) is not None}
+                outputs = self._outputs()
                 if not outputs:
                     yield []
                     continue
@@ -176,6 +180,12 @@ class Generation:
     def _open(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._opened[index] = self._engine.open(self._requests[index], self._bell)
+
+    def _outputs(self) -> dict[int, RequestOutput]:
+        try:
+            return {index: output for index, each in self._opened.items() if (output := each.take()) is not None}
+        except GrammarError as error:
+            raise self._refuse(str(error)) from error
 
     def _take(self, index: int, output: RequestOutput) -> Delta | None:
         if index == 0:

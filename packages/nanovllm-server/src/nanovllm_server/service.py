@@ -6,6 +6,7 @@ This room must not know the web framework: bytes and headers in, a `Generation` 
 import time
 import uuid
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
 from nanovllm_server.admission import Gate
@@ -89,10 +90,14 @@ class Service:
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, budget=budget)
         requests = self._requests(chat, self._truncated(chat, prompt.token_ids), sampling, exchange.arrival)
-        if constraint is not None:
-            await self._compile(constraint)
         choices = self._choices(chat, prompt, apart=constraint is not None and constraint.apart)
-        generation = Generation(self.engine, requests, choices, self.metrics, timeout_s=self._timeout(chat))
+        timeout_s = self._timeout(chat)
+        if constraint is None:
+            generation = Generation(self.engine, requests, choices, self.metrics, timeout_s=timeout_s)
+        else:
+            await self._compile(constraint)
+            refuse = partial(invalid_grammar, constraint.path)
+            generation = Generation(self.engine, requests, choices, self.metrics, timeout_s=timeout_s, refuse=refuse)
         self.running.add(generation)
         exchange.on_end.append(lambda: self._end(generation, exchange))
         self.metrics.queue_time.observe_since(exchange.arrival)
@@ -132,14 +137,15 @@ class Service:
         try:
             await self.engine.compile(constraint.spec)
         except GrammarError as error:
-            if len(constraint.parts) == 1:
-                raise invalid_grammar(constraint.parts[0][0], str(error)) from error
-            for path, spec in constraint.parts:
-                try:
-                    await self.engine.compile(spec)
-                except GrammarError as own:
-                    raise invalid_grammar(path, str(own)) from own
-            raise invalid_grammar("tools", str(error)) from error
+            raise await self._blamed(constraint, error) from error
+
+    async def _blamed(self, constraint: Constraint, error: GrammarError) -> ApiError:
+        for path, spec in constraint.parts if len(constraint.parts) > 1 else ():
+            try:
+                await self.engine.compile(spec)
+            except GrammarError as own:
+                return invalid_grammar(path, str(own))
+        return invalid_grammar(constraint.path, str(error))
 
     def _end(self, generation: Generation, exchange: Exchange) -> None:
         self.running.discard(generation)

@@ -6,12 +6,12 @@ from typing import cast
 
 import orjson
 
-from nanovllm_core import EngineDeadError, GrammarError
+from nanovllm_core import EngineDeadError
 from nanovllm_server.generation import Generation
 from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.protocol.bodies import ChatCompletionChunk, ChunkChoice, Error
-from nanovllm_server.protocol.error import ApiError, internal_error, invalid_grammar, unavailable
+from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -64,9 +64,6 @@ class ChatStream:
         except EngineDeadError as error:
             logger.error("stream failed", request_id=exchange.request_id, reason=str(error))
             yield error_event(unavailable(str(error), "engine_dead"))
-        except GrammarError as error:
-            logger.error("stream failed", request_id=exchange.request_id, reason=str(error))
-            yield error_event(invalid_grammar(None, str(error)))
         except Exception:
             logger.exception("stream failed", request_id=exchange.request_id)
             yield error_event(internal_error(exchange.request_id))

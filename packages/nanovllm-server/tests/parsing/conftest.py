@@ -41,8 +41,8 @@ class Said:
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
 
-def hear(form, pieces, *, begun=False, tools=TOOLS) -> Said:
-    parser = Parser(form, reasoning_begun=begun, tools=tools)
+def hear(form, pieces, *, begun=False, tools=TOOLS, apart=False) -> Said:
+    parser = Parser(form, reasoning_begun=begun, tools=tools, apart=apart)
     said = Said()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     calls: list[list[str]] = []

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 import xgrammar
 
-from nanovllm_server.schemas import regex
+from nanovllm_server.schemas import regex, search
+from nanovllm_server.schemas.characters import PLAIN
 from nanovllm_server.schemas.formats import FORMATS
 from nanovllm_server.schemas.strings import all_but, format_pattern, limit
 
@@ -56,7 +57,7 @@ PATTERNS = [
 
 
 def whole(pattern: str) -> regex.Node:
-    return regex.narrow(regex.whole(regex.parse(pattern)), regex.PLAIN)
+    return regex.narrow(regex.whole(regex.parse(pattern)), PLAIN)
 
 
 def grammar(tree: regex.Node) -> xgrammar.Grammar:
@@ -86,7 +87,7 @@ def test_patterns_are_found(pattern):
     python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
     for text in texts(2):
         for widest in (False, True):
-            assert regex.found(regex.parse(pattern, widest=widest), text) == bool(python.search(text)), text
+            assert search.found(regex.parse(pattern, widest=widest), text) == bool(python.search(text)), text
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,11 @@ def test_patterns_that_are_refused(pattern):
         regex.parse(pattern)
 
 
+def test_braces_that_count_nothing_are_themselves():
+    assert search.found(regex.parse("^a{x}$"), "a{x}")
+    assert search.found(regex.parse("^a{1,9999999}$"), "a{1,9999999}")
+
+
 @pytest.mark.parametrize("pattern", ["a^b", "a$b", "(^a)*", "a(?!b)c"])
 def test_assertions_in_the_middle_are_refused(pattern):
     with pytest.raises(regex.RegexError):
@@ -124,9 +130,9 @@ def test_assertions_in_the_middle_are_refused(pattern):
 
 def test_classes_beyond_ascii_have_what_every_engine_agrees_on():
     for pattern, text in ((r"^\w$", "é"), (r"^\d$", "٣"), (r"^\S$", "\x85"), (r"^.$", "\u2028"), (r"^[^\w]$", "é")):
-        assert not regex.found(regex.parse(pattern), text)
-    assert regex.found(regex.parse(r"^\S$"), "é")
-    assert regex.found(regex.parse(r"^\w$", widest=True), "é")
+        assert not search.found(regex.parse(pattern), text)
+    assert search.found(regex.parse(r"^\S$"), "é")
+    assert search.found(regex.parse(r"^\w$", widest=True), "é")
 
 
 def test_all_but_some():

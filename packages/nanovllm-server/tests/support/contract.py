@@ -66,6 +66,7 @@ class Choice(Strict):
     finish_reason: FinishReason
     # Ours.
     stop_reason: str | int | None
+    token_ids: list[Count] = None
 
 
 class PromptTokensDetails(Strict):
@@ -97,6 +98,8 @@ class ChatCompletion(Strict):
     choices: Annotated[list[Choice], Field(min_length=1)]
     usage: Usage
     service_tier: str | None = None
+    # Ours.
+    prompt_token_ids: list[Count] = None
 
 
 class FunctionDelta(Strict):
@@ -128,6 +131,7 @@ class ChunkChoice(Strict):
     finish_reason: FinishReason | None
     # Ours.
     stop_reason: str | int | None = None
+    token_ids: list[Count] = None
 
 
 class Chunk(Strict):
@@ -139,6 +143,8 @@ class Chunk(Strict):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     service_tier: str | None = None
+    # Ours.
+    prompt_token_ids: list[Count] = None
 
 
 class ErrorDetails(Strict):

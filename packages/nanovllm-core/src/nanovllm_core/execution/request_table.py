@@ -200,7 +200,7 @@ class RequestTable:
             sequences[index, -len(tokens) :] = tokens
         (there,) = upload([sequences.reshape(-1)], self.device)
         self.forbidden[new.row] = there.view(MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH)
-        self.num_prompt[new.row] = new.num_prompt_tokens
+        self.num_prompt[new.row].fill_(new.num_prompt_tokens)
 
     def _write_counts(self, new: NewRow) -> None:
         tokens = np.asarray(new.token_ids, np.int32)

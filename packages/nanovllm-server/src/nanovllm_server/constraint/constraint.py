@@ -46,6 +46,11 @@ class Constraint:
     parts: tuple[tuple[str, GrammarSpec], ...]
     apart: bool
 
+    @property
+    def path(self) -> str:
+        """The field that wants all of it."""
+        return self.parts[0][0] if len(self.parts) == 1 else "tools"
+
 
 def constrain(answer: Answer | None, tools: Toolbox | None, dialect: Dialect, opening: Opening) -> Constraint | None:
     """What the answer to a prompt that ends with that `opening` is held to; None if it is free.
@@ -133,7 +138,7 @@ def _tag_spec(part: Part) -> GrammarSpec:
 
 
 def _checked(constraint: Constraint) -> Constraint:
-    for path, spec in (*constraint.parts, ("tools", constraint.spec)):
+    for path, spec in (*constraint.parts, (constraint.path, constraint.spec)):
         size = len(spec.source.encode())
         if size > MAX_SOURCE:
             raise ApiError(

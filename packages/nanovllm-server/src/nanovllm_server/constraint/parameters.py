@@ -20,10 +20,13 @@ from nanovllm_server.parsing.source import MAX_NAME
 from nanovllm_server.parsing.typed import resolved, types_of
 from nanovllm_server.protocol.error import ApiError, unsupported
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.schemas.regex import NOTHING, PLAIN, common, invert, narrow, parse, write
+from nanovllm_server.schemas.characters import PLAIN, common, invert
+from nanovllm_server.schemas.regex import NOTHING, narrow, parse, write
 
 # Of a function whose parameters have no names.
 MAX_UNNAMED = 16
+# Of a name in a refusal.
+MAX_SHOWN = 80
 NAME = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
 # What a schema of parameters, as `check_schema` writes it, may say.
 KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "$anchor"})
@@ -43,8 +46,10 @@ def parameters(form: XmlCalls, schema: JSON, path: str) -> Part:
 
 
 def _parameters(form: XmlCalls, schema: JSON, root: dict[str, JSON], path: str) -> Part:
-    if not isinstance(schema, dict) or (unknown := schema.keys() - KNOWN):
-        raise _impossible(f"{path}/{min(unknown)}" if isinstance(schema, dict) else path)
+    if not isinstance(schema, dict):
+        raise _impossible(path)
+    if unknown := schema.keys() - KNOWN:
+        raise _impossible(f"{path}/{min(unknown)}")
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return _unnamed(form, schema, root, path)
@@ -52,7 +57,7 @@ def _parameters(form: XmlCalls, schema: JSON, root: dict[str, JSON], path: str) 
     needed = required if isinstance(required, list) else []
     parts: list[Part] = []
     for key, value in properties.items():
-        where = f"{path}/properties/{key}"
+        where = f"{path}/properties/{key[:MAX_SHOWN]}"
         if key.strip() != key or not 0 < len(key) <= MAX_NAME or "\n" in key or form.key_end in key:
             raise _impossible(where)
         part = _element(form, literal(key), _value(form, value, root, where))

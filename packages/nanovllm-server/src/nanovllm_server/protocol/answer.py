@@ -108,7 +108,7 @@ def _json_schema(fields: Fields) -> JsonAnswer:
     form.text("description")
     # Strict or not, the answer follows the schema.
     form.boolean("strict")
-    schema = form.raw("schema")
+    schema = form.raw("schema", {"type": ["object", "boolean"]})
     if not isinstance(schema, dict | bool):
         raise form.wrong("schema", "a JSON schema")
     path = form.path("schema")
@@ -141,7 +141,7 @@ def _structured_outputs(body: Fields) -> Answer | None:
 
 
 def _json(fields: Fields) -> JsonAnswer | None:
-    schema = _decoded(fields, "json")
+    schema = _decoded(fields, "json", "object", "boolean")
     if schema is None:
         return None
     if not isinstance(schema, dict | bool):
@@ -151,7 +151,7 @@ def _json(fields: Fields) -> JsonAnswer | None:
 
 
 def _regex(fields: Fields) -> RegexAnswer | None:
-    pattern = fields.text("regex", MAX_REGEX)
+    pattern = fields.text("regex", MAX_REGEX, {"minLength": 1})
     if pattern == "":
         raise fields.wrong("regex", "a regular expression")
     return None if pattern is None else RegexAnswer(fields.path("regex"), pattern)
@@ -159,7 +159,8 @@ def _regex(fields: Fields) -> RegexAnswer | None:
 
 def _choice(fields: Fields) -> ChoiceAnswer | None:
     right = f"an array of 1 to {MAX_CHOICES} strings"
-    choices = fields.array("choice", right, MAX_CHOICES)
+    one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_CHOICE}
+    choices = fields.array("choice", right, MAX_CHOICES, one)
     if choices is None:
         return None
     if not choices:
@@ -180,7 +181,7 @@ def _grammar(fields: Fields) -> GrammarAnswer | None:
 
 
 def _structural_tag(fields: Fields) -> TagAnswer | None:
-    tag = _decoded(fields, "structural_tag")
+    tag = _decoded(fields, "structural_tag", "object")
     if tag is None:
         return None
     if not isinstance(tag, dict):
@@ -194,9 +195,9 @@ def _json_object(fields: Fields) -> JsonAnswer | None:
     return _object(fields.path("json_object")) if fields.boolean("json_object") else None
 
 
-def _decoded(fields: Fields, name: str) -> JSON:
-    """A field whose JSON may come in a string."""
-    value = fields.raw(name)
+def _decoded(fields: Fields, name: str, *kinds: str) -> JSON:
+    """A field whose JSON, of one of these kinds, may come in a string."""
+    value = fields.raw(name, {"type": [*kinds, "string"]})
     if not isinstance(value, str):
         return value
     try:
@@ -208,7 +209,7 @@ def _decoded(fields: Fields, name: str) -> JSON:
 
 
 def _tag_format(fields: Fields) -> dict[str, JSON]:
-    form = fields.raw("format")
+    form = fields.raw("format", {"type": "object"})
     if not isinstance(form, dict):
         raise fields.wrong("format", "the format of a structural tag, an object with type")
     path = fields.path("format")

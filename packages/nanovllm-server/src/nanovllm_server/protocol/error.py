@@ -49,10 +49,9 @@ def unsupported(path: str, message: str) -> ApiError:
     return ApiError(400, message, param=path, code="unsupported_parameter")
 
 
-def invalid_grammar(path: str | None, reason: str) -> ApiError:
-    """A 400 for what the answer is to be held to, which the engine can't make anything of."""
-    message = reason if path is None else f"{path} can't be enforced: {reason}"
-    return ApiError(400, message, param=path, code="invalid_grammar")
+def invalid_grammar(path: str, reason: str) -> ApiError:
+    """A 400 for what the field at `path` has an answer held to, which can't be."""
+    return ApiError(400, f"{path} can't be enforced: {reason}", param=path, code="invalid_grammar")
 
 
 def unavailable(message: str, code: str) -> ApiError:

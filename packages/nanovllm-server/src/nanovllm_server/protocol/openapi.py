@@ -13,6 +13,16 @@ from nanovllm_server.protocol.description import Schema, describe
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import Limits, SamplingDefaults, read_chat_request
 
+WEATHER: JSON = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city now.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NAMED: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
+ASKING: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
 # Between them they have every object that a request can hold.
 EXAMPLES: dict[str, dict[str, JSON]] = {
     "question": {
@@ -27,7 +37,7 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
     "tools": {
         "model": "MODEL",
         "messages": [
-            {"role": "user", "content": "What is the weather in Paris?"},
+            *ASKING,
             {
                 "role": "assistant",
                 "tool_calls": [
@@ -40,16 +50,35 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
             },
             {"role": "tool", "tool_call_id": "call_0", "content": "18 degrees, sunny"},
         ],
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "weather",
-                    "description": "The weather in a city now.",
-                    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-                },
-            }
-        ],
+        "tools": [WEATHER],
+    },
+    "a function that must be called": {
+        "model": "MODEL",
+        "messages": ASKING,
+        "tools": [WEATHER],
+        "tool_choice": NAMED,
+    },
+    "functions that may be called": {
+        "model": "MODEL",
+        "messages": ASKING,
+        "tools": [WEATHER],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
+    },
+    "JSON of a schema": {
+        "model": "MODEL",
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "capital",
+                "schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            },
+        },
+    },
+    "one of these texts": {
+        "model": "MODEL",
+        "messages": [{"role": "user", "content": "Is Paris in France?"}],
+        "structured_outputs": {"choice": ["yes", "no"]},
     },
 }
 
@@ -84,6 +113,7 @@ REFUSALS = {
     429: "The queue is full.",
     500: "A bug; the log has it under the id in the message.",
     503: "The server is draining, or the engine is dead.",
+    504: "The answer took longer than the request, or the server, allows.",
 }
 
 
@@ -149,7 +179,7 @@ def _chat(names: tuple[str, ...], *, needs_key: bool) -> dict[str, JSON]:
                 "The answer; with `stream` as events.",
                 {"application/json": {"schema": _ref("ChatCompletion")}, "text/event-stream": events},
             ),
-            **_refusals(400, 401, 404, 405, 408, 413, 415, 429, 500, 503),
+            **_refusals(400, 401, 404, 405, 408, 413, 415, 429, 500, 503, 504),
         },
     }
 

@@ -56,7 +56,7 @@ def _values(body: Fields) -> dict[str, JSON]:
 
 
 def _documents(body: Fields) -> tuple[dict[str, JSON], ...] | None:
-    items = body.array("documents", "an array of objects", item={"type": "object"})
+    items = body.array("documents", "an array of objects", items={"type": "object"})
     if items is None:
         return None
     documents: list[dict[str, JSON]] = []

@@ -100,8 +100,8 @@ def parse_tools(body: Fields) -> Toolbox | None:
 
 
 def _tool_choice(body: Fields, names: Collection[str]) -> _Choice:
-    value = body.raw("tool_choice")
-    if not isinstance(value, dict):
+    choice = body.child("tool_choice") if isinstance(body.raw("tool_choice"), dict) else None
+    if choice is None:
         match body.one_of("tool_choice", CHOICES):
             case None | "auto":
                 return _Choice("auto")
@@ -109,7 +109,6 @@ def _tool_choice(body: Fields, names: Collection[str]) -> _Choice:
                 return _Choice("none")
             case _:
                 return _Choice("required")
-    choice = Fields(value, body.path("tool_choice"))
     kind = choice.one_of("type", ("function", "allowed_tools"))
     if kind == "function":
         return _Choice("named", (_named(choice, names),))

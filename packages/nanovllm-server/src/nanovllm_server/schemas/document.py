@@ -13,8 +13,10 @@ MAX_DEPTH = 64
 MAX_VALUES = 50_000
 
 # What holds a schema, what an array of them, what an object of them.
-ONE = ("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not")
-ONE += ("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties")
+ONE = (
+    *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
+    *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
+)
 LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 

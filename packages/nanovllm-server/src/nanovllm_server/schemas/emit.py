@@ -134,7 +134,7 @@ class _Writer:
                 self.parts[name] = self.schema(conj)
             waiting = [(conj, name) for conj, name in self.names.items() if name not in self.parts]
         if self.parts:
-            schema = {**schema, "$defs": self.parts}
+            schema["$defs"] = self.parts
         return schema
 
     def refer(self, conj: Conj) -> JSON:

@@ -1,6 +1,6 @@
 """The names of properties that are not declared, as patterns. This room must not know how values are written."""
 
-from nanovllm_server.schemas import regex
+from nanovllm_server.schemas import regex, search
 from nanovllm_server.schemas.document import SchemaError
 from nanovllm_server.schemas.library import Library
 from nanovllm_server.schemas.shapes import NEVER, Conj, Constant, Object, Text, where
@@ -38,10 +38,10 @@ def others(
 def _names(names: Text, declared: list[str], shape: Object, place: str) -> regex.Node:
     where_from = where(shape, "propertyNames") or place
     tree = as_tree(names, where_from)
-    hidden = [name for name in declared if regex.found(_anchored(tree), name)]
+    hidden = [name for name in declared if search.found(_anchored(tree), name)]
     if not hidden:
         return tree
-    if tree == regex.narrow(regex.ANYTHING, regex.PLAIN):
+    if tree == regex.narrow(regex.ANYTHING):
         return all_but(hidden)
     raise SchemaError(where_from, "propertyNames", f"matches the name of a declared property: {hidden[0]!r}")
 
@@ -61,7 +61,7 @@ def _by_pattern(shape: Object, declared: list[str], place: str) -> list[tuple[st
     for pattern, conj in kept:
         tree = as_tree(Text(found=frozenset({pattern})), where_from)
         for name in declared:
-            if regex.found(regex.parse(pattern, widest=True), name):
+            if search.found(regex.parse(pattern, widest=True), name):
                 problem = f"matches the name of a declared property: {pattern!r} and {name!r}"
                 raise SchemaError(where_from, "patternProperties", problem)
         if tree != regex.NOTHING:

@@ -32,8 +32,10 @@ MAX_CONSTANTS = 2_000
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 TEXTS = ("minLength", "maxLength", "pattern", "format")
 ARRAYS = ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains")
-OBJECTS = ("properties", "required", "additionalProperties", "patternProperties", "propertyNames")
-OBJECTS += ("minProperties", "maxProperties")
+OBJECTS = (
+    *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties"),
+)
 TYPES: dict[str, tuple[Shape, ...]] = {
     "object": (Object(),),
     "array": (Array(),),

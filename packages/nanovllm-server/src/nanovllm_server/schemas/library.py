@@ -12,7 +12,7 @@ from typing import TypeAlias
 import orjson
 
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.schemas import regex
+from nanovllm_server.schemas import regex, search
 from nanovllm_server.schemas.document import Document, SchemaError, Spot
 from nanovllm_server.schemas.shapes import (
     FREE,
@@ -212,8 +212,8 @@ class Library:
 
     def found(self, pattern: str, text: str, shape: Shape) -> bool:
         """Whether the pattern is found in `text`. Raises SchemaError where engines would not agree."""
-        surely = regex.found(regex.parse(pattern), text)
-        if not surely and regex.found(regex.parse(pattern, widest=True), text):
+        surely = search.found(regex.parse(pattern), text)
+        if not surely and search.found(regex.parse(pattern, widest=True), text):
             raise SchemaError(self._pattern_place(shape), "pattern", f"{pattern!r} means different things for {text!r}")
         return surely
 
@@ -284,7 +284,8 @@ class Library:
     def _without(self, constants: list[Constant], place: str) -> list[Shape]:
         keys = {shape.key for shape in constants}
         texts = frozenset(shape.value for shape in constants if isinstance(shape.value, str))
-        numbers = frozenset(Fraction(s.value) for s in constants if type(s.value) in (int, float))
+        values = [shape.value for shape in constants]
+        numbers = frozenset(Fraction(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool))
         if any(isinstance(shape.value, dict | list) for shape in constants):
             raise SchemaError(place, "not", "can't be negated: it has an array or object as a constant")
         words = [free for free in FREE if isinstance(free, Constant) and free.key not in keys]

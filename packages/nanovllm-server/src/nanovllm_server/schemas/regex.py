@@ -9,30 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
+from nanovllm_server.schemas.characters import CLASSES, MAX_CODE_POINT, NO_DOT, PLAIN, Ranges, common, invert, normal
 
-MAX_CODE_POINT = 0x10FFFF
 MAX_PATTERN = 4096
 MAX_NESTING = 40
 # Of a pattern with its repetitions written out.
 MAX_STATES = 20_000
-# What every engine takes for white space, and what any of them does.
-SPACES: Ranges = ((9, 13), (32, 32))
-SPACES_SOMEWHERE: Ranges = (
-    (9, 13), (28, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x180E, 0x180E), (0x2000, 0x200A),
-    (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
-)  # fmt: skip
-DIGITS: Ranges = ((48, 57),)
-WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
-BEYOND_ASCII: Ranges = ((128, MAX_CODE_POINT),)
-CLASSES: dict[str, tuple[Ranges, Ranges]] = {
-    "d": (DIGITS, DIGITS + BEYOND_ASCII),
-    "w": (WORD, WORD + BEYOND_ASCII),
-    "s": (SPACES, SPACES_SOMEWHERE),
-}
-NO_DOT: Ranges = ((10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029))
-# What stands in a JSON string as itself.
-PLAIN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
 # Nothing, said outside of ASCII.
 BY_RULES = "é{0,0}"
 ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
@@ -94,40 +76,6 @@ EMPTY = Seq(())
 NOTHING = Alt(())
 ANY = Chars(((0, MAX_CODE_POINT),))
 ANYTHING = Repeat(ANY, 0, None)
-
-
-def normal(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
-    """`ranges` sorted and joined where they touch."""
-    joined: list[tuple[int, int]] = []
-    for low, high in sorted(ranges):
-        if joined and low <= joined[-1][1] + 1:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], high))
-        else:
-            joined.append((low, high))
-    return tuple(joined)
-
-
-def invert(ranges: Ranges) -> Ranges:
-    """Every code point that is in none of `ranges`."""
-    gaps: list[tuple[int, int]] = []
-    next_one = 0
-    for low, high in normal(ranges):
-        if low > next_one:
-            gaps.append((next_one, low - 1))
-        next_one = high + 1
-    if next_one <= MAX_CODE_POINT:
-        gaps.append((next_one, MAX_CODE_POINT))
-    return tuple(gaps)
-
-
-def common(one: Ranges, other: Ranges) -> Ranges:
-    """The code points that are in both."""
-    return invert(normal(invert(one) + invert(other)))
-
-
-def literal(text: str) -> Node:
-    """The tree that matches `text` alone."""
-    return Seq(tuple(Chars(((ord(character), ord(character)),)) for character in text))
 
 
 @lru_cache(maxsize=1024)
@@ -208,9 +156,7 @@ class _Parser:
         low, comma, high = self.text[self.at + 1 : max(end, self.at + 1)].partition(",")
         if comma and not low and high.isdecimal():
             raise RegexError("{,n} means different things to different engines")
-        if not (
-            low.isascii() and low.isdecimal() and len(low) < 7 and (not high or (high.isdecimal() and len(high) < 7))
-        ):
+        if not all(digits.isascii() and digits.isdecimal() and len(digits) < 7 for digits in (low, high or "0")):
             return None  # A brace that counts nothing is itself.
         self.at = end + 1
         bounds = int(low), (int(high) if high else None) if comma else int(low)
@@ -334,10 +280,6 @@ class _Parser:
         return int(digits, 16)
 
 
-def _counting(digits: str) -> bool:
-    return digits.isascii() and digits.isdecimal() and len(digits) < 7
-
-
 def whole(tree: Node) -> Node:
     """The tree that matches whole strings where `tree` is found in them. Raises RegexError for anchors elsewhere."""
     return _edge(tree, True, True)
@@ -393,7 +335,7 @@ def seq(parts: list[Node]) -> Node:
     return flat[0] if len(flat) == 1 else Seq(tuple(flat))
 
 
-def narrow(node: Node, alphabet: Ranges) -> Node:
+def narrow(node: Node, alphabet: Ranges = PLAIN) -> Node:
     """`node` over the characters of `alphabet` only, without parts that then match nothing."""
     match node:
         case Chars(ranges):
@@ -412,74 +354,6 @@ def narrow(node: Node, alphabet: Ranges) -> Node:
             return Repeat(inner, low, high)
         case _:
             raise RegexError("it has an assertion in the middle")
-
-
-def found(tree: Node, text: str) -> bool:
-    """Whether `tree` is found in `text`; takes no more than in proportion to both and the counts of repetitions."""
-    return bool(_ends(tree, text, frozenset(range(len(text) + 1))))
-
-
-def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
-    """Where matches may end that begin at one of `starts`."""
-    match node:
-        case Chars(ranges):
-            return frozenset(at + 1 for at in starts if at < len(text) and _among(ord(text[at]), ranges))
-        case Seq(parts):
-            for part in parts:
-                starts = _ends(part, text, starts)
-            return starts
-        case Alt(options):
-            return frozenset[int]().union(*(_ends(option, text, starts) for option in options))
-        case Anchor(start):
-            return starts & {0 if start else len(text)}
-        case Look(part, negative):
-            return frozenset(at for at in starts if bool(_ends(part, text, frozenset({at}))) is not negative)
-        case Repeat(part, low, high):
-            ends = starts if low == 0 else frozenset[int]()
-            count = 0
-            while starts and (high is None or count < high):
-                before = starts
-                starts = _ends(part, text, starts)
-                count += 1
-                if count >= low:
-                    if starts <= ends:
-                        break
-                    ends |= starts
-                elif starts == before:
-                    count = low - 1  # What repeats without moving can be repeated as often as need be.
-            return ends
-
-
-def _among(point: int, ranges: Ranges) -> bool:
-    return any(low <= point <= high for low, high in ranges)
-
-
-def lengths(node: Node) -> tuple[int, int | None]:
-    """The fewest and the most (None: any number) code points that `node` matches."""
-    match node:
-        case Chars():
-            return 1, 1
-        case Seq(parts):
-            bounds = [lengths(part) for part in parts]
-            return sum(low for low, _ in bounds), _total([high for _, high in bounds])
-        case Alt(options):
-            bounds = [lengths(option) for option in options]
-            highs = [high for _, high in bounds]
-            return min((low for low, _ in bounds), default=0), None if None in highs else max(h or 0 for h in highs)
-        case Repeat(part, low, high):
-            least, most = lengths(part)
-            return least * low, 0 if most == 0 else None if most is None or high is None else most * high
-        case _:
-            return 0, 0
-
-
-def _total(highs: list[int | None]) -> int | None:
-    total = 0
-    for high in highs:
-        if high is None:
-            return None
-        total += high
-    return total
 
 
 def _states(node: Node) -> int:

@@ -3,10 +3,11 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from nanovllm_server.schemas import regex
+from nanovllm_server.schemas import regex, search
+from nanovllm_server.schemas.characters import PLAIN, invert, normal
 from nanovllm_server.schemas.document import SchemaError
 from nanovllm_server.schemas.formats import FORMATS
-from nanovllm_server.schemas.regex import PLAIN, Alt, Chars, Node, Repeat, Seq, narrow, parse, whole, write
+from nanovllm_server.schemas.regex import Alt, Chars, Node, Repeat, Seq, narrow, parse, whole, write
 from nanovllm_server.schemas.shapes import Text, where
 
 MAX_LENGTH = 1_000_000
@@ -56,12 +57,12 @@ def as_tree(shape: Text, place: str) -> Node:
 
 
 def _matches(tree: Node, text: str) -> bool:
-    return regex.found(regex.seq([regex.Anchor(True), tree, regex.Anchor(False)]), text)
+    return search.found(regex.seq([regex.Anchor(True), tree, regex.Anchor(False)]), text)
 
 
 def limit(tree: Node, low: int, high: int | None) -> Node | None:
     """`tree` where it matches `low` to `high` code points; None where this room can't say it."""
-    least, most = regex.lengths(tree)
+    least, most = search.lengths(tree)
     if least >= low and (high is None or (most is not None and most <= high)):
         return tree
     if (high is not None and least > high) or (most is not None and most < low):
@@ -84,11 +85,11 @@ def limit(tree: Node, low: int, high: int | None) -> Node | None:
 
 def _limit_one(parts: tuple[Node, ...], low: int, high: int | None) -> Node | None:
     """Where one part alone varies in length, the limits are its own."""
-    varying = [index for index, part in enumerate(parts) if len(set(regex.lengths(part))) > 1]
+    varying = [index for index, part in enumerate(parts) if len(set(search.lengths(part))) > 1]
     if len(varying) != 1:
         return None
     index = varying[0]
-    fixed = sum(regex.lengths(part)[0] for other, part in enumerate(parts) if other != index)
+    fixed = sum(search.lengths(part)[0] for other, part in enumerate(parts) if other != index)
     inner = limit(parts[index], max(low - fixed, 0), None if high is None else high - fixed)
     if inner is None or inner == regex.NOTHING:
         return inner
@@ -122,9 +123,9 @@ def all_but(texts: Collection[str]) -> Node:
 def _outside(branch: _Branch) -> Node:
     if branch.cut:
         return regex.NOTHING
-    known = regex.normal([(ord(character), ord(character)) for character in branch.next])
+    known = normal([(ord(character), ord(character)) for character in branch.next])
     options: list[Node] = [] if branch.ends else [regex.EMPTY]
-    options.append(regex.seq([Chars(regex.invert(known)), regex.ANYTHING]))
+    options.append(regex.seq([Chars(invert(known)), regex.ANYTHING]))
     for character, child in branch.next.items():
         options.append(regex.seq([Chars(((ord(character), ord(character)),)), _outside(child)]))
     return options[0] if len(options) == 1 else Alt(tuple(options))

@@ -1,0 +1,36 @@
+"""Values as text, made JSON by the schema of a parameter."""
+
+import pytest
+
+from nanovllm_server.parsing.typed import typed_json
+
+SCHEMA = {
+    "properties": {
+        "text": {"type": "string"},
+        "number": {"type": "number"},
+        "list": {"type": "array"},
+        "maybe": {"anyOf": [{"type": "string"}, {"enum": [None]}]},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("text", "12", '"12"'),
+        ("text", "null", '"null"'),
+        ("maybe", "null", "null"),
+        ("maybe", "12", '"12"'),
+        ("number", " 12 ", "12"),
+        ("number", "1e999", "1e999"),
+        ("number", "9" * 5000, "9" * 5000),
+        ("number", "NaN", '"NaN"'),
+        ("number", "Infinity", '"Infinity"'),
+        ("number", "twelve", '"twelve"'),
+        ("list", '["\\ud800"]', '["\\ud800"]'),
+        ("list", "[" * 5000, '"' + "[" * 5000 + '"'),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_values(key, value, expected):
+    assert typed_json(value, SCHEMA, key) == expected
