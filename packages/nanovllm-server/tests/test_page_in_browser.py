@@ -213,7 +213,7 @@ async def test_a_key(url, service):
         await tab.until("document.activeElement === $('key') && !$('settings').hidden")
         await tab.type("wrong")
         await tab.press("Enter")
-        await tab.until("!$('key').validity.valid && $('key').validationMessage.includes('wrong')")
+        await tab.until("!$('key').validity.valid && $('key').validationMessage.includes('Incorrect API key')")
         await tab.value("$('key').select()")
         await tab.type("secret")
         await tab.press("Enter")

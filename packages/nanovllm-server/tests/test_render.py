@@ -187,7 +187,7 @@ async def test_calls_of_the_history_are_text_where_the_template_shows_none(name)
 
 async def test_a_template_that_shows_tools_is_given_them():
     class Showing(CallTokenizer):
-        def render_chat(self, messages, *, tools=None, template_values=None):
+        def render_chat(self, messages, *, tools=None, **_):
             return super().render_chat(messages) + json.dumps(tools)
 
     renderer = Renderer(Showing(as_json), HERMES)

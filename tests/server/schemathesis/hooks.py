@@ -9,6 +9,7 @@ from typing import Any
 import schemathesis
 
 MOST_TOKENS, MOST_CHOICES = 4, 2
+LEAST_TIMEOUT_S = 60
 
 
 @schemathesis.hook
@@ -20,6 +21,9 @@ def map_body(context: Any, body: Any) -> Any:
     for name, most in (("max_tokens", MOST_TOKENS), ("max_completion_tokens", MOST_TOKENS), ("n", MOST_CHOICES)):
         if type(body.get(name)) is int and body[name] > most:
             body[name] = 1 + body[name] % most
+    if isinstance(body.get("timeout"), int | float) and 0 < body["timeout"] < LEAST_TIMEOUT_S:
+        # What takes longer than it may is a 504, rightly.
+        body["timeout"] = LEAST_TIMEOUT_S
     if type(body.get("min_tokens")) is int and body["min_tokens"] > 0:
         body["min_tokens"] = 1
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:

@@ -118,6 +118,19 @@ class Fields:
         return Fields(value, path)
 
 
+def is_deeper(value: JSON, most: int) -> bool:
+    """Whether arrays and objects lie more than `most` deep in each other; found without recursion."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            below
+            for each in level
+            if isinstance(each, dict | list)
+            for below in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)
+
+
 def is_number(value: JSON, low: float, high: float) -> TypeGuard[int | float]:
     """Whether `value` is a finite number from `low` to `high`; true and false are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from nanovllm_server.protocol.error import bad_field
-from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.fields import Fields, is_deeper
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import check_schema
 
 MAX_TOOLS = 1024
+# Of a tool's definition, which templates write as JSON.
+MAX_DEPTH = 100
 MAX_NAME = 256
 # Names must stand in every format unquoted.
 NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
@@ -78,6 +80,8 @@ def parse_tools(body: Fields) -> Toolbox | None:
     functions: dict[str, Function] = {}
     for index, item in enumerate(items):
         tool = body.element("tools", index, item, "an object with type and function")
+        if is_deeper(item, MAX_DEPTH):
+            raise body.wrong("tools", f"nested at most {MAX_DEPTH} deep in each tool")
         function = _function(tool)
         if function.name in functions:
             raise bad_field(tool.path("function.name"), "different from those of the other tools", function.name)
