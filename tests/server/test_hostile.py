@@ -13,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+MOST_TIMES = 7
 AT_ONCE = 8
 # What one of them may take; the machine may be busy.
 PATIENCE_S = 60
@@ -364,15 +365,15 @@ def test_the_table_is_long_and_every_case_has_a_name():
 
 
 async def test_each_is_refused_and_nothing_stays(target):
-    # What is made once is there after the first time, and the heap as large as what meets in it after the second.
-    for _ in range(2):
-        assert await run_all(target.url) == {}
-    pids = [*target.worker_pids(), target.engine_pid()]
-    before = [resident(pid) for pid in pids]
     assert await run_all(target.url) == {}
-    assert [*target.worker_pids(), target.engine_pid()] == pids
-    grown = [after - early for early, after in zip(before, map(resident, pids), strict=True)]
-    assert all(growth < 32 << 20 for growth in grown), grown
+    pids = [*target.worker_pids(), target.engine_pid()]
+    # The heap grows to what meets in it, which takes a few times; what is kept of each time would make it grow forever.
+    sizes = [[resident(pid) for pid in pids]]
+    while len(sizes) < 2 or any(after - before > 16 << 20 for before, after in zip(sizes[-2], sizes[-1], strict=True)):
+        assert len(sizes) < MOST_TIMES, sizes
+        assert await run_all(target.url) == {}
+        assert [*target.worker_pids(), target.engine_pid()] == pids
+        sizes.append([resident(pid) for pid in pids])
     assert await meet(target.url, Case("good", ask(), frozenset({200}))) is None
     lines = [json.loads(line) for line in target.errors]
     assert {line["level"] for line in lines} <= {"info", "warning"}, [
