@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
+from loopback import connect, until
 
 from nanovllm_server import cli
 from nanovllm_server.serve import bind
@@ -21,17 +22,6 @@ def raw(body: bytes | None = None, *headers: bytes, **fields) -> bytes:
     body = json.dumps({**BODY, **fields}).encode() if body is None else body
     lines = [b"POST /v1/chat/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json", *headers]
     return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
-
-
-async def connect(url):
-    parts = urlsplit(url)
-    return await asyncio.open_connection(parts.hostname, parts.port)
-
-
-async def until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def settings(*arguments):

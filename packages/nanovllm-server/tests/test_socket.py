@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+from loopback import connect, until
 
 from nanovllm_server import generation as generation_module
 from nanovllm_server.observability.exchange import Exchange
@@ -29,17 +30,6 @@ def request_bytes(**fields) -> bytes:
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(body)
     ) + body
-
-
-async def connect(url):
-    parts = urlsplit(url)
-    return await asyncio.open_connection(parts.hostname, parts.port)
-
-
-async def until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_client_reads_a_whole_answer(sdk):
