@@ -16,6 +16,8 @@ FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)
 # Up to so many rows, where a CPU has kernels of its own for them: see `gemm`.
 FEW_ROWS = 8
+# Models of a smaller hidden size are decoded in the time of their launches, not of their residual stream.
+NARROW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,15 @@ def describe(device: torch.device) -> DeviceInfo:
     return DeviceInfo(name=device.type, capability=None, total_memory=0, num_sms=0, has_triton=has_triton())
 
 
-def residual_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> torch.dtype:
     """The dtype of the residual stream, [T, hidden_size], of a model with weights of `dtype` on `device`.
 
-    On a CPU float32 beside bf16 weights, else theirs. A bf16 stream is rounded twice a layer, and two tokens' logits
-    are often nearer than the error that comes of it; and norms and products of few rows, which a CPU computes in
-    float32 anyway, would convert it back and forth.
+    A bf16 stream is rounded twice a layer, and two tokens' logits are often nearer than the error that comes of it. So
+    beside bf16 weights it is float32 where that costs nothing: on a CPU, where norms and products of few rows, which
+    are computed in float32 anyway, would convert it back and forth; and for a narrow model on CUDA.
     """
-    return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
+    widens = device.type == "cpu" or hidden_size < NARROW
+    return torch.float32 if widens and dtype == torch.bfloat16 else dtype
 
 
 @functools.cache

@@ -17,9 +17,12 @@ OPS = torch.ops.nanovllm
 
 
 def check_rms_norm(shape, dtype, device):
-    x, weight = torch.randn(shape, device=device).to(dtype), torch.randn(shape[-1], device=device).to(dtype)
-    expected = reference.rms_norm(x.float(), weight.float(), 1e-5)
-    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-5).float(), expected, **CLOSE[dtype])
+    x, weight = torch.randn(shape, device=device), torch.randn(shape[-1], device=device).to(dtype)
+    for rows in (x, x.to(dtype)):
+        expected = reference.rms_norm(rows.float(), weight.float(), 1e-5)
+        actual = OPS.rms_norm(rows, weight, 1e-5)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.float(), expected, **CLOSE[dtype])
 
 
 def check_silu_and_mul(shape, dtype, device):

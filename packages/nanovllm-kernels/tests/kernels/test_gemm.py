@@ -13,15 +13,16 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OPS = torch.ops.nanovllm
 
 
-def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False):
-    """`x` is a view of longer rows; `num_columns` is that of the result."""
+def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False, stream=None):
+    """`x` is a view of longer rows; `num_columns` is that of the result. stream: the dtype of `x` and the residual."""
 
-    def draw(*shape):
+    def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
     rows = num_columns * (2 if gated else 1)
-    x, weight = draw(num_rows, width + 16)[:, :width], draw(rows, width) * 0.1
-    norm_weight, bias_vector, added = draw(width), draw(rows), draw(num_rows, num_columns)
+    x, weight = draw(num_rows, width + 16, dtype=stream or dtype)[:, :width], draw(rows, width) * 0.1
+    norm_weight, bias_vector = draw(width), draw(rows)
+    added = draw(num_rows, num_columns, dtype=stream or dtype)
     expected = x.double()
     if norm:
         expected = expected * torch.rsqrt(expected.square().mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
@@ -43,7 +44,8 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
         gated,
         float32_out,
     )
-    assert actual.dtype == (torch.float32 if float32_out else dtype)
+    out_dtype = added.dtype if residual else dtype
+    assert actual.dtype == (torch.float32 if float32_out else out_dtype)
     assert actual.shape == expected.shape
     # Of a few results that nearly cancel, the error is small beside what was added up and not beside them.
     size = expected.norm() + expected.numel() ** 0.5
@@ -55,6 +57,13 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
 def test_small(device, dtype, num_rows):
     for norm, gated, residual in itertools.product((False, True), repeat=3):
         check(num_rows, 37, 576, dtype, device, norm=norm, bias=residual, residual=residual, gated=gated)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_stream_in_float32(device, num_rows):
+    for norm, gated, residual in itertools.product((False, True), repeat=3):
+        settings = {"norm": norm, "bias": False, "residual": residual, "gated": gated}
+        check(num_rows, 37, 576, torch.float16, device, **settings, stream=torch.float32)
 
 
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (5, 100), (37, 99), (30, 1500), (50, 2500)])
@@ -88,12 +97,12 @@ def test_large(device, dtype, num_rows):
             check(num_rows, num_columns, width, dtype, device, norm=gated, bias=True, residual=True, gated=gated)
 
 
-def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual):
-    def draw(*shape):
+def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, stream=None):
+    def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
     x, weight = draw(num_rows, width + 16)[:, :width], draw(num_columns, width) * 0.1
-    bias_vector, added = draw(num_columns), draw(num_rows, num_columns)
+    bias_vector, added = draw(num_columns), draw(num_rows, num_columns, dtype=stream or dtype)
     counters = torch.zeros(tiles.num_counters(num_columns), dtype=torch.int32, device=device)
     expected = x.double() @ weight.double().T
     if bias:
@@ -106,7 +115,7 @@ def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual):
     ]
     assert torch.equal(*results)
     assert not counters.any()
-    assert results[0].dtype == dtype
+    assert results[0].dtype == (added.dtype if residual else dtype)
     assert (results[0].double() - expected).norm() < TOLERANCE[dtype] * expected.norm()
 
 
@@ -114,6 +123,7 @@ def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual):
 def test_split_small(device, num_rows, extras):
     assert tiles.can_split(64, 2048)
     check_split(num_rows, 64, 2048, torch.float16, device, bias=extras, residual=extras)
+    check_split(num_rows, 64, 2048, torch.float16, device, bias=False, residual=extras, stream=torch.float32)
 
 
 @pytest.mark.gpu
@@ -122,6 +132,25 @@ def test_split_small(device, num_rows, extras):
 def test_split_large(device, dtype, num_rows):
     for num_columns, width in [(1024, 2048), (1024, 3072), (576, 2560), (64, 8192)]:
         check_split(num_rows, num_columns, width, dtype, device, bias=True, residual=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 9, 64, 256, 300])
+def test_a_layer_with_a_stream_in_float32(device, num_rows):
+    """Whichever kernel takes the product: what is added to the stream isn't rounded to the weights' dtype."""
+    width = 576
+    stream = torch.randn(num_rows, width, device=device)
+    norm_weight = torch.rand(width, device=device).to(torch.bfloat16)
+    up, down = (
+        gemm.pack_linear(torch.randn(shape, device=device).to(torch.bfloat16) / 24)
+        for shape in ((2 * 1536, width), (width, 1536))
+    )
+    hidden = gemm.norm_gate_up(stream, norm_weight, 1e-5, up)
+    assert hidden.dtype == torch.bfloat16
+    expected = stream.double() + hidden.double() @ down.data.double().T
+    actual = gemm.linear(hidden, down, None, stream)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ class VocabEmbedding(WeightedModule):
         self._shape = (vocab_size, hidden_size)
         self._share = build.parallel.share(vocab_size, "vocab_size")
         self.weight = self.allocate(self._share, hidden_size)
-        self._out_dtype = residual_dtype(build.dtype, build.device)
+        self._out_dtype = residual_dtype(build.dtype, build.device, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] integers -> [T, hidden_size]."""

@@ -43,8 +43,8 @@ def pack_norm(weight: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
 
-    x: [T, H] or [T, n, D], the last dimension contiguous, the others with any stride. weight: [H] or [D], of the dtype
-    of `x` (on a CPU of any), or what `pack_norm` made of it. Returns a tensor like `x`, its last dimension contiguous;
+    x: [T, H] or [T, n, D], the last dimension contiguous, the others with any stride. weight: [H] or [D], or what
+    `pack_norm` made of it. Returns a tensor like `x`, its last dimension contiguous, on CUDA of the dtype of `weight`;
     computed in float32, rounded once.
     """
     if torch.compiler.is_compiling():
@@ -133,7 +133,7 @@ def _rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return triton_norm.rms_norm(x, weight, eps)
 
 
-_rms_norm_op.register_fake(lambda x, *_: x.new_empty(x.shape))
+_rms_norm_op.register_fake(lambda x, weight, _eps: x.new_empty(x.shape, dtype=weight.dtype))
 
 
 @torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("qkv", "kv_cache", "kv_scales"))

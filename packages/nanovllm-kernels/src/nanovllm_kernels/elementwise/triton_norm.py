@@ -16,7 +16,7 @@ TILE_ELEMENTS = 2048
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the package's `rms_norm`."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, dtype=weight.dtype, memory_format=torch.contiguous_format)
     width = x.shape[-1]
     per_token = 1 if x.dim() == 2 else x.shape[1]
     num_rows = x.shape[0] * per_token

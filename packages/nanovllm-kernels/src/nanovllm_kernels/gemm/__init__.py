@@ -125,10 +125,10 @@ def linear(
 ) -> Tensor:
     """`x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N].
 
-    All share one dtype, and so does the result; products are summed in float32 and rounded once, but beside both a
-    residual and a bias. On a CPU `x` and `residual` may each be float32 or bf16 beside bf16 weights: the result has the
-    dtype of `residual`, or without one float32 for few rows and else bf16, as the products give it. `residual` may be
-    overwritten, and may share memory with what is returned.
+    All share one dtype, but `residual` may be float32 beside any, and the result has its dtype; products are summed in
+    float32 and rounded once, but beside both a residual and a bias. On a CPU `x` may be float32 beside bf16 weights as
+    well, and without a residual the result is float32 for few rows and else bf16, as the products give it. `residual`
+    may be overwritten, and may share memory with what is returned.
     """
     counters = weight.counters if isinstance(weight, PackedWeight) else None
     plain = weight.data if isinstance(weight, PackedWeight) else weight
@@ -146,8 +146,10 @@ def linear(
         return _project_split_op(x, weight, bias, residual, counters)
     if residual is None:
         return functional.linear(x, weight, bias)
-    if bias is None:
+    if bias is None and residual.dtype == x.dtype:
         return residual.addmm_(x, weight.t())
+    if bias is None:
+        return torch.addmm(residual, x, weight.t(), out_dtype=residual.dtype)
     return functional.linear(x, weight, bias).add_(residual)
 
 
@@ -166,7 +168,7 @@ def norm_linear(
 ) -> Tensor:
     """`linear` of `x` [T, K] after `rms_norm` with `norm_weight` [K], as made by `pack_norm`: [T, N].
 
-    In the one kernel the normed rows aren't rounded; as two operators they are.
+    `x` may be float32 beside any weight. In the one kernel the normed rows aren't rounded; as two operators they are.
     """
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if _runs_as_rows(x, plain):
@@ -235,24 +237,26 @@ def _project_rows_op(
     float32_out: bool,
 ) -> Tensor:
     """Up to 8 rows `x` [M, K], normed if there is a weight for it, times the transpose of a contiguous `weight`
-    [N, K] plus `bias`, gated (then N is 2 I and the result [M, I]) or not, plus `residual`; rounded once.
+    [N, K] plus `bias`, gated (then N is 2 I and the result [M, I]) or not, plus `residual`; rounded once, to the dtype
+    of `residual`, without one to that of `weight`. `x` and `residual` may be float32 beside any weight.
     """
     from nanovllm_kernels.gemm import triton_rows
 
-    out = _empty_rows(x, weight, gated, float32_out)
+    out = _empty_rows(x, weight, residual, gated, float32_out)
     rows = x if x.stride(1) == 1 else x.contiguous()
     triton_rows.project_rows(rows, norm_weight, eps, weight, bias, residual, out, gated=gated)
     return out
 
 
-def _empty_rows(x: Tensor, weight: Tensor, gated: bool, float32_out: bool) -> Tensor:
+def _empty_rows(x: Tensor, weight: Tensor, residual: Tensor | None, gated: bool, float32_out: bool) -> Tensor:
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    return x.new_empty((x.shape[0], columns), dtype=torch.float32 if float32_out else x.dtype)
+    dtype = torch.float32 if float32_out else weight.dtype if residual is None else residual.dtype
+    return x.new_empty((x.shape[0], columns), dtype=dtype)
 
 
 _project_rows_op.register_fake(
-    lambda x, _norm_weight, _eps, weight, _bias, _residual, gated, float32_out: _empty_rows(
-        x, weight, gated, float32_out
+    lambda x, _norm_weight, _eps, weight, _bias, residual, gated, float32_out: _empty_rows(
+        x, weight, residual, gated, float32_out
     )
 )
 
@@ -262,17 +266,22 @@ def _project_split_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor
 ) -> Tensor:
     """Up to 256 rows `x` [M, K] times the transpose of a contiguous `weight` [N, K] plus `bias` and `residual`; rounded
-    once. For which N and K: `tiles.can_split`. `counters` are zeros before and after.
+    once, to the dtype of `residual`, which may be float32 beside any `x`, without one to that of `x`. For which N and
+    K: `tiles.can_split`. `counters` are zeros before and after.
     """
     from nanovllm_kernels.gemm import triton_split
 
-    out = x.new_empty((x.shape[0], weight.shape[0]))
+    out = _empty_split(x, weight, residual)
     rows = x if x.stride(1) == 1 else x.contiguous()
     triton_split.project_split(rows, weight, bias, residual, counters, out)
     return out
 
 
-_project_split_op.register_fake(lambda x, weight, *_: x.new_empty((x.shape[0], weight.shape[0])))
+def _empty_split(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=x.dtype if residual is None else residual.dtype)
+
+
+_project_split_op.register_fake(lambda x, weight, _bias, residual, _counters: _empty_split(x, weight, residual))
 
 
 def _leaders(values: Tensor, count: int) -> Tensor:

@@ -52,7 +52,7 @@ def project_rows(
         ROWS=padded(num_rows),
         BLOCK_N=config.block_n,
         CHUNKS=32 * config.num_warps,
-        VECTOR=16 // x.element_size(),
+        VECTOR=16 // weight.element_size(),
         NORM=norm_weight is not None,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
