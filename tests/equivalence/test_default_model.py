@@ -33,9 +33,11 @@ QUESTIONS = [
     "What is the meaning of life?",
 ]
 OUTPUT = 64
-# Of log-probabilities, in bf16: the worst of the ten likeliest tokens, over all questions. With a residual stream in
-# bf16 it is 0.097.
-MEAN_ERROR_ON_CPU = 0.09
+# Of log-probabilities, as served (bf16 on a CPU, float16 on a GPU): the worst of the ten likeliest tokens, the mean of
+# all questions and the largest. With a residual stream in bf16 the mean is 0.097 on a CPU; transformers in bf16 has
+# 0.128 and 0.20.
+MEAN_ERROR = {"cpu": 0.09, "cuda": 0.02}
+MOST_ERROR = {"cpu": 0.25, "cuda": 0.05}
 
 SETTINGS = {
     "as served": {},
@@ -99,7 +101,7 @@ def expected_logprobs(prompts, reference, device) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_bf16_as_served_is_close_to_float32(at_once, default_model, prompts, expected_logprobs, device):
+async def test_as_served_it_is_close_to_float32(at_once, default_model, prompts, expected_logprobs, device):
     engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))
     sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=10)
 
@@ -114,14 +116,13 @@ async def test_bf16_as_served_is_close_to_float32(at_once, default_model, prompt
             found = [await errors(index) for index in range(len(prompts))]
     finally:
         await engine.stop()
-    # bf16 keeps 8 bits: a logit of 20 is good to 0.06, and thirty layers add theirs. transformers in bf16: 0.128, 0.20.
     worst = [max(each) for each in found]
-    assert sum(worst) / len(worst) < (MEAN_ERROR_ON_CPU if device == "cpu" else 0.2)
-    assert max(worst) < 0.25
+    assert sum(worst) / len(worst) < MEAN_ERROR[device]
+    assert max(worst) < MOST_ERROR[device]
 
 
 @pytest.mark.parametrize("company", [0, 3, 7])
-async def test_bf16_as_served_knows_the_capital_of_france(company, default_model, prompts, device):
+async def test_as_served_it_knows_the_capital_of_france(company, default_model, prompts, device):
     """Its first word hangs by 0.1 in the logits, which errors in bf16 can outweigh: alone, with copies, with others."""
     tokenizer = load_tokenizer(default_model)
     engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))

@@ -53,7 +53,7 @@ def names(directory: Path) -> set[str]:
 def test_the_config_is_that_of_the_file(default_model):
     spec = nanovllm_models.load(default_model)
     assert (spec.name, spec.vocab_size, spec.max_position) == ("SmolLM2-135M-Instruct", 49152, 8192)
-    assert (spec.eos_token_ids, spec.dtype) == ((2,), torch.bfloat16)
+    assert (spec.eos_token_ids, spec.dtype, spec.cuda_dtype) == ((2,), torch.bfloat16, torch.float16)
     config = json.loads((default_model / "config.json").read_text())
     shape = [config[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size")]
     heads = [config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")]

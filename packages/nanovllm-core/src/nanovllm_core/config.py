@@ -37,7 +37,7 @@ class EngineConfig:
     """Settings of one engine. `None` means: choose for me.
 
     device: where the model runs; by default CUDA when there is a GPU.
-    dtype: of weights, KV cache and activations; by default the checkpoint's own. On a CPU some activations of a bf16
+    dtype: of weights, KV cache and activations; by default the model's own. On a CPU some activations of a bf16
         model are float32.
     max_model_len: most tokens (prompt + output) a request may hold; by default what the model was trained for, less
         when the cache is smaller than that.
@@ -119,6 +119,7 @@ def resolve(
     max_position: int,
     model_dtype: torch.dtype,
     has_cuda: bool,
+    cuda_dtype: torch.dtype | None = None,
     has_flash_attention: bool = False,
     has_cute: bool = False,
     has_fp8: bool = False,
@@ -126,7 +127,7 @@ def resolve(
     """Make every choice that `config` leaves open, and refuse what can't be honoured.
 
     max_position: the longest sequence that the model knows positions for, in tokens.
-    model_dtype: the dtype of the model's checkpoint.
+    model_dtype: the dtype of the model's checkpoint. cuda_dtype: the one that it prefers on a GPU, if it does.
     has_cuda: whether this machine has a usable GPU. has_flash_attention, has_cute: and
         FlashAttention, and CuTe DSL, for it. has_fp8: whether it knows FP8.
     Raises ConfigError.
@@ -148,7 +149,7 @@ def resolve(
     _require(config.cpu_cache_gib > 0, "cpu_cache_gib", config.cpu_cache_gib, "above 0")
     _require(0 <= config.watermark < 1, "watermark", config.watermark, "at least 0 and below 1")
     _require(config.depth in (1, 2), "depth", config.depth, "1 or 2")
-    dtype = config.dtype or model_dtype
+    dtype = config.dtype or (cuda_dtype if device == "cuda" else None) or model_dtype
     _require(dtype in (torch.float32, torch.bfloat16, torch.float16), "dtype", dtype, "float32, bfloat16 or float16")
     kv_cache_dtype = dtype
     if _wants_fp8(config, device, backend, has_fp8):

@@ -90,10 +90,12 @@ class Vocabulary(NamedTuple):
 class ModelSpec:
     """A model that the engine can build: everything it must know beforehand, and how to get it.
 
-    vocab_size: rows of the logits. max_position: longest sequence. dtype: the checkpoint's. eos_token_ids: ids that end
-    a sequence. build: makes the model, weights included, in the process that will run it; a module-level function or a
-    functools.partial of one, since the spec may travel to that process by pickle. vocabulary: likewise, called when a
-    request first asks for a grammar; without it none can.
+    vocab_size: rows of the logits. max_position: longest sequence. dtype: the checkpoint's. cuda_dtype: what a GPU is
+    to compute in instead, if anything: float16 is as fast as bfloat16 and keeps three bits more, but only a model
+    whose largest numbers are known may be trusted to it. eos_token_ids: ids that end a sequence. build: makes the
+    model, weights included, in the process that will run it; a module-level function or a functools.partial of one,
+    since the spec may travel to that process by pickle. vocabulary: likewise, called when a request first asks for a
+    grammar; without it none can.
     """
 
     name: str
@@ -103,3 +105,4 @@ class ModelSpec:
     dtype: torch.dtype
     build: Callable[[BuildContext], CausalLM]
     vocabulary: Callable[[], Vocabulary] | None = None
+    cuda_dtype: torch.dtype | None = None

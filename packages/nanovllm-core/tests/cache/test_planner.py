@@ -34,3 +34,12 @@ def test_fp8_is_refused_where_it_cannot_be_read():
         resolve(flash, has_flash_attention=True, **FACTS)
     resolve(replace(flash, kv_cache_dtype="auto"), has_flash_attention=True, **FACTS)
     assert resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), **FACTS).kv_cache_dtype == torch.float8_e4m3fn
+
+
+def test_a_model_may_prefer_a_dtype_on_a_gpu():
+    def dtype(config: EngineConfig) -> torch.dtype:
+        return resolve(config, cuda_dtype=torch.float16, **FACTS).dtype
+
+    assert dtype(EngineConfig()) == torch.float16
+    assert dtype(EngineConfig(device="cpu")) == torch.bfloat16
+    assert dtype(EngineConfig(dtype=torch.float32)) == torch.float32

@@ -93,12 +93,13 @@ def describe(device: torch.device) -> DeviceInfo:
 def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> torch.dtype:
     """The dtype of the residual stream, [T, hidden_size], of a model with weights of `dtype` on `device`.
 
-    A bf16 stream is rounded twice a layer, and two tokens' logits are often nearer than the error that comes of it. So
-    beside bf16 weights it is float32 where that costs nothing: on a CPU, where norms and products of few rows, which
-    are computed in float32 anyway, would convert it back and forth; and for a narrow model on CUDA.
+    A bf16 stream is rounded twice a layer, and two tokens' logits are often nearer than the error that comes of it; a
+    float16 one overflows where a model has one of its few very large numbers. So beside weights of 16 bits it is
+    float32 where that costs nothing: for a narrow model on CUDA; and beside bf16 on a CPU, where norms and products of
+    few rows, which are computed in float32 anyway, would convert it back and forth.
     """
-    widens = device.type == "cpu" or hidden_size < NARROW
-    return torch.float32 if widens and dtype == torch.bfloat16 else dtype
+    widens = dtype == torch.bfloat16 if device.type == "cpu" else dtype.itemsize == 2 and hidden_size < NARROW
+    return torch.float32 if widens else dtype
 
 
 @functools.cache

@@ -41,6 +41,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("NANOVLLM_CACHE") or platformdirs.user_cache_dir("nanovllm"))
 
 
+def is_default_model(directory: Path) -> bool:
+    """Whether `default_model_path` made this directory, wherever it is now."""
+    manifest = directory / MANIFEST
+    return manifest.is_file() and SOURCE_SHA256.encode() in manifest.read_bytes()
+
+
 def default_model_path(progress: bool | None = None) -> Path:
     """The directory of the default model, made if it is not there or damaged.
 

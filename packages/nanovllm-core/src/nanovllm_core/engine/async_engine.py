@@ -22,6 +22,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         config,
         max_position=spec.max_position,
         model_dtype=spec.dtype,
+        cuda_dtype=spec.cuda_dtype,
         has_cuda=torch.cuda.is_available(),
         has_flash_attention=has_flash_attention(),
         has_cute=has_cute(),

@@ -39,7 +39,8 @@ def run(setting: Setting, spec: ModelSpec, program: Program) -> None:
     if (longest := max(len(work.prompt) + work.max_tokens for case in program.cases for work in case.works)) > context:
         raise BenchError(f"requests of up to {longest} tokens don't fit into a context of {context}")
     device = setting.config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = str(setting.config.dtype or spec.dtype).removeprefix("torch.")
+    own_dtype = (spec.cuda_dtype if device == "cuda" else None) or spec.dtype
+    dtype = str(setting.config.dtype or own_dtype).removeprefix("torch.")
     peer = ask(setting.peer, _peer_job(setting, program, device, dtype)) if setting.peer else None
     works = [case.works for case in program.cases]
     ours = asyncio.run(engine.measure(spec, setting.config, works, setting.temperature, setting.repeat))
