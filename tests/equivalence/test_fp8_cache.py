@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ QUESTIONS = [
     "Summarise the plot of Romeo and Juliet.",
     "Why is the sky blue?",
 ]
+# Whose answers hang on a nat or more at every token up to the word: an FP8 cache moves log-probabilities by up to 0.8,
+# and of the capital of France, where 0.1 decides on the first token, even one beside float32 may choose another.
+FACTS = {"What is the capital of Japan?": "Tokyo", "What is the opposite of hot?": "cold"}
 OUTPUT, STRIDE = 48, 4
 # Nats. Twice what was found over 160 places in the answers to twenty questions (0.009).
 MOST_DIVERGENCE = 0.02
@@ -29,9 +33,8 @@ def tokenizer(default_model):
     return load_tokenizer(default_model)
 
 
-@pytest.fixture(scope="module")
-def prompts(tokenizer) -> list[list[int]]:
-    conversations = ([{"role": "user", "content": question}] for question in QUESTIONS)
+def encode(tokenizer, questions: Iterable[str]) -> list[list[int]]:
+    conversations = ([{"role": "user", "content": question}] for question in questions)
     return [tokenizer.encode(tokenizer.render_chat(c), add_special_tokens=False) for c in conversations]
 
 
@@ -64,8 +67,8 @@ def divergence(plain: dict[int, float], quantised: dict[int, float]) -> float:
     return sum(math.exp(logprob) * (logprob - quantised.get(token, rest)) for token, logprob in plain.items())
 
 
-async def test_distributions_stay_close(default_model, prompts, device):
-    dtype = torch.float32
+async def test_distributions_stay_close(default_model, tokenizer, device):
+    dtype, prompts = torch.float32, encode(tokenizer, QUESTIONS)
     answers = await run(default_model, device, dtype, "auto", prompts, max_tokens=OUTPUT)
     places = [
         prompt + tokens(answer)[:count]
@@ -83,6 +86,7 @@ async def test_distributions_stay_close(default_model, prompts, device):
     assert same >= 0.9 * len(places)
 
 
-async def test_answers_stay_sensible(default_model, tokenizer, prompts, device):
-    (answer,) = await run(default_model, device, None, "fp8", prompts[:1], max_tokens=12)
-    assert "Paris" in tokenizer.backend.decode(tokens(answer))
+async def test_answers_stay_sensible(default_model, tokenizer, device):
+    answers = await run(default_model, device, None, "fp8", encode(tokenizer, FACTS), max_tokens=12)
+    for answer, word in zip(answers, FACTS.values(), strict=True):
+        assert word in tokenizer.backend.decode(tokens(answer))
