@@ -74,10 +74,11 @@ class Backlog:
                 raise GrammarError(self.failure)
             return None
         self.tokens = []
-        num_top = None if self._num_output_tokens else request.sampling.prompt_logprobs
-        prompt_logprobs = None if num_top is None else PromptLogprobs.joined(num_top, self.prompt_logprobs)
+        num_top, told = request.sampling.prompt_logprobs, None
+        if num_top is not None and self._num_output_tokens == 0:
+            told = PromptLogprobs.joined(num_top, self.prompt_logprobs)
+            self.prompt_logprobs = []
         self._num_output_tokens += len(tokens)
-        self.prompt_logprobs = []
         if logprobs:
             self.logprobs = []
         return RequestOutput(
@@ -89,7 +90,7 @@ class Backlog:
             None if request.sampling.logprobs is None else tuple(logprobs),
             self.finish_reason,
             self.stop_token,
-            prompt_logprobs,
+            told,
         )
 
 

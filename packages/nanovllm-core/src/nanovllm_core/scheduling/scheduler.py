@@ -282,7 +282,7 @@ class Scheduler:
             chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
             scheduled = np.concatenate((decodes, [chunk.row for chunk in chunks]))
             counts = np.concatenate((counts, [chunk.num_tokens for chunk in chunks]))
-        prompt_logprobs = self._prompt_parts(chunks, len(decodes))
+            prompt_logprobs = self._prompt_parts(chunks, len(decodes))
         ends = rows.num_computed[scheduled] + counts
         samples = ends == rows.num_tokens[scheduled]
         rows.num_computed[scheduled] = ends
