@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
+from nanovllm_core.execution.sampler import SCORED_AT_ONCE
 from nanovllm_models import load, load_tokenizer
 
 QUESTIONS = [
@@ -140,3 +141,43 @@ async def test_as_served_it_knows_the_capital_of_france(company, default_model, 
             assert all("Paris" in said for said in same), same
     finally:
         await engine.stop()
+
+
+@pytest.mark.parametrize("settings", ["as served", "chunked"])
+async def test_prompts_are_told_of_as_transformers_does(settings, default_model, prompts, reference, device):
+    """Each beside another that asks for nothing."""
+    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **SETTINGS[settings])
+    engine = await AsyncEngine.start(load(default_model), config)
+
+    async def ask(name: str, prompt: list[int], num_top: int | None) -> RequestOutput:
+        sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=num_top)
+        first, *_ = [output async for output in engine.generate(Request(name, prompt, sampling))]
+        return first
+
+    # One of more tokens than are scored at once.
+    asked = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * SCORED_AT_ONCE + 20]]
+    try:
+        told, plain = await asyncio.gather(
+            asyncio.gather(*(ask(f"a{index}", prompt, index) for index, prompt in enumerate(asked))),
+            asyncio.gather(*(ask(f"b{index}", prompt, None) for index, prompt in enumerate(asked))),
+        )
+    finally:
+        await engine.stop()
+    assert len(asked[-1]) > 2 * SCORED_AT_ONCE
+    for index, (prompt, first, beside) in enumerate(zip(asked, told, plain, strict=True)):
+        assert beside.prompt_logprobs is None
+        ids = torch.tensor([prompt], device=device)
+        with torch.inference_mode():
+            expected = reference(ids).logits[0, :-1].float().log_softmax(-1).cpu()
+        own = expected.gather(1, ids[0, 1:, None].cpu()).squeeze(1)
+        entries = [*first.prompt_logprobs]
+        torch.testing.assert_close(torch.tensor([entry.logprob for entry in entries]), own, atol=1e-3, rtol=0)
+        likeliest = torch.tensor([[value for _, value in entry.top] for entry in entries])
+        torch.testing.assert_close(likeliest, expected.topk(index).values, atol=1e-3, rtol=0)
+        at = torch.tensor([[token for token, _ in entry.top] for entry in entries], dtype=torch.int64)
+        torch.testing.assert_close(likeliest, expected.gather(1, at), atol=1e-3, rtol=0)
+        ranks = torch.tensor([entry.rank for entry in entries])
+        # Rounding may decide between some that are nearly as likely.
+        least, most = ((expected >= own.unsqueeze(1) + margin).sum(1) for margin in (2e-3, -2e-3))
+        assert (least + 1 <= ranks).all()
+        assert (ranks <= most).all()

@@ -76,6 +76,30 @@ async def test_logprobs(sdk):
     assert text == answer.choices[0].message.content
 
 
+async def test_what_was_likely_as_an_answer_is_as_likely_in_a_prompt(sdk, default_model):
+    """The tokens of an answer, and the same in the prompt of a request that goes on with it."""
+    tokenizer = load_tokenizer(default_model)
+    fields = {"logprobs": True, "extra_body": {"ignore_eos": True}}
+    made = (await create(sdk, max_tokens=10, **fields)).choices[0]
+    begun = [*MESSAGES, {"role": "assistant", "content": made.message.content}]
+    asks = {"prompt_logprobs": 2, "return_token_ids": True}
+    asks |= {"add_generation_prompt": False, "continue_final_message": True}
+    answer = await create(sdk, messages=begun, n=2, max_tokens=1, extra_body=asks)
+    token_ids, (first, *told) = answer.prompt_token_ids, answer.prompt_logprobs
+    assert first is None
+    assert len(token_ids) == len(told) + 1 == answer.usage.prompt_tokens
+    own = [entry[str(token)] for token, entry in zip(token_ids[1:], told, strict=True)]
+    text = "<|im_start|>" + "".join(one["decoded_token"] for one in own)
+    assert text == tokenizer.render_chat(MESSAGES) + made.message.content
+    entries = made.logprobs.content
+    assert [one["decoded_token"] for one in own[-10:]] == [entry.token for entry in entries]
+    assert [one["logprob"] for one in own[-10:]] == pytest.approx([entry.logprob for entry in entries], abs=1e-3)
+    # Greedy: each was the likeliest.
+    assert [one["rank"] for one in own[-10:]] == [1] * 10
+    assert all({one["rank"] for one in entry.values()} >= {1, 2} for entry in told)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
 async def test_several_choices_and_seeds(sdk):
     fields = {"max_tokens": 12, "n": 3, "seed": 5, "temperature": 1.0}
     first, second = await create(sdk, **fields), await create(sdk, **fields)

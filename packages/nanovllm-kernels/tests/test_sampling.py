@@ -15,6 +15,7 @@ from nanovllm_kernels.sampling import (
     forbid,
     logprobs,
     noise,
+    ranks,
     reference,
     sample,
 )
@@ -294,3 +295,16 @@ def test_logprobs(num_top):
     torch.testing.assert_close(result.top_logprobs.double(), best, atol=1e-5, rtol=0)
     torch.testing.assert_close(expected.gather(1, result.top_ids.long()), best)
     assert result.top_ids.dtype == torch.int32
+
+
+def test_ranks():
+    logits = torch.randn(4, 100)
+    tokens = torch.tensor([0, 99, 5, 7], dtype=torch.int32)
+    logits[2, 5] = 100.0
+    logits[3, [6, 7, 8]] = -100.0
+    found = ranks(logits, tokens)
+    order = logits.argsort(-1, descending=True).tolist()
+    assert found.tolist()[:3] == [order[row].index(token) + 1 for row, token in enumerate(tokens.tolist()[:3])]
+    # Of equals, each is as far back as the last.
+    assert found.tolist()[2:] == [1, 100]
+    assert found.dtype == torch.int32

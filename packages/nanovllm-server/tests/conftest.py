@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from contract import Exchange, check
 from hypercorn.typing import ASGIFramework
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.status import EngineInfo
-from nanovllm_core.request import GrammarError, GrammarSpec, Request, StepOutputs, TokenLogprobs
+from nanovllm_core.request import GrammarError, GrammarSpec, PromptLogprobs, Request, StepOutputs, TokenLogprobs
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
@@ -153,6 +154,17 @@ class ScriptedEngine(Engine):
         if key in self._tasks:
             self._tasks[key].cancel()
 
+    def _tell(self, request: Request) -> list[tuple[int, PromptLogprobs]]:
+        """Of each token of the prompt that it is the second likeliest, after the one with the next id."""
+        num_top = request.sampling.prompt_logprobs
+        if num_top is None:
+            return []
+        tokens = np.array(request.token_ids[1:], np.int32)
+        top_ids = tokens[:, None] + np.array([1, 0, *range(2, 20)], np.int32)[:num_top]
+        top_logprobs = np.broadcast_to(np.float32([-0.5, -1.5, *range(-3, -21, -1)])[:num_top], top_ids.shape)
+        own = np.full_like(tokens, -1.5, np.float32), np.full_like(tokens, 2)
+        return [(request.key, PromptLogprobs(num_top, *(each.tobytes() for each in (*own, top_ids, top_logprobs))))]
+
     async def _run(self, request: Request) -> None:
         sampling = request.sampling
         tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
@@ -181,6 +193,7 @@ class ScriptedEngine(Engine):
                     ],
                     begins=[(key, 8)] if made == len(new) else [],
                     ends=[(key, reason, stop)] if reason is not None else [],
+                    prompt_logprobs=self._tell(request) if made == len(new) else [],
                 )
             )
             if reason is not None:

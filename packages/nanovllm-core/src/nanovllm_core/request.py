@@ -4,9 +4,10 @@ This room must not know how requests are scheduled, where their cache lies or ho
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -81,6 +82,8 @@ class SamplingParams:
         made, that last can't be.
     logprobs: None for none, else how many alternatives to report beside each chosen token (0..20); of the model's own
         distribution, before penalties and temperature.
+    prompt_logprobs: the same for the tokens of the prompt, but for its first, which nothing leads to. The whole prompt
+        is then computed, whatever the prefix cache holds.
     grammar: what the answer must look like. It decides over everything else: where it allows nothing but what
         min_tokens or logit_bias hold back, that comes all the same; when it is complete, end-of-sequence ends the
         request whatever ignore_eos says; stop_token_ids stop it only where it allows them.
@@ -103,6 +106,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     forbidden: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
     budget: Budget | None = None
 
@@ -154,6 +158,8 @@ class SamplingParams:
             _require_int("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _require_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
 
 
 def _require_float(name: str, value: float, low: float, high: float) -> None:
@@ -215,6 +221,7 @@ class Request:
     key: what the engine calls it, never used twice by any client of an engine.
     row: where its state is while it runs, -1 for nowhere.
     compiled: its grammar, once there, if it has one.
+    num_scored: of a request that asks for its prompt's log-probabilities, how many steps were launched for.
     """
 
     id: str
@@ -237,9 +244,15 @@ class Request:
     max_total_tokens: int = field(init=False, default=0)
     seed: int = field(init=False, default=0)
     compiled: CompiledGrammar | None = field(init=False, default=None)
+    num_scored: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_to_score(self) -> int:
+        """Tokens of the prompt whose log-probabilities no step was launched for yet."""
+        return 0 if self.sampling.prompt_logprobs is None else self.num_prompt_tokens - 1 - self.num_scored
 
 
 # Structs, not dataclasses: they cross the wire (as arrays, without names), or are made for every request of a step.
@@ -250,13 +263,62 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...]
 
 
+class PromptTokenLogprobs(NamedTuple):
+    """Log-probabilities at one token of a prompt: its own, and of the likeliest in its place, best first.
+
+    rank: how many tokens are at least as likely as it, itself included.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of n tokens of a prompt in a row, each given all before it; iterate for one at a time.
+
+    Packed, as long prompts have more numbers than there is time to make objects of beside others' tokens.
+    num_top: how many likeliest ones each has. logprobs: float32 [n]. ranks: int32 [n]. top_ids: int32 [n, num_top].
+    top_logprobs: float32 [n, num_top].
+    """
+
+    num_top: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+    @classmethod
+    def joined(cls, num_top: int, parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs":
+        """Those of `parts`, one after another."""
+        return cls(
+            num_top,
+            b"".join([part.logprobs for part in parts]),
+            b"".join([part.ranks for part in parts]),
+            b"".join([part.top_ids for part in parts]),
+            b"".join([part.top_logprobs for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.logprobs) // 4
+
+    def __iter__(self) -> Iterator[PromptTokenLogprobs]:
+        count = self.num_top
+        top_ids, top_logprobs = memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f")
+        own = zip(memoryview(self.logprobs).cast("f"), memoryview(self.ranks).cast("i"), strict=True)
+        for index, (logprob, rank) in enumerate(own):
+            place = slice(index * count, (index + 1) * count)
+            yield PromptTokenLogprobs(logprob, rank, tuple(zip(top_ids[place], top_logprobs[place], strict=True)))
+
+
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     """What one step made for many requests, by their keys, as columns: few objects, however many the requests.
 
     keys, tokens: each new token and whose it is, those of one request in order. logprobs: one entry for each new token
     of those that asked. begins: requests whose first token is here, and how many of their prompt's tokens were found in
     the prefix cache. ends: requests whose last token is here, why they ended, and the id that ended them, if one did.
-    failures: requests that end here without having come to an end, and why.
+    failures: requests that end here without having come to an end, and why. prompt_logprobs: of requests that asked,
+    more of them, in order; the last come no later than the first token.
     """
 
     keys: list[int] = []
@@ -265,6 +327,7 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     begins: list[tuple[int, int]] = []
     ends: list[tuple[int, FinishReason, int | None]] = []
     failures: list[tuple[int, str]] = []
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -273,6 +336,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_token_ids: one, or several when its reader was slow. logprobs: one entry a new token, when asked for.
     finish_reason: set on the last output. stop_token: the id that ended it, when one did.
     num_prompt_tokens, num_cached_tokens (prompt tokens found in the prefix cache), num_output_tokens: usage so far.
+    prompt_logprobs: of all tokens of the prompt but the first, in the first output, when asked for.
     """
 
     id: str
@@ -283,3 +347,4 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -33,6 +33,11 @@ async def test_the_same_answers_through_the_wire(toy_spec, oracle):
         request = greedy("p", [1, 2], 3, logprobs=2)
         assert [len(e.top) async for out in engine.generate(request) for e in out.logprobs] == [2, 2, 2]
 
+        request = greedy("q", [1, 2, 3], 3, prompt_logprobs=2)
+        told = [output.prompt_logprobs async for output in engine.generate(request)]
+        assert [len(each.top) for each in told[0]] == [2, 2]
+        assert not any(told[1:])
+
         stream = engine.generate(greedy("long", [1, 2, 3], 200))
         await anext(stream)
         await stream.aclose()

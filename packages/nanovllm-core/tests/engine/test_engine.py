@@ -250,6 +250,8 @@ async def test_a_taken_id_is_refused_and_harms_nobody(engine, oracle):
         ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,) * 17,)))),
         ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,),) * 257))),
         ("logprobs", Request("x", [1], SamplingParams(logprobs=21))),
+        ("prompt_logprobs", Request("x", [1], SamplingParams(prompt_logprobs=21))),
+        ("prompt_logprobs", Request("x", [1], SamplingParams(prompt_logprobs=-1))),
         ("min_tokens", Request("x", [1], SamplingParams(min_tokens=5, max_tokens=4))),
         ("seed", Request("x", [1], SamplingParams(seed=1 << 63))),
     ],

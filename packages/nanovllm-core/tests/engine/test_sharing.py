@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 
+import numpy as np
 from guest import occupy
 from toy_model import toy_spec
 
@@ -10,7 +11,7 @@ from nanovllm_core import EngineClient, EngineConfig, Request, SamplingParams
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.process import split_by_client
 from nanovllm_core.engine.streams import Backlog, RequestStreams
-from nanovllm_core.request import RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.request import PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
 
 CONFIG = EngineConfig(device="cpu", num_blocks=128, max_num_seqs=8)
 
@@ -143,6 +144,28 @@ def test_a_backlog_is_one_output_whatever_came():
     assert bell.failure is None
 
 
+def test_what_is_told_of_a_prompt_comes_once_with_the_first_token():
+    streams, bell = RequestStreams(), Bell()
+    backlog = Backlog(Request("a", [1, 2, 3], SamplingParams(prompt_logprobs=1)), bell)
+    streams.open(9, backlog)
+    parts = [
+        PromptLogprobs(1, *(np.array(column).tobytes() for column in columns))
+        for columns in (
+            (np.float32([-0.5]), np.int32([1]), np.int32([[2]]), np.float32([[-0.5]])),
+            (np.float32([-3.0]), np.int32([7]), np.int32([[4]]), np.float32([[-0.25]])),
+        )
+    ]
+    for part in parts:
+        streams.dispatch(StepOutputs(prompt_logprobs=[(9, part)]))
+    assert (bell.rung, backlog.take()) == (0, None)
+    streams.dispatch(StepOutputs([9], [7]))
+    told = backlog.take().prompt_logprobs
+    assert [*told] == [(-0.5, 1, ((2, -0.5),)), (-3.0, 7, ((4, -0.25),))]
+    assert (len(told), told.num_top) == (2, 1)
+    streams.dispatch(StepOutputs([9], [8]))
+    assert backlog.take().prompt_logprobs is None
+
+
 def test_a_steps_outputs_are_cut_by_client():
     one, two = 5, 2 * wire.KEYS_PER_CLIENT + 5
     logprobs = TokenLogprobs(-0.5, ())
@@ -152,5 +175,11 @@ def test_a_steps_outputs_are_cut_by_client():
         2: StepOutputs([two], [8], [(two, logprobs)]),
     }
     assert split_by_client(StepOutputs()) == {}
+    # What is told of a prompt may come in a step without a token of its request.
+    told = PromptLogprobs(0, bytes(4), bytes(4), b"", b"")
+    assert split_by_client(StepOutputs([one], [7], prompt_logprobs=[(two, told)])) == {
+        0: StepOutputs([one], [7]),
+        2: StepOutputs(prompt_logprobs=[(two, told)]),
+    }
     # Nothing is shared between the parts, nor left behind for the next step.
     assert split_by_client(StepOutputs([one, two], [1, 2]))[0].tokens == [1]

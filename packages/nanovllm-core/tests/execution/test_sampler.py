@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.execution.sampler import StepHandle, draw, gather, with_logprobs
+from nanovllm_core.execution.sampler import SCORED_AT_ONCE, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.layers import compiled
 
 ROWS, VOCAB = 16, 40
@@ -56,5 +56,30 @@ def test_only_who_asked_gets_log_probabilities():
         row = which[index]
         assert entry.logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-5)
         values, ids = expected[row].topk(int(wanted[index]))
+        assert [token for token, _ in entry.top] == ids.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, SCORED_AT_ONCE, 2 * SCORED_AT_ONCE + 3])
+def test_a_prompt_is_scored_piece_by_piece(count):
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(count, 8, generator=generator), torch.randn(VOCAB, 8, generator=generator)
+    tokens = torch.randint(0, VOCAB, (count,), generator=generator, dtype=torch.int32)
+    most = 0
+
+    def compute_logits(piece):
+        nonlocal most
+        most = max(most, len(piece))
+        return piece @ head.t()
+
+    nothing = np.zeros(0, np.int64)
+    (found,) = StepHandle(None, nothing, nothing, None, scored=[score(hidden, tokens, 3, compute_logits)]).tokens()[3]
+    assert most <= SCORED_AT_ONCE
+    assert (len(found), found.num_top) == (count, 3)
+    expected = (hidden @ head.t()).log_softmax(-1)
+    for row, token, entry in zip(expected, tokens.tolist(), found, strict=True):
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-5)
+        assert entry.rank == int((row >= row[token]).sum())
+        values, ids = row.topk(3)
         assert [token for token, _ in entry.top] == ids.tolist()
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)

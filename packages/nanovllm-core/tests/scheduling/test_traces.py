@@ -3,13 +3,14 @@
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import Request, RequestStatus, SamplingParams
-from nanovllm_core.scheduling.plan import StepPlan, StepTokens
+from nanovllm_core.request import PromptLogprobs, Request, RequestStatus, SamplingParams
+from nanovllm_core.scheduling.plan import PromptPart, StepPlan, StepTokens
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 VOCAB = 50
@@ -43,7 +44,7 @@ class Device:
         blocks = plan.new_blocks
         for row, entry, block in zip(blocks.rows, blocks.entries, blocks.block_ids, strict=True):
             self.tables[row][entry] = block
-        sampled = []
+        sampled, seen = [], []
         for row, count, samples in zip(*(column.tolist() for column in plan.scheduled), strict=True):
             state = 1
             end = self.computed[row] + count
@@ -53,12 +54,24 @@ class Device:
                 if position >= self.computed[row]:
                     self.slots[slot] = state
                 assert self.slots[slot] == state, "a cached block holds another prompt's keys"
+                if position >= self.computed[row]:
+                    seen.append((row, position, state))
             self.computed[row] = end
             assert samples == (end == len(self.tokens[row]))
             if samples:
                 sampled.append(next_token(state, self.eos_rate))
                 self.tokens[row].append(sampled[-1])
-        return StepTokens(np.array(sampled, np.int32), ())
+        return StepTokens(
+            np.array(sampled, np.int32), (), (), [self.score(part, seen) for part in plan.prompt_logprobs]
+        )
+
+    def score(self, part: PromptPart, seen: list[tuple[int, int, int]]) -> PromptLogprobs:
+        """Where log-probabilities would be, what they would be made of: a token, and all that the device saw before."""
+        ranks = []
+        for row, position, state in seen[part.at : part.at + part.num_tokens]:
+            assert (row, position) == (part.row, part.start + len(ranks) - 1), "another's hidden state"
+            ranks.append(digest(state, self.tokens[row][position + 1]))
+        return PromptLogprobs(part.num_top, b"", np.array(ranks, np.int64).tobytes(), b"", b"")
 
 
 def expected_output(request: Request, limit: int, eos_rate: int) -> list[int]:
@@ -71,6 +84,11 @@ def expected_output(request: Request, limit: int, eos_rate: int) -> list[int]:
             break
         state = digest(state, output[-1])
     return output
+
+
+def expected_scores(request: Request) -> list[int]:
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    return [*accumulate(prompt, digest, initial=1)][2:]
 
 
 def check_ownership(scheduler: Scheduler, requests: list[Request]) -> None:
@@ -127,6 +145,8 @@ class Trace:
         self.aborted: set[int] = set()
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
+        self.scores: dict[int, list[int]] = {}
+        self.num_resumed_midway = 0
         self.in_flight: deque = deque()
 
     def submit(self) -> None:
@@ -140,6 +160,7 @@ class Trace:
             sampling=SamplingParams(
                 max_tokens=rng.choice([None, 1, 2, 20]) if length < self.max_model_len - 20 else None,
                 ignore_eos=rng.random() < 0.2,
+                prompt_logprobs=rng.choice([None, None, 0, 3]),
             ),
             cache_salt=rng.choice(["", "", "tenant"]),
             priority=rng.choice([0, 0, 0, -1, 1]),
@@ -148,6 +169,7 @@ class Trace:
         request.key = len(self.requests)
         self.requests.append(request)
         self.outputs[request.key] = []
+        self.scores[request.key] = []
         self.scheduler.add(request)
 
     def step(self) -> bool:
@@ -164,9 +186,17 @@ class Trace:
             if step is None:
                 break
             check_plan(scheduler, step.plan, decodes, self.budget)
+            for new in step.plan.new_rows:
+                (request,) = scheduler.rows.of(np.array([new.row]))
+                if 0 < len(self.scores[request.key]) < request.num_prompt_tokens - 1:
+                    self.num_resumed_midway += 1
             self.in_flight.append((step, self.device.run(step.plan)))
         if self.in_flight:
             outputs = scheduler.complete(*self.in_flight.popleft())
+            for key, found in outputs.prompt_logprobs:
+                assert key not in self.aborted
+                assert not self.outputs[key], "what a prompt is told of came behind the first token"
+                self.scores[key].extend(np.frombuffer(found.ranks, np.int64).tolist())
             for key, token in zip(outputs.keys, outputs.tokens, strict=True):
                 assert key not in self.aborted
                 assert key not in self.reasons, "an output after the last one"
@@ -215,13 +245,16 @@ class Trace:
                 assert output == expected[: len(output)]
                 continue
             assert output == expected
+            assert self.scores[request.key] == (
+                [] if request.sampling.prompt_logprobs is None else expected_scores(request)
+            )
             stopped = expected[-1] == EOS and not request.sampling.ignore_eos
             assert self.reasons[request.key] == ("stop" if stopped else "length")
 
 
 @pytest.mark.parametrize("block_of_seeds", range(8))
 def test_everyone_finishes_and_nothing_is_lost(block_of_seeds: int):
-    preemptions = hits = 0
+    preemptions = hits = midway = 0
     for seed in range(block_of_seeds * 400, (block_of_seeds + 1) * 400):
         trace = Trace(seed)
         try:
@@ -230,6 +263,8 @@ def test_everyone_finishes_and_nothing_is_lost(block_of_seeds: int):
             raise AssertionError(f"seed {seed}: {error}") from error
         preemptions += trace.scheduler.counters.preemptions
         hits += trace.scheduler.counters.prefix_hits
+        midway += trace.num_resumed_midway
     # Otherwise the traces would not have been where it is difficult.
     assert preemptions > 100
     assert hits > 1000
+    assert midway > 2

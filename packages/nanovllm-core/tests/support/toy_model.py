@@ -122,7 +122,7 @@ def in_fp8(heads: Tensor) -> Tensor:
 
 
 def dense_logits(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
-    """Logits after the last of `tokens`, by the textbook: no cache, no pages, no batch."""
+    """Logits after each of `tokens`, by the textbook: no cache, no pages, no batch."""
     x = model.embed.weight[torch.tensor(tokens)]
     angles = torch.arange(len(tokens))[:, None] / 100.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -141,7 +141,7 @@ def dense_logits(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
         q, k, v = (t.transpose(0, 1) for t in (rotate(q), k, v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + functional.linear(out.transpose(0, 1).reshape(len(tokens), -1), layer.o_proj.weight.data)
-    return functional.linear(x[-1], model.head.weight)
+    return functional.linear(x, model.head.weight)
 
 
 def make_oracle(*, fp8_cache: bool = False) -> Callable[[list[int], int], list[int]]:
@@ -151,7 +151,13 @@ def make_oracle(*, fp8_cache: bool = False) -> Callable[[list[int], int], list[i
     def generate(prompt: list[int], count: int) -> list[int]:
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(int(dense_logits(model, tokens, fp8_cache=fp8_cache).argmax()))
+            tokens.append(int(dense_logits(model, tokens, fp8_cache=fp8_cache)[-1].argmax()))
         return tokens[len(prompt) :]
 
     return generate
+
+
+def make_prompt_oracle() -> Callable[[list[int]], Tensor]:
+    """Log-probabilities [n - 1, vocab] of what may follow each token of a prompt but its last."""
+    model = build_toy("toy", BuildContext(torch.device("cpu"), torch.float32, ParallelContext()))
+    return lambda prompt: dense_logits(model, prompt, fp8_cache=False)[:-1].log_softmax(-1)

@@ -19,6 +19,7 @@ from nanovllm_core import EngineDeadError
 from nanovllm_server.admission import check_content, check_key
 from nanovllm_server.observability.exchange import Exchange, ExchangeLayer, exchange_of
 from nanovllm_server.page import read_page
+from nanovllm_server.prompt_logprobs import write_prompt_logprobs
 from nanovllm_server.protocol.bodies import Health
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.openapi import document
@@ -66,7 +67,11 @@ def create_app(service: Service) -> Quart:
             async for deltas in batches:
                 for delta in deltas:
                     choices[delta.index].append(delta)
-        return _json(envelope.completion(choices, generation.usage))
+        body: dict[str, object] = {**envelope.completion(choices, generation.usage)}
+        if (told := generation.prompt_logprobs) is not None:
+            arguments = service.vocabulary, generation.prompt_token_ids, told
+            body["prompt_logprobs"] = await asyncio.to_thread(write_prompt_logprobs, *arguments)
+        return _json(body)
 
     async def models() -> Response:
         return _json(models_body(service.names, created, service.engine.info.max_model_len))

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
-from nanovllm_core import Engine, EngineDeadError, GrammarError, OpenRequest, Request, RequestOutput
+from nanovllm_core import Engine, EngineDeadError, GrammarError, OpenRequest, PromptLogprobs, Request, RequestOutput
 from nanovllm_server.choice import Choice
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import timed_out
@@ -59,7 +59,7 @@ class Generation:
 
     timeout_s: what it may take, from the arrival of its requests; None for as long as it does. refuse: what to raise,
     given the reason, for a grammar that turns out to be none while answers are made. first_token_s: what its first
-    token took.
+    token took. prompt_logprobs: of all tokens of the prompt but the first, from the first token on, if asked for.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Generation:
         refuse: Callable[[str], Exception] = GrammarError,
     ):
         self.first_token_s: float | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
         self._timeout_s = timeout_s
         self._engine = engine
         self._requests = requests
@@ -190,6 +191,8 @@ class Generation:
     def _take(self, index: int, output: RequestOutput) -> Delta | None:
         if index == 0:
             self._cached_tokens = output.num_cached_tokens
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs = output.prompt_logprobs
         self._observe(index, len(output.new_token_ids))
         return self._choices[index].take(output)
 

@@ -229,7 +229,11 @@ class Service:
 
 
 def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    if index == 0 or sampling.seed is None:
+    if index == 0:
+        return sampling
+    # The prompt is that of all choices: the first tells of it.
+    sampling = replace(sampling, prompt_logprobs=None)
+    if sampling.seed is None:
         return sampling
     seed = sampling.seed + index
     return replace(sampling, seed=seed if seed <= INT64_MAX else seed - (1 << 64))

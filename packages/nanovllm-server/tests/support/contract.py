@@ -33,6 +33,12 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+class PromptLogprob(Strict):
+    logprob: Annotated[float, Field(le=0, allow_inf_nan=False)]
+    rank: Annotated[int, Field(ge=1)]
+    decoded_token: str
+
+
 class Logprobs(Strict):
     content: list[TokenLogprob] | None
     refusal: list[TokenLogprob] | None
@@ -100,6 +106,7 @@ class ChatCompletion(Strict):
     service_tier: str | None = None
     # Ours.
     prompt_token_ids: list[Count] = None
+    prompt_logprobs: list[dict[Annotated[str, Field(pattern=r"^\d+$")], PromptLogprob] | None] = None
 
 
 class FunctionDelta(Strict):

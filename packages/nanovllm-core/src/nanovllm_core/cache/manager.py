@@ -27,8 +27,8 @@ class CacheManager:
         """Give a request that holds nothing the blocks of all its known tokens, cached ones where the prefix matches.
 
         Returns how many tokens need not be computed, or None, and nothing changed, when there is no room. The last
-        token is always computed, since its logits are wanted. keep_watermark: leave the watermark's share of blocks
-        alone.
+        token is always computed, since its logits are wanted, and so are all after which log-probabilities of the
+        prompt are still to come. keep_watermark: leave the watermark's share of blocks alone.
         """
         hits = self._longest_prefix(request)
         needed = self._blocks_for(len(request.token_ids)) - len(hits)
@@ -73,7 +73,7 @@ class CacheManager:
         if self._hasher is None:
             return hits
         self._hasher.extend(request)
-        most = (len(request.token_ids) - 1) // self.block_size
+        most = (request.num_scored if request.num_to_score else len(request.token_ids) - 1) // self.block_size
         for block_hash in request.block_hashes[:most]:
             block = self.pool.lookup(block_hash)
             if block is None:

@@ -203,7 +203,8 @@ class EngineServer:
 def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
     """What each client gets of a step's outputs, by its number; clients that get nothing are left out."""
     clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
-    numbers = set(clients).union(key // wire.KEYS_PER_CLIENT for key, _ in outputs.failures)
+    others = (*outputs.failures, *outputs.prompt_logprobs)
+    numbers = set(clients).union(key // wire.KEYS_PER_CLIENT for key, _ in others)
     if len(numbers) <= 1:
         return dict.fromkeys(numbers, outputs)
     parts = {number: StepOutputs() for number in numbers}
@@ -219,4 +220,6 @@ def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
         parts[end[0] // wire.KEYS_PER_CLIENT].ends.append(end)
     for failure in outputs.failures:
         parts[failure[0] // wire.KEYS_PER_CLIENT].failures.append(failure)
+    for prompt_logprobs in outputs.prompt_logprobs:
+        parts[prompt_logprobs[0] // wire.KEYS_PER_CLIENT].prompt_logprobs.append(prompt_logprobs)
     return parts

@@ -6,10 +6,21 @@ engine.
 """
 
 import asyncio
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
 
 from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import FinishReason, GrammarError, Request, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.request import (
+    FinishReason,
+    GrammarError,
+    PromptLogprobs,
+    Request,
+    RequestOutput,
+    StepOutputs,
+    TokenLogprobs,
+)
+
+T = TypeVar("T")
 
 
 class Sink(Protocol):
@@ -34,6 +45,7 @@ class Backlog:
         "finish_reason",
         "logprobs",
         "num_cached_tokens",
+        "prompt_logprobs",
         "sink",
         "stop_token",
         "tokens",
@@ -43,6 +55,7 @@ class Backlog:
         self.sink = sink
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
@@ -61,6 +74,10 @@ class Backlog:
                 raise GrammarError(self.failure)
             return None
         self.tokens = []
+        num_top, told = request.sampling.prompt_logprobs, None
+        if num_top is not None and self._num_output_tokens == 0:
+            told = PromptLogprobs.joined(num_top, self.prompt_logprobs)
+            self.prompt_logprobs = []
         self._num_output_tokens += len(tokens)
         if logprobs:
             self.logprobs = []
@@ -73,6 +90,7 @@ class Backlog:
             None if request.sampling.logprobs is None else tuple(logprobs),
             self.finish_reason,
             self.stop_token,
+            told,
         )
 
 
@@ -120,12 +138,12 @@ class RequestStreams:
     def dispatch(self, outputs: StepOutputs) -> None:
         """Give everything in `outputs` to the backlog it is for, if somebody still listens, and wake who reads that."""
         backlogs = self._backlogs
-        for key, num_cached_tokens in outputs.begins:
-            if (backlog := backlogs.get(key)) is not None:
-                backlog.num_cached_tokens = num_cached_tokens
-        for key, logprobs in outputs.logprobs:
-            if (backlog := backlogs.get(key)) is not None:
-                backlog.logprobs.append(logprobs)
+        for backlog, num_cached_tokens in self._open_ones(outputs.begins):
+            backlog.num_cached_tokens = num_cached_tokens
+        for backlog, prompt_logprobs in self._open_ones(outputs.prompt_logprobs):
+            backlog.prompt_logprobs.append(prompt_logprobs)
+        for backlog, logprobs in self._open_ones(outputs.logprobs):
+            backlog.logprobs.append(logprobs)
         for key, reason, stop_token in outputs.ends:
             if (backlog := backlogs.get(key)) is not None:
                 backlog.finish_reason, backlog.stop_token = reason, stop_token
@@ -139,6 +157,12 @@ class RequestStreams:
             if (backlog := backlogs.pop(key, None)) is not None:
                 backlog.failure = failure
                 backlog.sink.wake()
+
+    def _open_ones(self, values: Iterable[tuple[int, T]]) -> Iterator[tuple[Backlog, T]]:
+        """What is in `values`, by keys, for requests that somebody still listens to, and their backlogs."""
+        for key, value in values:
+            if (backlog := self._backlogs.get(key)) is not None:
+                yield backlog, value
 
     def fail_all(self, reason: str) -> None:
         """Tell every open sink that nothing more will come."""

@@ -149,11 +149,14 @@ class StepGraphs:
             (self._decodes.setdefault(shape.max_query_len, []) if uniform else self._mixed).append(shape)
         self._steps: dict[GraphShape, CapturedStep] = {}
 
-    def dispatch(self, batch: BatchShape) -> CapturedStep | None:
-        """The smallest captured step that holds this batch; None when it must be launched kernel by kernel."""
+    def dispatch(self, batch: BatchShape, *, launched: bool = False) -> CapturedStep | None:
+        """The smallest captured step that holds this batch; None when it must be launched kernel by kernel.
+
+        launched: it must be, for what no captured step leaves behind.
+        """
         decodes = None if batch.query_len is None else self._decodes.get(batch.query_len)
         kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
-        for shape in self._mixed if decodes is None else decodes:
+        for shape in () if launched else self._mixed if decodes is None else decodes:
             if batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens and shape in self._steps:
                 self.counts[shape.mode, kind] += 1
                 return self._steps[shape]

@@ -5,6 +5,7 @@ plan is as it is.
 """
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,15 +21,15 @@ from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Launch, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
-from nanovllm_core.execution.sampler import Sampled, StepHandle, draw, gather, with_logprobs
+from nanovllm_core.execution.sampler import Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.layers.compiled import compiled
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
-from nanovllm_kernels.batch import build_inputs, commit_tokens
+from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.platform import describe
 
 # What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
@@ -107,17 +108,21 @@ class Runner:
             return handle
 
     def _start(self, plan: StepPlan, step: StepInputs, begin: torch.cuda.Event | None) -> StepHandle:
-        captured = self.graphs.dispatch(plan.shape)
+        captured = self.graphs.dispatch(plan.shape, launched=bool(plan.prompt_logprobs))
         if captured is not None:
             return self._replay(plan, step, captured, begin)
-        logits = self._forward(
-            step.rows,
-            step.query_start_loc,
-            num_tokens=plan.shape.num_tokens,
-            bounds=_bounds(plan),
-            with_logits=step.sampled.size > 0,
+        hidden, batch = self._forward(
+            step.rows, step.query_start_loc, num_tokens=plan.shape.num_tokens, bounds=_bounds(plan)
         )
-        return self._choose(step, logits, begin)
+        # First, as the choice of tokens may have to wait.
+        scored = [self._score(part, hidden) for part in plan.prompt_logprobs]
+        logits = self._logits(hidden, batch) if step.sampled.size else hidden[:0]
+        return self._choose(step, Logits(logits, batch.seq_lens, batch.block_tables), begin, scored)
+
+    def _score(self, part: PromptPart, hidden: Tensor) -> Scored:
+        # A copy, so that pieces of it begin where kernels like it.
+        tokens = self._table.tokens[part.row, part.start : part.start + part.num_tokens].clone()
+        return score(hidden[part.at : part.at + part.num_tokens], tokens, part.num_top, self._model.compute_logits)
 
     def _replay(
         self, plan: StepPlan, step: StepInputs, captured: CapturedStep, begin: torch.cuda.Event | None
@@ -136,16 +141,18 @@ class Runner:
             return StepHandle(Sampled(tokens[:count], None, None, None), step.sampled, step.num_logprobs, begin)
         return self._choose(step, Logits(*(tensor[:count] for tensor in captured.found)), begin)
 
-    def _choose(self, step: StepInputs, found: Logits, begin: torch.cuda.Event | None) -> StepHandle:
+    def _choose(
+        self, step: StepInputs, found: Logits, begin: torch.cuda.Event | None, scored: Sequence[Scored] = ()
+    ) -> StepHandle:
         if not step.sampled.size:
             # What is passed for the tokens isn't read.
             self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
-            return StepHandle(None, step.sampled, step.num_logprobs, begin)
+            return StepHandle(None, step.sampled, step.num_logprobs, begin, scored=scored)
         masks = self._constraints.masks(step.sampled) if step.needs & Needs.MASK else None
         tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs, self._gather_settings, masks)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
         sampled = with_logprobs(tokens, found.logits, step.sampled, step.num_logprobs, step.most_logprobs)
-        return StepHandle(sampled, step.sampled, step.num_logprobs, begin, self._constraints.failed)
+        return StepHandle(sampled, step.sampled, step.num_logprobs, begin, self._constraints.failed, scored)
 
     def _forward(
         self,
@@ -154,9 +161,9 @@ class Runner:
         *,
         num_tokens: int,
         bounds: _Bounds,
-        with_logits: bool = True,
         launch: Launch = None,
-    ) -> Logits:
+    ) -> tuple[Tensor, BatchInputs]:
+        """Hidden states [num_tokens, size], and what they are of."""
         table, block_size = self._table, self._config.block_size
         batch = build_inputs(
             rows,
@@ -170,9 +177,10 @@ class Runner:
         )
         attention = self._plan_attention(batch.block_tables, batch.seq_lens, query_start_loc, bounds)
         ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches, self._kv_scales, launch)
-        hidden = self._model.forward(batch.input_ids, batch.positions, ctx)
-        logits = self._model.compute_logits(hidden.index_select(0, batch.last)) if with_logits else hidden[:0]
-        return Logits(logits, batch.seq_lens, batch.block_tables)
+        return self._model.forward(batch.input_ids, batch.positions, ctx), batch
+
+    def _logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
+        return self._model.compute_logits(hidden.index_select(0, batch.last))
 
     def _plan_attention(
         self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: _Bounds
@@ -200,13 +208,14 @@ class Runner:
         if launch is not None:
             # Attention that is launched is planned at each replay: the less of it in the graph, the better.
             num_decodes = 0
-        return self._forward(
+        hidden, batch = self._forward(
             buffer.rows[: shape.num_reqs],
             buffer.query_start_loc[: shape.num_reqs + 1],
             num_tokens=shape.num_tokens,
             bounds=_Bounds(num_decodes, shape.max_query_len, self._config.max_model_len),
             launch=launch,
         )
+        return Logits(self._logits(hidden, batch), batch.seq_lens, batch.block_tables)
 
     def _draw_padded(self, needs: int, found: Logits) -> Tensor:
         buffer, count = self._table.buffer, found.logits.shape[0]
@@ -250,9 +259,15 @@ class Runner:
         sampling = SamplingParams(
             top_k=50, top_p=0.9, min_p=0.1, presence_penalty=1.0, forbidden=((0, 0),), logprobs=MAX_TOP_LOGPROBS
         )
-        self._rehearse(sorted(lengths), sampling)
+        lengths.sort()
+        # Logits of a prompt's tokens take the same memory however many they are, from some number on.
+        last, *others = reversed(lengths)
+        part = PromptPart(len(others), 1, last - 1, MAX_TOP_LOGPROBS, sum(others))
+        self._rehearse(lengths, sampling, [part] if part.num_tokens else [])
 
-    def _rehearse(self, lengths: list[int], sampling: SamplingParams) -> None:
+    def _rehearse(
+        self, lengths: list[int], sampling: SamplingParams, prompt_logprobs: Sequence[PromptPart] = ()
+    ) -> None:
         """A step of prompts so long, rising. Its block tables are empty, so it reads and writes only the null block."""
         new_rows = [
             NewRow(row, [0] * length, length, 0, sampling, seed=0, stop_ids=()) for row, length in enumerate(lengths)
@@ -260,7 +275,8 @@ class Runner:
         count = len(lengths)
         scheduled = ScheduledRows(np.arange(count), np.array(lengths), np.ones(count, np.bool_))
         shape = BatchShape(count, sum(lengths), None)
-        self.launch(StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len=max(lengths))).wait()
+        plan = StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max(lengths), [*prompt_logprobs])
+        self.launch(plan).wait()
 
     def _allocate(self, num_blocks: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """A cache of `num_blocks` blocks and the null block for every layer that wants one, and its scales, if any."""

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from nanovllm_core.execution.inputs import to_device
 from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.request import TokenLogprobs
+from nanovllm_core.request import PromptLogprobs, TokenLogprobs
 from nanovllm_core.scheduling.plan import StepTokens
-from nanovllm_kernels.sampling import apply_bias, apply_masks, apply_penalties, forbid, logprobs, sample
+from nanovllm_kernels.sampling import apply_bias, apply_masks, apply_penalties, forbid, logprobs, ranks, sample
+
+# Of a prompt, logits of so many tokens are there at once: of 150,000 in float32, 80 MB.
+SCORED_AT_ONCE = 128
 
 
 class Sampled(NamedTuple):
@@ -27,6 +30,17 @@ class Sampled(NamedTuple):
     chosen: Tensor | None
     top_ids: Tensor | None
     top_logprobs: Tensor | None
+
+
+class Scored(NamedTuple):
+    """Log-probabilities of n tokens of a prompt, as `PromptLogprobs` has them: logprobs float32 [n]; ranks int32 [n];
+    top_ids int32, top_logprobs float32 [n, num_top].
+    """
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
 
 
 class Masks(NamedTuple):
@@ -95,12 +109,27 @@ def with_logprobs(
     return Sampled(tokens, found.chosen, found.top_ids, found.top_logprobs)
 
 
+def score(hidden: Tensor, tokens: Tensor, num_top: int, compute_logits: Callable[[Tensor], Tensor]) -> Scored:
+    """Log-probabilities of `tokens` int32 [n], each after the one whose hidden state is that of `hidden` [n, size], and
+    of the `num_top` likeliest in their places. Logits are made and dropped piece by piece.
+    """
+
+    def piece(hidden: Tensor, tokens: Tensor) -> Scored:
+        logits = compute_logits(hidden)
+        found = logprobs(logits, tokens, num_top)
+        return Scored(found.chosen, ranks(logits, tokens), found.top_ids, found.top_logprobs)
+
+    pieces = map(piece, hidden.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE))
+    return Scored(*map(torch.cat, zip(*pieces, strict=True)))
+
+
 class StepHandle:
     """A step in flight: its tokens are on their way to the host.
 
     sampled: of every request of the step, None when none samples. which: int64, the requests that do. num_logprobs:
     int64, of each. begin, end: on CUDA, when the device began the step, if anyone wants to know, and when it ended.
-    failed: which of the requests that sample have no token, and why.
+    failed: which of the requests that sample have no token, and why. scored: of each part of a prompt that the step was
+    to tell of.
     """
 
     def __init__(
@@ -110,18 +139,26 @@ class StepHandle:
         num_logprobs: NDArray[np.int64],
         begin: torch.cuda.Event | None,
         failed: Sequence[tuple[int, str]] = (),
+        scored: Sequence[Scored] = (),
     ):
         self._failed = failed
         self._which = which
         self._num_logprobs = num_logprobs
         self.begin = begin
         self.end: torch.cuda.Event | None = None
+        on_its_way = False
         if sampled is not None and sampled.tokens.is_cuda:
             tokens, *rest = sampled
             sampled = Sampled(_to_host(tokens), *(None if tensor is None else _to_host(tensor) for tensor in rest))
+            on_its_way = True
+        if scored and scored[0].logprobs.is_cuda:
+            scored = [Scored(*map(_to_host, each)) for each in scored]
+            on_its_way = True
+        if on_its_way:
             self.end = torch.cuda.Event(enable_timing=begin is not None)
             self.end.record()
         self._sampled = sampled
+        self._scored = scored
 
     @property
     def ready(self) -> bool:
@@ -139,10 +176,11 @@ class StepHandle:
         return np.zeros(0, np.int32) if self._sampled is None else self._sampled.tokens.numpy()[self._which]
 
     def tokens(self) -> StepTokens:
-        """What was sampled; to be called when the step has ended."""
+        """What was sampled, and found of prompts; to be called when the step has ended."""
         sampled, tokens = self._sampled, self.token_ids
+        scored = [_packed(each) for each in self._scored]
         if sampled is None or sampled.chosen is None or sampled.top_ids is None or sampled.top_logprobs is None:
-            return StepTokens(tokens, (), self._failed)
+            return StepTokens(tokens, (), self._failed, scored)
         chosen, ids, values = sampled.chosen.tolist(), sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
         counts = self._num_logprobs.tolist()
         asked = [index for index, count in enumerate(counts) if count >= 0]
@@ -153,7 +191,12 @@ class StepHandle:
                 for at, index in enumerate(asked)
             ],
             self._failed,
+            scored,
         )
+
+
+def _packed(scored: Scored) -> PromptLogprobs:
+    return PromptLogprobs(scored.top_ids.shape[1], *(tensor.numpy().tobytes() for tensor in scored))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

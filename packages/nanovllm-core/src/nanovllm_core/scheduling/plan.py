@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import CompiledGrammar, SamplingParams, TokenLogprobs
+from nanovllm_core.request import CompiledGrammar, PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 class BatchShape(NamedTuple):
@@ -68,11 +68,24 @@ class NewRow:
     compiled: CompiledGrammar | None = None
 
 
+class PromptPart(NamedTuple):
+    """Tokens of a prompt, `num_tokens` from `start` on, whose log-probabilities, `num_top` beside each, are wanted.
+
+    row: whose prompt. at: which of the step's tokens is the one before the first of them; the others follow it.
+    """
+
+    row: int
+    start: int
+    num_tokens: int
+    num_top: int
+    at: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: rows that begin, block tables that grow, and which rows compute how many tokens.
 
-    max_seq_len: longest context after the step, in tokens.
+    max_seq_len: longest context after the step, in tokens. prompt_logprobs: what it tells of prompts beside tokens.
     """
 
     step: int
@@ -81,15 +94,17 @@ class StepPlan:
     scheduled: ScheduledRows
     shape: BatchShape
     max_seq_len: int
+    prompt_logprobs: list[PromptPart] = field(default_factory=list[PromptPart])
 
 
 class StepTokens(NamedTuple):
     """What a step sampled. tokens: int32, one for each row of the plan that samples, in its order.
 
     logprobs: which of the tokens, and its log-probabilities, where they were asked for. failed: which of them stand for
-    nothing, as the request's grammar has failed, and why.
+    nothing, as the request's grammar has failed, and why. prompt_logprobs: one for each of the plan's.
     """
 
     tokens: NDArray[np.int32]
     logprobs: Sequence[tuple[int, TokenLogprobs]]
     failed: Sequence[tuple[int, str]] = ()
+    prompt_logprobs: Sequence[PromptLogprobs] = ()

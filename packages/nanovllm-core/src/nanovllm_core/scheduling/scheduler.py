@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import FinishReason, Request, RequestStatus, StepOutputs
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan, StepTokens
+from nanovllm_core.scheduling.plan import (
+    BatchShape,
+    NewBlocks,
+    NewRow,
+    PromptPart,
+    ScheduledRows,
+    StepPlan,
+    StepTokens,
+)
 from nanovllm_core.scheduling.policy import MIXED_TOKENS, Score, favours_prompts, urgency, victim_score
 from nanovllm_core.scheduling.queue import WaitingQueue
 from nanovllm_core.scheduling.rows import Rows, RowTable
@@ -141,7 +149,13 @@ class Scheduler:
         wanted = ~rows.over[scheduled]
         if self.cache.prefix_caching:
             self._commit(scheduled[wanted], num_tokens[wanted], step.ends[wanted])
+        prompt_logprobs = [
+            (int(rows.keys[part.row]), logprobs)
+            for part, logprobs in zip(step.plan.prompt_logprobs, found.prompt_logprobs, strict=True)
+            if not rows.over[part.row]
+        ]
         outputs = self._append(scheduled[samples], wanted[samples], found)
+        outputs.prompt_logprobs.extend(prompt_logprobs)
         # Some have just ended and given theirs back: such a row is nobody's.
         for request in rows.of(scheduled[~rows.running[scheduled]]):
             self._release_when_idle(request)
@@ -262,11 +276,13 @@ class Scheduler:
     ) -> ScheduledStep:
         rows = self.rows
         scheduled, counts = decodes, np.ones(len(decodes), np.int64)
+        prompt_logprobs: list[PromptPart] = []
         if chunks:
             # A chunk of one token is a decode to the kernels.
             chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
             scheduled = np.concatenate((decodes, [chunk.row for chunk in chunks]))
             counts = np.concatenate((counts, [chunk.num_tokens for chunk in chunks]))
+            prompt_logprobs = self._prompt_parts(chunks, len(decodes))
         ends = rows.num_computed[scheduled] + counts
         samples = ends == rows.num_tokens[scheduled]
         rows.num_computed[scheduled] = ends
@@ -281,10 +297,29 @@ class Scheduler:
             scheduled=ScheduledRows(scheduled, counts, samples),
             shape=BatchShape(len(scheduled), num_tokens, query_len),
             max_seq_len=int(ends.max()),
+            prompt_logprobs=prompt_logprobs,
         )
         self.counters.steps += 1
         self.counters.tokens += num_tokens
         return ScheduledStep(plan, ends)
+
+    def _prompt_parts(self, chunks: list[Chunk], at: int) -> list[PromptPart]:
+        """What `chunks`, which begin at `at` of the step's tokens, are to tell of their prompts.
+
+        What is left of a prompt when it is planned with the decodes is its last token, which tells nothing of it.
+        """
+        parts: list[PromptPart] = []
+        requests = self.rows.of(np.array([chunk.row for chunk in chunks], np.int64))
+        for (row, num_tokens), request in zip(chunks, requests, strict=True):
+            num_top, computed = request.sampling.prompt_logprobs, int(self.rows.num_computed[row])
+            # One that was preempted may compute tokens again whose successors have been scored.
+            count = min(computed + num_tokens - request.num_scored, request.num_to_score)
+            if num_top is not None and count > 0:
+                first = request.num_scored
+                parts.append(PromptPart(row, first + 1, count, num_top, at + first - computed))
+                request.num_scored += count
+            at += num_tokens
+        return parts
 
     def _commit(self, scheduled: Rows, num_tokens: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         """Let later prompts find the blocks that a step filled."""

@@ -20,6 +20,7 @@ __all__ = [
     "apply_penalties",
     "forbid",
     "logprobs",
+    "ranks",
     "sample",
 ]
 
@@ -133,6 +134,15 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     if logits.is_cuda:
         return Logprobs(*_logprobs_op(logits, tokens, num_top))
     return Logprobs(*reference.logprobs(logits, tokens, num_top))
+
+
+def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """How likely `tokens` are among all: int32 [B], of each how many are at least as likely, so 1 for the likeliest.
+
+    logits: [B, V]. tokens: int32 [B]. Plain torch on every device: few ask for it, and one pass over the logits is all
+    it takes.
+    """
+    return reference.ranks(logits, tokens)
 
 
 @torch.library.custom_op("nanovllm::apply_penalties", mutates_args=())

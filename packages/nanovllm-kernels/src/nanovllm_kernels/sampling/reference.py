@@ -193,3 +193,8 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tens
     chosen = logits.gather(1, tokens.long().unsqueeze(1)).float().sub_(normalizer).squeeze(1)
     top_values, top_ids = logits.topk(num_top, dim=-1)
     return chosen, top_ids.to(torch.int32), top_values.float().sub_(normalizer)
+
+
+def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """See the package's `ranks`."""
+    return (logits >= logits.gather(1, tokens.long().unsqueeze(1))).sum(1, dtype=torch.int32)

@@ -44,6 +44,16 @@ class ChoiceLogprobs(TypedDict):
     refusal: None
 
 
+class PromptLogprob(TypedDict):
+    """A token at one place of the prompt: its log-probability, its place among all tokens, 1 for the likeliest, and its
+    text. Beyond OpenAI's API.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class AnswerMessage(TypedDict):
     """What the model said. reasoning, and the same as reasoning_content, are beyond OpenAI's API."""
 
@@ -91,7 +101,9 @@ class CompletionUsage(TypedDict):
 
 
 class ChatCompletion(TypedDict):
-    """A whole answer. prompt_token_ids, on request, is beyond OpenAI's API."""
+    """A whole answer. prompt_token_ids and prompt_logprobs, on request, are beyond OpenAI's API. prompt_logprobs: for
+    each token of the prompt, by token id, what is known of it and of the likeliest in its place; null for the first.
+    """
 
     id: str
     object: Literal["chat.completion"]
@@ -101,6 +113,7 @@ class ChatCompletion(TypedDict):
     choices: list[Choice]
     usage: CompletionUsage
     prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
 class FunctionCallDelta(TypedDict):

@@ -96,6 +96,7 @@ DESCRIPTIONS: dict[str, str] = {
     "priority": "Lower is served first.",
     "cache_salt": "Prompts share the prefix cache with those of the same salt only.",
     "request_id": "The id of the exchange, instead of the X-Request-Id header.",
+    "prompt_logprobs": "Tell of each token of the prompt, and of this many likeliest in its place. Not of streams.",
     "seed": "The same seed gives the same tokens, whatever else the server is at.",
 }
 SSE = (

@@ -177,6 +177,7 @@ def _sampling(body: Fields, limits: Limits, defaults: SamplingDefaults) -> tuple
         ignore_eos=body.boolean("ignore_eos") or False,
         stop_token_ids=_stop_token_ids(body, limits.vocab_size),
         logprobs=_logprobs(body),
+        prompt_logprobs=_prompt_logprobs(body),
     )
     return sampling, max_tokens_field
 
@@ -196,6 +197,14 @@ def _logprobs(body: Fields) -> int | None:
     if top and not wanted:
         raise body.wrong("top_logprobs", "left out when logprobs is not true")
     return top if wanted else None
+
+
+def _prompt_logprobs(body: Fields) -> int | None:
+    top = body.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+    # No event of a stream has a place for them.
+    if top is not None and body.boolean("stream"):
+        raise body.wrong("prompt_logprobs", "left out when stream is true")
+    return top
 
 
 def _logit_bias(body: Fields, vocab_size: int) -> dict[int, float]:

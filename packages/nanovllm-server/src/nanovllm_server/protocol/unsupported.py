@@ -1,4 +1,4 @@
-"""Fields of the contract that a later release honours, and fields that other servers honour: refused, never ignored.
+"""Fields that other servers honour: refused, never ignored.
 
 A client that sends one of them expects another answer than the one it would get. A value that asks for nothing (what
 the server does anyway) is let through. This room must not know any other field.
@@ -10,12 +10,7 @@ from nanovllm_server.protocol.json import JSON
 
 NOTHING: tuple[JSON, ...] = ()
 
-# Field: the values, beside null, that ask for nothing.
-LATER: dict[str, tuple[JSON, ...]] = {
-    "prompt_logprobs": NOTHING,
-}
-
-# Not in the contract, but elsewhere they change what comes out.
+# Field: the values, beside null, that ask for nothing. Elsewhere others change what comes out.
 FOREIGN: dict[str, tuple[JSON, ...]] = {
     "allowed_token_ids": NOTHING,
     "audio": NOTHING,
@@ -47,15 +42,14 @@ SUCCESSORS: dict[str, str] = {
 
 
 def refuse_unsupported(body: Fields) -> None:
-    """Raise an ApiError for the first field that asks for what this release can't do."""
+    """Raise an ApiError for the first field that asks for what is not done here."""
     for name, successor in SUCCESSORS.items():
         if body.raw(name, {"enum": [None]}) is not None:
             raise unsupported(name, f"{name} is not supported: its successor is {successor}")
-    for table, reason in ((LATER, "is not supported yet"), (FOREIGN, "is not supported")):
-        for name, harmless in table.items():
-            value = body.raw(name, {"enum": [None, *harmless]})
-            if value is not None and not any(_same(value, other) for other in harmless):
-                raise unsupported(name, f"{name} {reason}: leave it out{_or_harmless(harmless)}")
+    for name, harmless in FOREIGN.items():
+        value = body.raw(name, {"enum": [None, *harmless]})
+        if value is not None and not any(_same(value, other) for other in harmless):
+            raise unsupported(name, f"{name} is not supported: leave it out{_or_harmless(harmless)}")
 
 
 def _same(value: JSON, other: JSON) -> bool:
