@@ -6,8 +6,10 @@ This room must not know any operator.
 import ctypes
 import functools
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -88,6 +90,19 @@ def describe(device: torch.device) -> DeviceInfo:
             has_triton=has_triton(),
         )
     return DeviceInfo(name=device.type, capability=None, total_memory=0, num_sms=0, has_triton=has_triton())
+
+
+def kept_directory(name: str) -> Path | None:
+    """A directory of that name for what a compiler makes, which outlives the machine's next start: in $NANOVLLM_CACHE,
+    else the user's cache directory. None if no such place can be written to.
+    """
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        directory = Path(os.environ.get("NANOVLLM_CACHE") or Path(home) / "nanovllm") / name
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return directory
 
 
 def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> torch.dtype:

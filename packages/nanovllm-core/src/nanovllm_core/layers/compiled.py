@@ -6,7 +6,6 @@ a compiled function computes.
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.gemm import OWN_ROWS
+from nanovllm_kernels.platform import kept_directory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,13 +52,9 @@ def compiled(function: Callable[Concatenate[Tensor, P], R], least_rows: int) -> 
 
 
 def _keep_what_is_compiled() -> None:
-    """Have Inductor keep its results where they outlive the machine's next start, if such a place can be written to."""
-    try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-        directory = Path(os.environ.get("NANOVLLM_CACHE") or Path(home) / "nanovllm") / "inductor"
-        directory.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        # Inductor then takes the system's directory for temporary files.
+    """Have Inductor keep its results; where that can't be, it takes the system's directory for temporary files."""
+    directory = kept_directory("inductor")
+    if directory is None:
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
     # A handful of kernels is no work for a pool of processes, each with a torch of its own.

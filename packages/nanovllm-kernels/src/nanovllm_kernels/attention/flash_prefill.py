@@ -3,8 +3,14 @@
 This room must not know requests with one query: the Triton kernels have them.
 """
 
+import functools
+import os
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from nanovllm_kernels.platform import kept_directory
 
 HEAD_DIMS = (64, 96, 128, 256)
 # Of what a whole batch fits into one tile FlashAttention makes a kernel of its own, compiled when such a batch first
@@ -36,11 +42,8 @@ def paged_prefill(
 
     Only the shapes and the bound shape the launch, so that a captured graph may be replayed for any lengths.
     """
-    # The public function takes no result to write into, and spends as long as this one on what only training needs.
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     k_cache, v_cache = kv_cache.chunk(2, 2)
-    _flash_attn_fwd(
+    _forward()(
         q,
         k_cache,
         v_cache,
@@ -53,3 +56,18 @@ def paged_prefill(
         causal=True,
         out=out,
     )
+
+
+@functools.cache
+def _forward() -> Callable[..., object]:
+    """FlashAttention's. The public function takes no result to write into, and spends as long as this one on what only
+    training needs.
+    """
+    # Whether it keeps what it compiles it asks once, when it is imported.
+    directory = kept_directory("flash_attention")
+    if directory is not None:
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(directory))
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    return _flash_attn_fwd
