@@ -75,10 +75,10 @@ async def test_twenty_chats_token_for_token(settings, default_model, prompts, re
     config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)
+    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
 
     async def arrive(index: int, prompt: list[int]) -> list[int]:
         await asyncio.sleep(rng.random() * 0.3)
-        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))
         return [token async for output in outputs for token in output.new_token_ids]
 

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.slow
 
 LEAVERS = 150
 AT_ONCE = 24
+PLACE = {"type": "object", "properties": {"place": {"type": "string", "minLength": 200}}, "required": ["place"]}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": PLACE}}
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,21 @@ async def answer(server, **fields) -> tuple[int, dict]:
     return int(head.split()[1]), json.loads(body)
 
 
+def held(rng: random.Random) -> dict:
+    """What an answer is held to, if anything."""
+    match rng.choice(["free", "free", "a call", "known", "new"]):
+        case "a call":
+            return {"tools": [TOOL], "tool_choice": "required"}
+        case "known":
+            return {"structured_outputs": {"regex": "[a-z ]{100,900}"}}
+        case "new":
+            # Nobody's before: it is compiled meanwhile.
+            return {"structured_outputs": {"regex": f"{rng.randrange(1 << 40)}[a-z ]{{100,900}}"}}
+    return {}
+
+
 async def leave(server, rng: random.Random) -> None:
-    """Ask for something, and go at some moment: while it is sent, rendered, queued, computed, in reasoning or after."""
+    """Ask for something, and go at some moment: while it is sent, rendered, compiled, queued, computed, or after."""
     fields = {
         "stream": rng.random() < 0.7,
         "n": rng.choice([1, 1, 1, 3]),
@@ -75,6 +90,7 @@ async def leave(server, rng: random.Random) -> None:
         # The model goes on with that, and so reasons.
         fields["messages"].append({"role": "assistant", "content": "<think>"})
         fields["continue_final_message"] = True
+    fields |= held(rng)
     data = request(**fields)
     reader, writer = await connect(server)
     try:

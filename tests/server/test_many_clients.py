@@ -5,12 +5,25 @@ import random
 import re
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import openai
 import pytest
+import torch
+
+from nanovllm_models import load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct"
 CLIENTS, LEAVERS, TOKENS = 64, 20, 24
+
+
+@dataclass
+class Said:
+    """Of one stream: the prompt's tokens, the answer's, and its text."""
+
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +47,8 @@ def gauge(server, name: str) -> float:
     return float(re.search(rf"nanovllm:{name}{{[^}}]*}} (\S+)", text)[1])
 
 
-async def stream(sdk, index: int, leave_after: int | None = None) -> str:
-    """The text of one stream, or of its beginning."""
+async def stream(sdk, index: int, leave_after: int | None = None) -> Said:
+    """What one stream says, or its beginning."""
     response = await sdk.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": f"Tell me something about the number {index}."}],
@@ -43,32 +56,41 @@ async def stream(sdk, index: int, leave_after: int | None = None) -> str:
         max_tokens=TOKENS,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    text, seen, usage = "", 0, None
+    said, seen, usage = Said(), 0, None
     async for chunk in response:
         usage = chunk.usage
-        if chunk.choices and chunk.choices[0].delta.content:
-            text += chunk.choices[0].delta.content
-            seen += 1
+        said.prompt += (chunk.model_extra or {}).get("prompt_token_ids", [])
+        if chunk.choices:
+            (choice,) = chunk.choices
+            said.tokens += (choice.model_extra or {}).get("token_ids") or []
+            said.text += choice.delta.content or ""
+            seen += bool(choice.delta.content)
         if leave_after is not None and seen >= leave_after:
             await response.close()
-            return text
-    assert usage.completion_tokens == TOKENS
-    return text
+            return said
+    assert usage.completion_tokens == len(said.tokens) == TOKENS
+    return said
 
 
-async def test_nothing_is_lost_or_doubled_and_leavers_free_all(sdk, busy_server):
+async def test_nothing_is_lost_or_doubled_and_leavers_free_all(sdk, busy_server, default_model, load_reference):
     rng = random.Random(0)
     leavers = {index: rng.randrange(1, 6) for index in rng.sample(range(CLIENTS), LEAVERS)}
-    texts = await asyncio.gather(*(stream(sdk, index, leavers.get(index)) for index in range(CLIENTS)))
+    answers = await asyncio.gather(*(stream(sdk, index, leavers.get(index)) for index in range(CLIENTS)))
     async with asyncio.timeout(30):
         while gauge(busy_server, "num_requests_running") + gauge(busy_server, "num_requests_waiting"):
             await asyncio.sleep(0.1)
     assert gauge(busy_server, "kv_cache_usage_perc") == 0
-    for index in range(CLIENTS):
-        alone = await stream(sdk, index)
-        if index in leavers:
-            assert alone.startswith(texts[index])
-        else:
-            assert texts[index] == alone
+    reference = load_reference(default_model, torch.float32, "cpu")
+    tokenizer = load_tokenizer(default_model)
+    for index, said in enumerate(answers):
+        # Each token is the likeliest after all before it, as it is when nobody else is there.
+        ids = torch.tensor([said.prompt + said.tokens[:-1]])
+        with torch.inference_mode():
+            logits = reference(ids).logits[0, len(said.prompt) - 1 :]
+        assert said.tokens == logits.argmax(-1).tolist()
+        text = tokenizer.backend.decode(said.tokens, skip_special_tokens=True)
+        assert text.startswith(said.text) if index in leavers else text == said.text
+    again = await stream(sdk, CLIENTS - 1)
+    assert again == answers[-1]

@@ -9,7 +9,7 @@ import torch
 from nanovllm_server.bench import cli
 from nanovllm_server.bench.workload import Lengths
 
-PROGRAMS = ("throughput", "latency", "prefill", "serve", "kernels")
+PROGRAMS = ("throughput", "latency", "prefill", "serve", "grammars", "kernels")
 
 
 def test_help_imports_nothing_slow():
@@ -56,6 +56,7 @@ def test_loads_are_lists():
         ["serve", "--rate", "0"],
         ["serve", "--rate", "nan"],
         ["serve", "--concurrency", "0"],
+        ["grammars", "--streams", "1"],
         ["kernels", "--peer", "vllm"],
         [],
     ],

@@ -177,8 +177,8 @@ class GrammarMatcher(Protocol):
     """Where one request's output stands in its grammar."""
 
     @property
-    def terminated(self) -> bool:
-        """Whether an end-of-sequence token has come, after which there is nothing more to match."""
+    def end_ids(self) -> "frozenset[int]":
+        """The tokens that end an answer, after which there is nothing more to match."""
         ...
 
     def accept(self, token: int) -> bool:
@@ -187,6 +187,16 @@ class GrammarMatcher(Protocol):
 
     def fill(self, masks: "NDArray[np.int32]", index: int) -> None:
         """Write which tokens may come next to masks[index], as `nanovllm_kernels.sampling.apply_masks` reads it."""
+        ...
+
+    @staticmethod
+    def accept_all(matchers: "Sequence[GrammarMatcher]", tokens: Sequence[int]) -> list[bool]:
+        """`accept` of each, in one call. After a RuntimeError of one, some of the others have gone on."""
+        ...
+
+    @staticmethod
+    def fill_all(matchers: "Sequence[GrammarMatcher]", masks: "NDArray[np.int32]") -> None:
+        """`fill` of each, to the first of `masks`, in one call."""
         ...
 
 

@@ -1,9 +1,12 @@
 """When a step waits for the tokens of the one before, and when it doesn't."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from nanovllm_core import Budget, SamplingParams
+from nanovllm_core.execution import constraints as room
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.sampler import Sampled, StepHandle
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
@@ -26,8 +29,49 @@ class Event:
         self.waits += 1
 
 
-def new_row(row: int, budget: Budget | None) -> NewRow:
-    return NewRow(row, [1, 2], 2, 0, SamplingParams(budget=budget), seed=0, stop_ids=())
+class CountingMatcher:
+    """Allows after n tokens the token n, and whatever comes; fails after `breaks_after`. Notes calls for all rows."""
+
+    end_ids = frozenset({5})
+
+    def __init__(self, breaks_after: int, calls: list[int]):
+        self.count = 0
+        self.breaks_after = breaks_after
+        self.calls = calls
+
+    def accept(self, token: int) -> bool:
+        if self.count == self.breaks_after:
+            raise RuntimeError("too deep")
+        self.count += 1
+        return True
+
+    def fill(self, masks: np.ndarray, index: int) -> None:
+        masks[index] = 0
+        masks[index, 0] = 1 << self.count
+
+    @staticmethod
+    def accept_all(matchers, tokens) -> list[bool]:
+        matchers[0].calls.append(len(matchers))
+        return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
+
+    @staticmethod
+    def fill_all(matchers, masks) -> None:
+        matchers[0].calls.append(len(matchers))
+        for index, matcher in enumerate(matchers):
+            matcher.fill(masks, index)
+
+
+@dataclass
+class CountingGrammar:
+    calls: list[int]
+    breaks_after: int = 1000
+
+    def start(self) -> CountingMatcher:
+        return CountingMatcher(self.breaks_after, self.calls)
+
+
+def new_row(row: int, budget: Budget | None, grammar: CountingGrammar | None = None) -> NewRow:
+    return NewRow(row, [1, 2], 2, 0, SamplingParams(budget=budget), seed=0, stop_ids=(), compiled=grammar)
 
 
 def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bool] | None = None) -> StepPlan:
@@ -89,3 +133,46 @@ def test_a_row_that_sits_out_or_is_another_s_by_now_is_left_alone():
     which, bits = constraints.masks(np.arange(2))
     assert (which.tolist(), allowed(bits)) == ([1], [[10]])
     assert not constraints.begin(plan([1], [new_row(0, None)]))
+
+
+def test_grammars_are_followed_in_one_call_and_one_that_breaks_harms_no_other():
+    constraints, calls, rows = Constraints(4, VOCAB, torch.device("cpu")), [], [0, 1, 2, 3]
+    new_rows = [
+        new_row(0, None, CountingGrammar(calls)),
+        new_row(1, None),
+        new_row(2, None, CountingGrammar(calls, breaks_after=2)),
+        new_row(3, Budget(1, (2,)), CountingGrammar(calls)),
+    ]
+    assert constraints.begin(plan(rows, new_rows))
+    for step, others in enumerate([[0, 2, 3], [0, 2, 3], [0, 2, 3], [0, 3]]):
+        which, bits = constraints.masks(np.arange(4))
+        assert which.tolist() == others
+        assert allowed(bits) == [[step]] * len(others)
+        assert calls == ([3] * (2 * step + 1) if step < 3 else [3] * 6 + [2])
+        constraints.launched(handle([7, 7, 7, 7])[0])
+        assert constraints.begin(plan(rows))
+    assert constraints.failed == []
+    constraints.masks(np.arange(4))
+    assert constraints.failed == [(2, "the grammar can't be followed further: too deep")]
+    # The end of both that are left.
+    constraints.launched(handle([5, 7, 7, 5])[0])
+    assert constraints.begin(plan(rows))
+    assert constraints.masks(np.arange(4)) is None
+    assert not constraints._is_held[0]
+
+
+def test_a_call_that_takes_long_has_each_row_followed_and_timed_by_itself(monkeypatch):
+    monkeypatch.setattr(room, "_LONG_CALL", 0.0)
+    monkeypatch.setattr(room, "_STEPS_APART", 2)
+    constraints, calls, rows = Constraints(2, VOCAB, torch.device("cpu")), [], [0, 1]
+    constraints.begin(plan(rows, [new_row(row, None, CountingGrammar(calls)) for row in rows]))
+    for step, seen in enumerate([1, 1, 1, 3]):
+        _, bits = constraints.masks(np.arange(2))
+        assert allowed(bits) == [[step]] * 2
+        assert len(calls) == seen
+        if step == 2:
+            assert all(constraint.spent > 0 for constraint in constraints._constraints.values())
+            # From now on no call is long.
+            monkeypatch.setattr(room, "_LONG_CALL", 10.0)
+        constraints.launched(handle([7, 7])[0])
+        constraints.begin(plan(rows))

@@ -35,10 +35,11 @@ def walk(grammar: Grammar, rng: random.Random, most: int) -> tuple[list[int], bo
         token = toy_model.EOS if toy_model.EOS in choices and rng.random() < 0.5 else rng.choice(choices)
         assert matcher.accept(token)
         if token == toy_model.EOS:
-            assert matcher.terminated
+            assert matcher.inner.is_terminated()
+            assert token in matcher.end_ids
             return tokens, True
         tokens.append(token)
-        assert not matcher.terminated
+        assert not matcher.inner.is_terminated()
     return tokens, False
 
 

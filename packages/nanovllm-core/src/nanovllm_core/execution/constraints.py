@@ -2,8 +2,9 @@
 
 A row's next mask depends on the token before it. So a step that such a row samples in is launched up to its logits,
 then waits for the tokens of the step before, and only then chooses: the masks are filled while the device computes.
-Steps without such rows pass by. Everything here happens on the thread that launches steps. This room must not know how
-grammars are compiled.
+Steps without such rows pass by. Everything here happens on the thread that launches steps. Grammars are followed in one
+call for all rows: each call gives up the interpreter's lock, and may wait milliseconds to have it back. This room must
+not know how grammars are compiled.
 """
 
 import time
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from nanovllm_core.execution.inputs import upload
 from nanovllm_core.execution.sampler import Masks, StepHandle
-from nanovllm_core.request import Budget, GrammarMatcher
+from nanovllm_core.request import Budget, CompiledGrammar, GrammarMatcher
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
 _EVERYTHING = np.int32(-1)
@@ -26,39 +27,42 @@ _EVERYTHING = np.int32(-1)
 # takes 10 us a token, and only very ambiguous rules of one's own come near.
 _PATIENCE = 2.0
 _PATIENCE_PER_TOKEN = 0.02
+# A call for all rows that takes longer than this, in seconds, has a row in it that is to blame: for so many steps each
+# row is followed by itself, to find out which.
+_LONG_CALL = 0.02
+_STEPS_APART = 16
 
 
 @dataclass(slots=True, eq=False)
 class Constraint:
     """What holds one row, whose number is `row`.
 
-    matcher: None without a grammar, and when its end has come. budget: None without one, and when it is closed.
-    num_sampled: outputs that steps were launched for. num_known: those of them that the host has seen. last: the latest
-    of these, as many as the budget's end has. spent: seconds on its grammar. failure: why there is nothing that the row
-    could sample.
+    grammar: None without one. matcher: None without a grammar, and when its end has come. budget: None without one, and
+    when it is closed. num_sampled: outputs that steps were launched for. known: those of them that the host has seen.
+    spent: seconds on its grammar, when that was followed by itself. failure: why there is nothing that the row could
+    sample.
     """
 
     row: int
+    grammar: CompiledGrammar | None
     matcher: GrammarMatcher | None
     budget: Budget | None
     num_sampled: int = 0
-    num_known: int = 0
-    last: deque[int] = field(default_factory=deque[int])
+    known: list[int] = field(default_factory=list[int])
     spent: float = 0.0
     failure: str | None = None
 
     @classmethod
     def of(cls, new: NewRow) -> "Constraint | None":
         """What holds a new row, brought to where its output stands; None for a free one."""
-        budget = new.sampling.budget
-        if new.compiled is None and budget is None:
+        grammar, budget = new.compiled, new.sampling.budget
+        if grammar is None and budget is None:
             return None
-        matcher = None if new.compiled is None else new.compiled.start()
-        last: deque[int] = deque(maxlen=None if budget is None else len(budget.end))
-        constraint = cls(new.row, matcher, budget, last=last)
+        constraint = cls(new.row, grammar, None if grammar is None else grammar.start(), budget)
         for token in new.token_ids[new.num_prompt_tokens :]:
             constraint.num_sampled += 1
-            constraint.advance(token)
+            if constraint.take(token):
+                constraint.follow(token)
         return constraint
 
     @property
@@ -71,44 +75,56 @@ class Constraint:
         """Whether the row is free from now on."""
         return self.matcher is None and self.budget is None and self.failure is None
 
-    def advance(self, token: int) -> None:
-        """Take in a token of the row's."""
-        self.num_known += 1
+    def take(self, token: int) -> bool:
+        """Take in a token of the row's. Whether there is a grammar to follow it in."""
+        self.known.append(token)
         budget = self.budget
-        if budget is not None:
-            self.last.append(token)
-            if tuple(self.last) == budget.end:
-                self.budget = None
-        matcher = self.matcher
-        if matcher is None or self.failure is not None:
-            return
-        with self._following():
-            if not matcher.accept(token):
-                self.failure = f"the grammar took back token {token}, which it had allowed"
-            elif matcher.terminated:
-                # The request ends with this token; what is still in flight for it is thrown away.
-                self.matcher = None
+        if budget is not None and tuple(self.known[-len(budget.end) :]) == budget.end:
+            self.budget = None
+        return self.matcher is not None and self.failure is None
 
-    def fill(self, masks: NDArray[np.int32], index: int) -> bool:
-        """Write what the row may sample to masks[index]. False when it may sample anything, or has failed."""
-        mask, forced = masks[index], self._forced()
-        if self.failure is not None or (self.matcher is None and forced is None):
-            return False
-        mask[:] = _EVERYTHING
-        if self.matcher is not None:
+    def follow(self, token: int) -> None:
+        """Go on in the grammar by the token that was taken in last."""
+        matcher = self.matcher
+        if matcher is not None:
             with self._following():
-                self.matcher.fill(masks, index)
-                if not mask.any():
-                    self.failure = "the grammar has come to a place that no token of the model leads on from"
-            if self.failure is not None:
-                return False
-        if forced is not None:
-            word, bit = divmod(forced, 32)
-            if mask[word] >> bit & 1:
-                mask[:] = 0
-                mask[word] = np.uint32(1 << bit).view(np.int32)
-            else:
-                self.budget = None
+                self.followed(token, accepted=matcher.accept(token))
+
+    def followed(self, token: int, *, accepted: bool) -> None:
+        """Note what became of a token in the grammar."""
+        if not accepted:
+            self.failure = f"the grammar took back token {token}, which it had allowed"
+        elif self.matcher is not None and token in self.matcher.end_ids:
+            # The request ends with this token; what is still in flight for it is thrown away.
+            self.matcher = None
+
+    def follow_again(self) -> None:
+        """Go on from the beginning, for who doesn't know where the matcher stands."""
+        if self.grammar is None or self.matcher is None:
+            return
+        self.matcher = self.grammar.start()
+        for token in self.known:
+            if self.failure is None:
+                self.follow(token)
+
+    def fill(self, masks: NDArray[np.int32], index: int) -> None:
+        """Write what the grammar allows to masks[index]."""
+        matcher = self.matcher
+        if matcher is not None:
+            with self._following():
+                matcher.fill(masks, index)
+
+    def force(self, mask: NDArray[np.int32]) -> bool:
+        """Leave only the token that the budget asks for, if it does and it may come. False when the mask stays."""
+        forced = self._forced()
+        if forced is None:
+            return False
+        word, bit = divmod(forced, 32)
+        if not mask[word] >> bit & 1:
+            self.budget = None
+            return False
+        mask[:] = 0
+        mask[word] = np.uint32(1 << bit).view(np.int32)
         return True
 
     @contextmanager
@@ -121,17 +137,16 @@ class Constraint:
         except RuntimeError as error:
             self.failure = f"the grammar can't be followed further: {' '.join(str(error).split())}"
         self.spent += time.perf_counter() - begin
-        if self.spent > _PATIENCE + _PATIENCE_PER_TOKEN * self.num_known:
+        if self.spent > _PATIENCE + _PATIENCE_PER_TOKEN * len(self.known):
             self.failure = "the grammar takes too long to follow: make its rules less ambiguous"
 
     def _forced(self) -> int | None:
         """The token that the budget asks for, if it has run out."""
-        budget = self.budget
-        if budget is None or self.num_known < budget.num_tokens:
+        budget, known = self.budget, self.known
+        if budget is None or len(known) < budget.num_tokens:
             return None
-        last = tuple(self.last)
-        sizes = range(len(budget.end) - 1, -1, -1)
-        return budget.end[next(size for size in sizes if last[len(last) - size :] == budget.end[:size])]
+        sizes = range(min(len(budget.end) - 1, len(known)), -1, -1)
+        return budget.end[next(size for size in sizes if tuple(known[len(known) - size :]) == budget.end[:size])]
 
 
 class Constraints:
@@ -151,6 +166,8 @@ class Constraints:
         self._held: list[tuple[int, Constraint]] = []
         self._due: list[tuple[int, Constraint]] = []
         self._in_flight: deque[tuple[StepHandle, list[tuple[int, Constraint]]]] = deque()
+        # How many more steps each row is followed by itself.
+        self._apart = 0
 
     def begin(self, plan: StepPlan) -> bool:
         """Take up a step that is about to be launched; True when it must ask for `masks` before it chooses tokens."""
@@ -176,17 +193,27 @@ class Constraints:
         sampled: int64, which of its requests sample.
         """
         self._take_in(wait=True)
-        which: list[int] = []
-        masks = np.empty((len(self._due), self._mask_words), np.int32)
-        for index, constraint in self._due:
-            if constraint.fill(masks, len(which)):
-                which.append(int(sampled[index]))
-            elif constraint.failure is not None:
+        held = [each for each in self._due if each[1].matcher is not None and each[1].failure is None]
+        others = [each for each in self._due if each[1].matcher is None or each[1].failure is not None]
+        masks = np.full((len(self._due), self._mask_words), _EVERYTHING)
+        self._fill([constraint for _, constraint in held], masks)
+        leads_on = masks.any(1)
+        kept: list[int] = []
+        for at, (_, constraint) in enumerate(held):
+            if constraint.failure is None and not leads_on[at]:
+                constraint.failure = "the grammar has come to a place that no token of the model leads on from"
+        for at, (index, constraint) in enumerate([*held, *others]):
+            if constraint.failure is not None:
                 self.failed.append((index, constraint.failure))
-        if not which:
+            elif constraint.force(masks[at]) or at < len(held):
+                kept.append(at)
+        if not kept:
             return None
-        there = upload([np.array(which, np.int32), masks[: len(which)].reshape(-1)], self._device)
-        return Masks(there[0], there[1].view(len(which), self._mask_words))
+        indices = np.array([index for index, _ in (*held, *others)])
+        which = sampled[indices[kept]].astype(np.int32)
+        bits = masks if len(kept) == len(masks) else masks[kept]
+        there = upload([which, bits.reshape(-1)], self._device)
+        return Masks(there[0], there[1].view(len(kept), self._mask_words))
 
     def launched(self, handle: StepHandle) -> None:
         """Remember the step at hand, for the tokens that it will have made."""
@@ -209,8 +236,50 @@ class Constraints:
             handle, held = self._in_flight.popleft()
             handle.wait()
             tokens = handle.token_ids
-            for index, constraint in held:
-                constraint.advance(int(tokens[index]))
+            taken = [(constraint, int(tokens[index])) for index, constraint in held]
+            self._follow([each for each in taken if each[0].take(each[1])])
+            for constraint, _ in taken:
                 # The row may be another request's by now.
                 if constraint.is_over and self._constraints.get(constraint.row) is constraint:
                     self._drop(constraint.row)
+
+    def _follow(self, taken: list[tuple[Constraint, int]]) -> None:
+        """Go on in the grammars of all that have taken in a token."""
+        if self._apart or len(taken) < 2:
+            for constraint, token in taken:
+                constraint.follow(token)
+            return
+        matchers = [constraint.matcher for constraint, _ in taken if constraint.matcher is not None]
+        with self._timed():
+            try:
+                accepted = matchers[0].accept_all(matchers, [token for _, token in taken])
+            except RuntimeError:
+                # Of one of them, and nobody knows how far the others have come.
+                for constraint, _ in taken:
+                    constraint.follow_again()
+                return
+        for (constraint, token), each in zip(taken, accepted, strict=True):
+            constraint.followed(token, accepted=each)
+
+    def _fill(self, held: list[Constraint], masks: NDArray[np.int32]) -> None:
+        """Write what the grammar of each allows to the first of `masks`."""
+        matchers = [constraint.matcher for constraint in held if constraint.matcher is not None]
+        if not self._apart and len(matchers) > 1:
+            with self._timed():
+                try:
+                    matchers[0].fill_all(matchers, masks)
+                except RuntimeError:
+                    self._apart = _STEPS_APART
+                else:
+                    return
+        for at, constraint in enumerate(held):
+            constraint.fill(masks, at)
+        self._apart = max(self._apart - 1, 0)
+
+    @contextmanager
+    def _timed(self) -> Generator[None]:
+        """Notice when a call for all rows takes long."""
+        begin = time.perf_counter()
+        yield
+        if time.perf_counter() - begin > _LONG_CALL:
+            self._apart = _STEPS_APART

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import GrammarError, GrammarSpec
+from nanovllm_core.request import GrammarError, GrammarMatcher, GrammarSpec
 
 if TYPE_CHECKING:
     import xgrammar
@@ -40,11 +40,7 @@ class Matcher:
 
     inner: "xgrammar.GrammarMatcher"
     possible: NDArray[np.int32]
-
-    @property
-    def terminated(self) -> bool:
-        """Whether an end-of-sequence token has come."""
-        return self.inner.is_terminated()
+    end_ids: frozenset[int]
 
     def accept(self, token: int) -> bool:
         """Go on by one token. False, and nothing changed, when the grammar doesn't allow it here."""
@@ -55,6 +51,26 @@ class Matcher:
         self.inner.fill_next_token_bitmask(masks, index)
         masks[index] &= self.possible
 
+    @staticmethod
+    def accept_all(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
+        """`accept` of each."""
+        import xgrammar
+
+        inner = [matcher.inner for matcher in cast("Sequence[Matcher]", matchers)]
+        return xgrammar.BatchGrammarMatcher.batch_accept_token(inner, list(tokens))
+
+    @staticmethod
+    def fill_all(matchers: Sequence[GrammarMatcher], masks: NDArray[np.int32]) -> None:
+        """`fill` of each. All are one engine's, and the same tokens possible."""
+        import xgrammar
+
+        each = cast("Sequence[Matcher]", matchers)
+        # With more threads an error would end the process.
+        xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
+            [matcher.inner for matcher in each], masks
+        )
+        masks[: len(each)] &= each[0].possible
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
@@ -62,6 +78,7 @@ class Grammar:
 
     inner: "xgrammar.CompiledGrammar"
     possible: NDArray[np.int32]
+    end_ids: frozenset[int]
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +89,7 @@ class Grammar:
         """A matcher that stands at the beginning."""
         import xgrammar
 
-        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible)
+        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible, self.end_ids)
 
 
 class Compiler:
@@ -81,6 +98,7 @@ class Compiler:
     def __init__(self, tokens: Sequence[bytes], end_ids: Sequence[int], vocab_size: int):
         self._tokens = tokens
         self._end_ids = end_ids
+        self._ends = frozenset(end_ids)
         self._vocab_size = vocab_size
 
     @cached_property
@@ -123,7 +141,7 @@ class Compiler:
                     compiled = inner.compile_grammar(spec.source)
                 case "structural_tag":
                     compiled = inner.compile_structural_tag(bound_whitespace(spec.source))
-            grammar = Grammar(compiled, self._possible)
+            grammar = Grammar(compiled, self._possible, self._ends)
             first = np.zeros((1, len(self._possible)), np.int32)
             grammar.start().fill(first, 0)
         # What C++ throws comes as one of these, by its kind; only its text tells what is wrong.

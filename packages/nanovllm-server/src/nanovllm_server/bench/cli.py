@@ -75,6 +75,14 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_common(serve, temperature=0.6, repeat=1)
 
+    grammars = program("grammars", "how long free streams wait for tokens beside streams that are held to schemas")
+    grammars.add_argument("url", nargs="?", default=url, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}")
+    grammars.add_argument("--model", dest="served_model", help="name to ask for; without it, the first that is listed")
+    grammars.add_argument("--streams", type=_at_least_two, default=64, help="at once; half of them are held")
+    grammars.add_argument("--output-len", type=_at_least_two, default=256, help="tokens of each answer")
+    grammars.add_argument("--repeat", type=_positive, default=5, help="rounds, each of all mixes")
+    grammars.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+
     kernels = program("kernels", "bytes and operations a second of the kernels; needs a GPU")
     kernels.add_argument("--only", default="", metavar="WORD", help="only kernels with this in their name")
     _add_results(kernels, repeat=1)
@@ -89,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.program == "serve":
             _serve(options)
+        elif options.program == "grammars":
+            _grammars(options)
         elif options.program == "kernels":
             from nanovllm_server.bench import kernels
 
@@ -155,6 +165,23 @@ def _serve(options: argparse.Namespace) -> None:
             seed=options.seed,
             repeat=options.repeat,
             results=_results(options),
+        )
+    )
+
+
+def _grammars(options: argparse.Namespace) -> None:
+    from nanovllm_server.bench import grammars
+    from nanovllm_server.bench.client import parse_base_url
+    from nanovllm_server.bench.report import Results
+
+    grammars.run(
+        grammars.GrammarsJob(
+            endpoint=parse_base_url(options.url, os.environ.get(KEY_VARIABLE)),
+            model=options.served_model,
+            num_streams=options.streams,
+            output_len=options.output_len,
+            repeat=options.repeat,
+            results=Results(options.json, None),
         )
     )
 

@@ -83,14 +83,13 @@ class Parser:
                 yield from self._calls.block(self._report.content)
 
     def _begins_with(self, tags: tuple[str, ...]) -> Reading[bool]:
-        """Whether one of `tags` comes next, after whitespace, which is content if not."""
+        """Whether one of `tags` comes next, after whitespace, which is content."""
         self._source.record()
         yield from self._source.space()
-        before = self._source.recorded()
+        self._report.content(self._source.recorded())
         for tag in tags:
             if (yield from self._source.ahead(tag)):
                 return True
-        self._report.content(before)
         return False
 
     def _read_reasoning(self, form: ReasoningFormat, begun: bool) -> Reading[None]:

@@ -1,0 +1,239 @@
+"""What answers held to schemas cost the free ones beside them: `nanovllm-bench grammars`.
+
+As many streams at once in each of three mixes, by turns: all of them free; half of them held to a schema; and half held
+while others keep sending schemas that nobody has sent before and that take long to compile. What counts is how long the
+free ones wait between tokens, while all stream. This room must not know whose server it is, as `serve`, which see.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+
+import uvloop
+
+from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, list_models, stream_chat
+from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, show
+from nanovllm_server.bench.serve import Spread, spread
+from nanovllm_server.bench.workload import Lengths, Shape, random_chats
+from nanovllm_server.protocol.json import JSON
+
+MIXES = ("free", "half held", "held, others compile")
+# Sent at once, all the time, while others compile.
+COMPILING = 4
+_TEXT: JSON = {"type": "string"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarsJob:
+    """What to ask of a server. num_streams: at once, an even number. output_len: tokens of each answer."""
+
+    endpoint: Endpoint
+    model: str | None
+    num_streams: int
+    output_len: int
+    repeat: int
+    results: Results
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """One mix, and how long its free streams waited between tokens, of all rounds together.
+
+    ratios: of each round, the median and the 99th percentile over those of its free mix. tokens_held: made under a
+    schema. compiled, refused: of the requests with schemas of their own, those that were answered, and those that were
+    not.
+    """
+
+    name: str
+    itl: Spread
+    ratio_p50: float
+    ratio_p99: float
+    tokens_held: int
+    compiled: int
+    refused: int
+
+
+def run(job: GrammarsJob) -> None:
+    """Measure, show a table, keep the figures. Raises BenchError."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        model, mixes = runner.run(measure(job))
+    facts = machine()
+    title = f"grammars: {model}; {job.num_streams} streams of {job.output_len} tokens, {job.repeat} rounds"
+    header = [
+        "streams",
+        "ITL ms mean",
+        "p50",
+        "p90",
+        "p99",
+        "p50 / free",
+        "p99 / free",
+        "held tok",
+        "schemas",
+        "refused",
+    ]
+    rows = [
+        [
+            mix.name,
+            *(f"{value:.2f}" for value in asdict(mix.itl).values()),
+            f"{mix.ratio_p50:.3f}",
+            f"{mix.ratio_p99:.3f}",
+            *map(str, (mix.tokens_held, mix.compiled, mix.refused)),
+        ]
+        for mix in mixes
+    ]
+    show(title, one_line(facts), [header, *rows])
+    keep(
+        job.results.json,
+        {
+            "benchmark": "grammars",
+            "environment": facts,
+            "model": model,
+            "num_streams": job.num_streams,
+            "output_len": job.output_len,
+            "repeat": job.repeat,
+            "mixes": [asdict(mix) for mix in mixes],
+        },
+    )
+
+
+@dataclass(slots=True)
+class _Round:
+    """One mix in one round: gaps between the tokens of the free streams, in seconds, and see `Mix`."""
+
+    gaps: list[float]
+    tokens_held: int
+    compiled: int = 0
+    refused: int = 0
+
+
+async def measure(job: GrammarsJob) -> tuple[str, list[Mix]]:
+    """The model's name, and each mix. Raises BenchError."""
+    try:
+        model = job.model or (await list_models(job.endpoint))[0]
+        # The first grammar of a server takes seconds, once.
+        await stream_chat(job.endpoint, _body(model, "Hello", 4, people()))
+        await stream_chat(job.endpoint, _body(model, "Hello", 4, None))
+    except ExchangeError as error:
+        raise BenchError(f"the server doesn't answer: {error}") from error
+    rounds: dict[str, list[_Round]] = {name: [] for name in MIXES}
+    numbers = count()
+    for index in range(job.repeat):
+        for name in MIXES:
+            rounds[name].append(await _measure_round(job, model, name, f"{index}-{name}", numbers))
+    free = [spread(each.gaps) for each in rounds["free"]]
+    mixes: list[Mix] = []
+    for name, runs in rounds.items():
+        spreads = [spread(each.gaps) for each in runs]
+        mixes.append(
+            Mix(
+                name=name,
+                itl=spread(gap for each in runs for gap in each.gaps),
+                ratio_p50=median(one.p50 / other.p50 for one, other in zip(spreads, free, strict=True)),
+                ratio_p99=median(one.p99 / other.p99 for one, other in zip(spreads, free, strict=True)),
+                tokens_held=sum(each.tokens_held for each in runs),
+                compiled=sum(each.compiled for each in runs),
+                refused=sum(each.refused for each in runs),
+            )
+        )
+    return model, mixes
+
+
+async def _measure_round(job: GrammarsJob, model: str, name: str, seed: str, numbers: "count[int]") -> _Round:
+    half = job.num_streams // 2
+    lengths = Lengths(32, 32)
+    works = random_chats(Shape(job.num_streams, lengths, Lengths(job.output_len, job.output_len)), seed)
+    # Those that are held in other mixes are free in this one, but nobody's figures.
+    schema = None if name == MIXES[0] else people()
+    ending = asyncio.Event()
+    outcome = _Round([], 0)
+    others = [
+        asyncio.create_task(_compile(job, model, outcome, numbers, ending))
+        for _ in range(COMPILING if name == MIXES[2] else 0)
+    ]
+    try:
+        answers = await asyncio.gather(
+            *(
+                stream_chat(job.endpoint, _body(model, work.text, work.max_tokens, schema if index >= half else None))
+                for index, work in enumerate(works)
+            )
+        )
+    except ExchangeError as error:
+        raise BenchError(f"a stream failed ({name}): {error}") from error
+    finally:
+        ending.set()
+        await asyncio.gather(*others)
+    outcome.gaps = _gaps(answers, half)
+    outcome.tokens_held = 0 if schema is None else sum(answer.output_tokens for answer in answers[half:])
+    if schema is not None and outcome.tokens_held < half * job.output_len:
+        raise BenchError(f"answers held to a schema ended early ({name}): the figures would be of fewer streams")
+    return outcome
+
+
+def _gaps(answers: Sequence[Answer], half: int) -> list[float]:
+    """Between the pieces of the free streams, from when the last stream began to when the first one ended."""
+    begin = max(answer.pieces[0] for answer in answers)
+    end = min(answer.pieces[-1] for answer in answers)
+    return [
+        after - before
+        for answer in answers[:half]
+        for before, after in zip(answer.pieces, answer.pieces[1:], strict=False)
+        if begin <= before and after <= end
+    ]
+
+
+async def _compile(job: GrammarsJob, model: str, outcome: _Round, numbers: "count[int]", ending: asyncio.Event) -> None:
+    """Ask for one token under one new schema after another."""
+    while not ending.is_set():
+        try:
+            await stream_chat(job.endpoint, _body(model, "Hello", 1, hostile(next(numbers))))
+        except ExchangeError:
+            outcome.refused += 1
+        else:
+            outcome.compiled += 1
+
+
+def _body(model: str, text: str, max_tokens: int, schema: JSON) -> JSON:
+    body: dict[str, JSON] = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0.6,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    if schema is not None:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return body
+
+
+def _object(properties: dict[str, JSON]) -> JSON:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def people() -> JSON:
+    """A schema as people write them, whose answers go on for thousands of tokens."""
+    address = _object({"street": _TEXT, "city": _TEXT, "country": {"enum": ["France", "Italy", "Spain"]}})
+    person = _object(
+        {
+            "name": {"type": "string", "maxLength": 40},
+            "age": {"type": "integer", "minimum": 0, "maximum": 130},
+            "email": {"type": "string", "maxLength": 60},
+            "member": {"type": "boolean"},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 5},
+            "address": address,
+        }
+    )
+    return _object({"people": {"type": "array", "items": person, "minItems": 100, "maxItems": 200}})
+
+
+def hostile(number: int) -> JSON:
+    """A schema that no other `number` gives, and that takes a server's compiler a second or so."""
+    fields = {f"f{number}_{field}": _TEXT for field in range(20)}
+    return _object({f"o{number}_{part}": _object(fields) for part in range(40)})
