@@ -24,11 +24,10 @@ class Tail:
 
 def tail_of(text: str) -> Tail:
     """What `text`, the beginning of a JSON text, ends amid."""
-    # Strings that are whole become empty: what is left of a quotation mark begins one.
-    outside = _STRING.sub('""', text)
-    begin = outside.replace('""', "").find('"')
-    if begin >= 0:
-        return Tail("string", repeats(text))
+    # Without the strings that are whole, a quotation mark begins one that is not.
+    _, quote, within = _STRING.sub("", text).partition('"')
+    if quote:
+        return Tail("string", repeats(within))
     spaces = len(text) - len(text.rstrip())
     if spaces >= LONG_WHITESPACE:
         return Tail("whitespace", True)
