@@ -23,11 +23,15 @@ MAX_STRING = 8_192
 MAX_INTEGER = 20
 MAX_NUMBER = 40
 MAX_EXPONENT = 2
+# Tokens that may be too long a number together.
+MIN_NUMERIC = 2
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _NUMBER = frozenset(b"0123456789+-.eE")
-_LONG = re.compile(rb"-?\d{%d}|.{%d}|.*[eE][-+]?\d{%d}" % (MAX_INTEGER - 1, MAX_NUMBER, MAX_EXPONENT))
-_PERIODS = np.arange(1, MAX_PERIOD + 1, dtype=np.int32)
+_LONG = re.compile(
+    rb"(^|[^-+.\deE])(-?\d{%d}|[-+.\deE]{%d}|[-+.\deE]*[eE][-+]?\d{%d})[-+.\deE]*$"
+    % (MAX_INTEGER - 1, MAX_NUMBER, MAX_EXPONENT)
+)
 
 
 class Alphabet:
@@ -39,6 +43,16 @@ class Alphabet:
     def __init__(self, tokens: Sequence[bytes], num_words: int):
         self.tokens = tokens
         self._num_words = num_words
+
+    @cached_property
+    def marked(self) -> frozenset[int]:
+        """The tokens in which a string may begin or end."""
+        return frozenset(index for index, token in enumerate(self.tokens) if b'"' in token or b"\\" in token)
+
+    @cached_property
+    def numeric(self) -> frozenset[int]:
+        """The tokens that a number may be made of."""
+        return frozenset(index for index, token in enumerate(self.tokens) if token and _NUMBER.issuperset(token))
 
     @cached_property
     def quote(self) -> NDArray[np.int32]:
@@ -75,50 +89,58 @@ class Endings:
     """What one answer has written since the last quotation mark, which is what a string or number of it is within."""
 
     def __init__(self, alphabet: Alphabet):
-        self.alphabet = alphabet
+        self._alphabet = alphabet
         self._escaped = False
-        self._begin()
-
-    def _begin(self) -> None:
-        self._length = 0
-        # What a number would be that the answer ends with, as far as it matters.
-        self._number = b""
-        # The latest tokens, the last one first, and for how many tokens each period has held.
-        self._latest = np.full(MAX_PERIOD, -1, np.int32)
-        self._held = np.zeros(MAX_PERIOD, np.int32)
+        self._written: list[int] = []
+        # How many tokens at the end may be of one number.
+        self._numeric = 0
 
     def accept(self, token: int) -> None:
         """Take in the next token."""
-        self._held += 1
-        self._held[self._latest != token] = 0
-        self._latest[1:] = self._latest[:-1]
-        self._latest[0] = token
-        self._length += 1
-        for byte in self.alphabet.tokens[token] if token < len(self.alphabet.tokens) else b"":
-            self._number = (self._number + bytes((byte,)))[-MAX_NUMBER:] if byte in _NUMBER else b""
+        self._written.append(token)
+        self._numeric = self._numeric + 1 if token in self._alphabet.numeric else 0
+        if token not in self._alphabet.marked and not self._escaped:
+            return
+        for byte in self._alphabet.tokens[token]:
             if self._escaped:
                 self._escaped = False
             elif byte == _BACKSLASH:
                 self._escaped = True
             elif byte == _QUOTE:
-                self._begin()
+                self._written.clear()
 
     def narrow(self, mask: NDArray[np.int32]) -> None:
         """Leave in a mask, int32 [words], only what ends a string or number, if that may end and has to."""
-        alphabet = self.alphabet
-        if _LONG.match(self._number) and not (mask & (alphabet.letter | alphabet.quote)).any():
-            ends = mask & ~alphabet.number
-            if ends.any():
-                mask[:] = ends
-                return
-        if self._length >= MAX_REPEATED and (self._length >= MAX_STRING or self._repeats()):
-            in_string = not (mask & alphabet.line_break).any() and (
-                bool((mask & alphabet.letter).any()) or not (mask & alphabet.bracket).any()
-            )
-            ends = mask & alphabet.quote
-            if in_string and ends.any():
-                mask[:] = ends
+        if self._numeric >= MIN_NUMERIC:
+            self._end_number(mask)
+        if len(self._written) >= MAX_REPEATED and (len(self._written) >= MAX_STRING or self._repeats()):
+            self._end_string(mask)
+
+    def _end_number(self, mask: NDArray[np.int32]) -> None:
+        alphabet = self._alphabet
+        # With what stands before it in the same token.
+        last = self._written[-min(self._numeric, MAX_NUMBER) - 1 :]
+        text = b"".join([alphabet.tokens[token] for token in last])
+        within = (mask & (alphabet.letter | alphabet.quote)).any()
+        ends = mask & ~alphabet.number
+        if _LONG.search(text) and not within and ends.any():
+            mask[:] = ends
+
+    def _end_string(self, mask: NDArray[np.int32]) -> None:
+        alphabet = self._alphabet
+        if (mask & alphabet.line_break).any():
+            return
+        # Where a value may begin a quotation mark would open a string.
+        within = (mask & alphabet.letter).any() or not (mask & alphabet.bracket).any()
+        ends = mask & alphabet.quote
+        if within and ends.any():
+            mask[:] = ends
 
     def _repeats(self) -> bool:
-        lengths = self._held + _PERIODS
-        return bool(((self._held > 0) & (lengths >= MAX_REPEATED) & (lengths >= MIN_TIMES * _PERIODS)).any())
+        written = self._written
+        for period in range(1, MAX_PERIOD + 1):
+            if written[-1] == written[-1 - period] and written[-2] == written[-2 - period]:
+                length = max(MAX_REPEATED, MIN_TIMES * period)
+                if len(written) >= length and written[period - length :] == written[-length:-period]:
+                    return True
+        return False
