@@ -94,7 +94,13 @@ class Client:
         return Outcome(question, verdict, detail, text, tokens, time.perf_counter() - begin)
 
     def _request(self, question: Question, seed: int) -> dict[str, Any]:
-        settings = {"model": self.model, "max_tokens": self.max_tokens, "temperature": self.temperature, "seed": seed}
+        settings = {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": seed,
+            "return_token_ids": True,
+        }
         first = question.named[0]
         if question.way == "answer":
             shown = orjson.dumps(first.schema).decode()[:SHOWN]
@@ -156,7 +162,7 @@ def judge(question: Question, status: int, body: Any) -> tuple[Verdict, str, str
         answers = [(by_name[call["name"]], call["arguments"]) for call in calls]
     text = "\n".join(text for _, text in answers) or message["content"] or ""
     if reason == "length":
-        tail = tail_of(answers[-1][1] if answers else text)
+        tail = tail_of(answers[-1][1] if answers else text, choice["token_ids"])
         # All but the last call are whole.
         problem = next((found for found in map(_problem, answers[:-1]) if found), None)
         return ("invalid", problem, text) if problem else (*_cut(tail), text)
