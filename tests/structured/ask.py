@@ -73,13 +73,18 @@ def own_server() -> Iterator[str]:
 def ask_all(client: Client, asked: list[Question], concurrency: int) -> list[Outcome]:
     """All of them, in their order."""
     outcomes: dict[int, Outcome] = {}
-    with ThreadPoolExecutor(concurrency) as pool, tqdm(total=len(asked), desc="asking", unit="answer") as bar:
+    pool = ThreadPoolExecutor(concurrency)
+    try:
         waiting = {pool.submit(client.ask, question, seed): seed for seed, question in enumerate(asked)}
-        for done in as_completed(waiting):
-            outcome = outcomes[waiting[done]] = done.result()
-            bar.update()
-            if outcome.verdict in FAILURES:
-                bar.write(line(outcome))
+        with tqdm(total=len(asked), desc="asking", unit="answer") as bar:
+            for done in as_completed(waiting):
+                outcome = outcomes[waiting[done]] = done.result()
+                bar.update()
+                if outcome.verdict in FAILURES:
+                    bar.write(line(outcome))
+    finally:
+        # Whoever interrupts this waits for no more than what is on its way.
+        pool.shutdown(cancel_futures=True)
     return [outcomes[index] for index in range(len(asked))]
 
 

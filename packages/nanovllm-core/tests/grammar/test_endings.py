@@ -1,4 +1,4 @@
-"""Strings and numbers end, whoever writes them, and nothing else is made to."""
+"""Strings, numbers and nesting end, whoever writes them, and nothing else is made to."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm_core import GrammarSpec
 from nanovllm_core.grammar.compiler import Compiler, Grammar
-from nanovllm_core.grammar.endings import MAX_INTEGER, MAX_NUMBER, MAX_REPEATED, MAX_STRING
+from nanovllm_core.grammar.endings import MAX_DEPTH, MAX_INTEGER, MAX_NUMBER, MAX_REPEATED, MAX_STRING
 
 # Every byte, the end, and a few of several bytes, as vocabularies have them.
 END = 256
@@ -108,6 +108,21 @@ def test_a_number_between_bounds_has_all_its_digits(compiler):
 def test_an_array_may_have_the_same_again_and_again(compiler, items, begin, again):
     grammar = compiler.compile(schema({"type": "array", "items": items}))
     assert write(grammar, begin, again, 700).count(again[0]) >= 90
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], ids=["free", "optional", "required"]
+)
+def test_nesting_ends_unless_it_must_go_on(compiler, form):
+    value = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "additionalProperties": False}
+    must = {"type": "object", "properties": {"b": {"enum": [0]}}, "required": ["b"], "additionalProperties": False}
+    for _ in range(40):
+        must = {"type": "object", "properties": {"b": must}, "required": ["b"], "additionalProperties": False}
+    defs = {"a": {"anyOf": [value, {"type": "null"}]}, "b": must}
+    grammar = compiler.compile(schema({**form, "$defs": defs}))
+    name = "b" if form.get("$ref", "").endswith("b") else "a"
+    text = write(grammar, "", [b"{", b'"', name.encode(), b'"', b":"], 600)
+    assert text.count(b"{") == (41 if name == "b" else MAX_DEPTH)
 
 
 def test_free_text_and_grammars_of_ones_own_are_left_alone(compiler):

@@ -1,4 +1,4 @@
-"""Ends strings and numbers of JSON that would go on for ever, where the grammar has them end whenever they like.
+"""Ends strings, numbers and nesting of JSON that would go on for ever, where the grammar lets them end.
 
 Small models, once they repeat themselves, do so until no token is left. A grammar that counts would stop them at a
 length that suits nobody, and xgrammar takes half a second a token to count to 16,384; so it is looked at what was
@@ -23,15 +23,18 @@ MAX_STRING = 8_192
 MAX_INTEGER = 20
 MAX_NUMBER = 40
 MAX_EXPONENT = 2
+# Arrays and objects inside one another.
+MAX_DEPTH = 32
 # Tokens that may be too long a number together.
 MIN_NUMERIC = 2
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
+_OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
+_MARKS = frozenset((_QUOTE, _BACKSLASH)) | _OPENING | _CLOSING
 _NUMBER = frozenset(b"0123456789+-.eE")
-_LONG = re.compile(
-    rb"(^|[^-+.\deE])(-?\d{%d}|[-+.\deE]{%d}|[-+.\deE]*[eE][-+]?\d{%d})[-+.\deE]*$"
-    % (MAX_INTEGER - 1, MAX_NUMBER, MAX_EXPONENT)
-)
+# What is long enough, of the end of a text that a number may be made of.
+_END = re.compile(rb"[-+.0-9eE]*$")
+_LONG = re.compile(rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER - 1, MAX_NUMBER, MAX_EXPONENT))
 
 
 class Alphabet:
@@ -46,8 +49,18 @@ class Alphabet:
 
     @cached_property
     def marked(self) -> frozenset[int]:
-        """The tokens in which a string may begin or end."""
-        return frozenset(index for index, token in enumerate(self.tokens) if b'"' in token or b"\\" in token)
+        """The tokens in which a string, an array or an object may begin or end."""
+        return frozenset(index for index, token in enumerate(self.tokens) if not _MARKS.isdisjoint(token))
+
+    @cached_property
+    def blank(self) -> NDArray[np.int32]:
+        """The mask of the tokens of whitespace, behind which everything is as before."""
+        return self._mask([token.isspace() for token in self.tokens])
+
+    @cached_property
+    def opening(self) -> NDArray[np.int32]:
+        """That of the tokens in which an array or an object may begin."""
+        return self._mask([not _OPENING.isdisjoint(token) for token in self.tokens])
 
     @cached_property
     def numeric(self) -> frozenset[int]:
@@ -56,7 +69,7 @@ class Alphabet:
 
     @cached_property
     def quote(self) -> NDArray[np.int32]:
-        """The mask of the token that closes a string."""
+        """That of the token that closes a string."""
         return self._mask([token == b'"' for token in self.tokens])
 
     @cached_property
@@ -86,11 +99,15 @@ class Alphabet:
 
 
 class Endings:
-    """What one answer has written since the last quotation mark, which is what a string or number of it is within."""
+    """What one answer has written since the last quotation mark, which is what a string or number of it is within, and
+    how deep that is. Quotation marks in text before the JSON, if there is any, may mislead about the depth alone.
+    """
 
     def __init__(self, alphabet: Alphabet):
         self._alphabet = alphabet
         self._escaped = False
+        self._in_string = False
+        self._depth = 0
         self._written: list[int] = []
         # How many tokens at the end may be of one number.
         self._numeric = 0
@@ -107,10 +124,19 @@ class Endings:
             elif byte == _BACKSLASH:
                 self._escaped = True
             elif byte == _QUOTE:
+                self._in_string = not self._in_string
                 self._written.clear()
+            elif not self._in_string and byte in _OPENING:
+                self._depth += 1
+            elif not self._in_string and byte in _CLOSING:
+                self._depth = max(self._depth - 1, 0)
 
     def narrow(self, mask: NDArray[np.int32]) -> None:
-        """Leave in a mask, int32 [words], only what ends a string or number, if that may end and has to."""
+        """Leave in a mask, int32 [words], only what ends what has to end and may."""
+        if self._depth >= MAX_DEPTH:
+            flat = mask & ~self._alphabet.opening
+            if (flat & ~self._alphabet.blank).any():
+                mask[:] = flat
         if self._numeric >= MIN_NUMERIC:
             self._end_number(mask)
         if len(self._written) >= MAX_REPEATED and (len(self._written) >= MAX_STRING or self._repeats()):
@@ -118,12 +144,14 @@ class Endings:
 
     def _end_number(self, mask: NDArray[np.int32]) -> None:
         alphabet = self._alphabet
+        if (mask & (alphabet.letter | alphabet.quote)).any():
+            return
         # With what stands before it in the same token.
         last = self._written[-min(self._numeric, MAX_NUMBER) - 1 :]
-        text = b"".join([alphabet.tokens[token] for token in last])
-        within = (mask & (alphabet.letter | alphabet.quote)).any()
+        text = b"".join([alphabet.tokens[token] for token in last])[-MAX_NUMBER:]
+        number = _END.search(text)
         ends = mask & ~alphabet.number
-        if _LONG.search(text) and not within and ends.any():
+        if number is not None and _LONG.fullmatch(number[0]) and ends.any():
             mask[:] = ends
 
     def _end_string(self, mask: NDArray[np.int32]) -> None:
