@@ -5,6 +5,7 @@ an error, or runs away. Corpora come from installed packages; `--save FILE` writ
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -12,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import orjson
 from asking import FAILURES, VERDICTS, WAYS, Client, Named, Outcome, Question, Way
 from tqdm import tqdm
 
@@ -28,7 +29,7 @@ OFFERED = 4
 def read_cases(path: Path | None) -> list[Named]:
     """The schemas of all corpora: from a file that `--save` wrote, or from where they come from."""
     if path is not None:
-        return [Named(**case) for case in orjson.loads(path.read_bytes())]
+        return [Named(**case) for case in json.loads(path.read_text())]
     import corpora
 
     made = {"suite": corpora.suite, "tools": corpora.tools, "real": corpora.real}
@@ -141,7 +142,7 @@ def main() -> int:
     options = parser.parse_args()
     cases = read_cases(options.cases)
     if options.save is not None:
-        options.save.write_bytes(orjson.dumps(cases))
+        options.save.write_text(json.dumps([asdict(case) for case in cases]))
         return 0
     asked = questions(cases, options.corpus, options.way, options.limit)
     if options.url is not None:
@@ -151,7 +152,7 @@ def main() -> int:
             outcomes = ask_all(Client(url, options.max_tokens, options.temperature), asked, options.concurrency)
     print(table(outcomes))
     if options.outcomes is not None:
-        options.outcomes.write_bytes(orjson.dumps([record(outcome) for outcome in outcomes]))
+        options.outcomes.write_text(json.dumps([record(outcome) for outcome in outcomes]))
     amid = Counter(outcome.detail for outcome in outcomes if outcome.verdict in ("cut", "run away"))
     print("cut amid:", ", ".join(f"{name} {count}" for name, count in amid.most_common()) or "nothing")
     return int(any(outcome.verdict in FAILURES for outcome in outcomes))

@@ -103,7 +103,7 @@ class Client:
         }
         first = question.named[0]
         if question.way == "answer":
-            shown = orjson.dumps(first.schema).decode()[:SHOWN]
+            shown = json.dumps(first.schema)[:SHOWN]
             messages = [_user(f"Give an example of {first.name}: JSON of this schema: {shown}")]
             form = {"name": "answer", "strict": True, "schema": first.schema}
             return {
@@ -127,7 +127,8 @@ class Client:
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
         try:
-            payload = None if body is None else orjson.dumps(body)
+            # Not orjson: the official suite has integers beyond 64 bits.
+            payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
             return response.status, orjson.loads(response.read())

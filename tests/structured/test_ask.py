@@ -40,7 +40,7 @@ def test_answers_of_a_real_model(client):
         ('{"a": "' + "It is so. " * 20, [1, 2, 3] * 50, "string", True),
         ('{"a": "' + "It is so. " * 20, [1, 2, 3] * 20, "string", False),
         ('["x\\"", "A sentence that ends somewhere", "and one that does n', [1] * 200, "string", False),
-        ("[" + '"x", ' * 200, "array or object", False),
+        ("[" + '"x", ' * 200, [1] * 200, "array or object", False),
     ],
 )
 def test_what_an_answer_was_cut_amid(text, tokens, amid, endless):

@@ -151,3 +151,9 @@ def test_a_row_that_is_resumed_goes_on_as_it_was(compiler):
     second.fill(masks, 1)
     assert (masks[0] == masks[1]).all()
     assert np.unpackbits(masks[0].view(np.uint8)).sum() == 1
+
+
+def test_a_string_that_may_not_end_yet_stops_repeating_itself(compiler):
+    grammar = compiler.compile(schema({"type": "string", "pattern": "^[^=]+=x$"}))
+    text = write(grammar, '"', [b"a"], 1000)
+    assert len(text) == 1 + MAX_REPEATED

@@ -139,8 +139,10 @@ class Endings:
                 mask[:] = flat
         if self._numeric >= MIN_NUMERIC:
             self._end_number(mask)
-        if len(self._written) >= MAX_REPEATED and (len(self._written) >= MAX_STRING or self._repeats()):
-            self._end_string(mask)
+        if len(self._written) >= MAX_REPEATED:
+            period = self._period()
+            if period or len(self._written) >= MAX_STRING:
+                self._end_string(mask, period)
 
     def _end_number(self, mask: NDArray[np.int32]) -> None:
         alphabet = self._alphabet
@@ -154,21 +156,31 @@ class Endings:
         if number is not None and _LONG.fullmatch(number[0]) and ends.any():
             mask[:] = ends
 
-    def _end_string(self, mask: NDArray[np.int32]) -> None:
+    def _end_string(self, mask: NDArray[np.int32], period: int) -> None:
         alphabet = self._alphabet
         if (mask & alphabet.line_break).any():
             return
         # Where a value may begin a quotation mark would open a string.
         within = (mask & alphabet.letter).any() or not (mask & alphabet.bracket).any()
         ends = mask & alphabet.quote
-        if within and ends.any():
+        if not within:
+            return
+        if ends.any():
             mask[:] = ends
+        elif period and self._in_string:
+            # A pattern wants something else first, which is not what comes all the time.
+            word, bit = divmod(self._written[-period], 32)
+            others = mask.copy()
+            others[word] &= ~np.uint32(1 << bit).view(np.int32)
+            if others.any():
+                mask[:] = others
 
-    def _repeats(self) -> bool:
+    def _period(self) -> int:
+        """Of how many tokens is what the end repeats; 0 when it doesn't."""
         written = self._written
         for period in range(1, MAX_PERIOD + 1):
             if written[-1] == written[-1 - period] and written[-2] == written[-2 - period]:
                 length = max(MAX_REPEATED, MIN_TIMES * period)
                 if len(written) >= length and written[period - length :] == written[-length:-period]:
-                    return True
-        return False
+                    return period
+        return 0
