@@ -19,6 +19,8 @@ MIN_TIMES = 4
 MAX_PERIOD = 64
 # Tokens of any string that its grammar lets end.
 MAX_STRING = 8_192
+# Tokens of one that its grammar doesn't let end, after which it may not go on repeating itself.
+MAX_STUCK = 512
 # Characters of a number: of an integer, which are those that 64 bits need, and of any; and digits of its exponent.
 MAX_INTEGER = 20
 MAX_NUMBER = 40
@@ -167,7 +169,7 @@ class Endings:
             return
         if ends.any():
             mask[:] = ends
-        elif period and self._in_string:
+        elif period and self._in_string and len(self._written) >= MAX_STUCK:
             # A pattern wants something else first, which is not what comes all the time.
             word, bit = divmod(self._written[-period], 32)
             others = mask.copy()
