@@ -11,22 +11,13 @@ from dataclasses import dataclass, field
 import jsonschema
 import xgrammar
 from corpora import Case
+from refusals import names_keyword
 from walks import Walker, hints
 
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.schema import check_schema
 from nanovllm_server.schemas.formats import FORMATS
 
-# What refusals name: keywords that some schema or other has with what can't be enforced, or that nothing meets.
-REFUSED = frozenset(
-    {
-        *("$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "const", "contains", "dependentRequired", "enum"),
-        *("exclusiveMaximum", "exclusiveMinimum", "if", "items", "maxItems", "maxLength", "maxProperties", "maximum"),
-        *("minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf", "pattern", "schema"),
-        *("patternProperties", "propertyNames", "required", "type", "unevaluatedItems", "unevaluatedProperties"),
-        *("dependencies", "uniqueItems"),
-    }
-)
 # Seconds to compile that are worth a line.
 SLOW = 2.0
 
@@ -91,7 +82,7 @@ def _note_refusal(case: Case, refusal: ApiError, report: Report) -> None:
     report.counts["invalid" if refusal.code == "invalid_value" else "refused"] += 1
     report.refused[keyword] += 1
     report.refusals.append(f"{case.name}: {refusal.message}")
-    if keyword not in REFUSED or not (refusal.param or "").startswith("schema") or refusal.status != 400:
+    if not names_keyword(refusal.message) or not (refusal.param or "").startswith("schema") or refusal.status != 400:
         report.wrong.append(f"{case.name}: refused without naming a keyword: {refusal.message[:200]}")
 
 

@@ -59,7 +59,7 @@ def is_object(text: bytes) -> bool:
         and value["b"] in ("x", "true")
         and all(isinstance(item, bool) for item in value.get("c", []))
         and len(value.get("c", [])) <= 3
-        and re.search(rb"\s{10}", text) is None
+        and re.search(rb"\s{2}", text) is None
     )
 
 

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.grammar.endings import Alphabet, Endings
 from nanovllm_core.request import GrammarError, GrammarMatcher, GrammarSpec
 
 if TYPE_CHECKING:
     import xgrammar
 
-# Whitespace characters in a row between the parts of a JSON text: enough for what models like to write, a line break
-# and four levels of indentation by two, and never an answer of nothing else. Each costs a grammar 0.1 MB.
-MAX_WHITESPACE = 9
+# Whitespace characters in a row between the parts of a JSON text. With nine small models write as many tokens, as line
+# breaks and indentation are one, and a grammar takes 1.2 MB rather than 0.2.
+MAX_WHITESPACE = 1
 # Of what xgrammar says, which may quote the grammar. Characters.
 _MAX_REASON = 500
 # What a structural tag's formats hold further formats in.
@@ -35,29 +36,40 @@ class Matcher:
     """Where an answer stands in its grammar; see `nanovllm_core.request.GrammarMatcher`.
 
     possible: int32 [words], the mask of tokens that can come at all: those that are text, and ends. xgrammar allows
-    more, of which it takes none.
+    more, of which it takes none. endings: what sees to it that strings and numbers of JSON end; None where there are
+    none.
     """
 
     inner: "xgrammar.GrammarMatcher"
     possible: NDArray[np.int32]
     end_ids: frozenset[int]
+    endings: Endings | None
 
     def accept(self, token: int) -> bool:
         """Go on by one token. False, and nothing changed, when the grammar doesn't allow it here."""
-        return self.inner.accept_token(token)
+        accepted = self.inner.accept_token(token)
+        if accepted and self.endings is not None:
+            self.endings.accept(token)
+        return accepted
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
         """Write which tokens may come next to masks[index]."""
         self.inner.fill_next_token_bitmask(masks, index)
         masks[index] &= self.possible
+        if self.endings is not None:
+            self.endings.narrow(masks[index])
 
     @staticmethod
     def accept_all(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
         """`accept` of each."""
         import xgrammar
 
-        inner = [matcher.inner for matcher in cast("Sequence[Matcher]", matchers)]
-        return xgrammar.BatchGrammarMatcher.batch_accept_token(inner, list(tokens))
+        each = cast("Sequence[Matcher]", matchers)
+        accepted = xgrammar.BatchGrammarMatcher.batch_accept_token([matcher.inner for matcher in each], list(tokens))
+        for matcher, token, took in zip(each, tokens, accepted, strict=True):
+            if took and matcher.endings is not None:
+                matcher.endings.accept(token)
+        return accepted
 
     @staticmethod
     def fill_all(matchers: Sequence[GrammarMatcher], masks: NDArray[np.int32]) -> None:
@@ -70,6 +82,9 @@ class Matcher:
             [matcher.inner for matcher in each], masks
         )
         masks[: len(each)] &= each[0].possible
+        for index, matcher in enumerate(each):
+            if matcher.endings is not None:
+                matcher.endings.narrow(masks[index])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +94,8 @@ class Grammar:
     inner: "xgrammar.CompiledGrammar"
     possible: NDArray[np.int32]
     end_ids: frozenset[int]
+    # None where there is no JSON in it.
+    alphabet: Alphabet | None
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +106,8 @@ class Grammar:
         """A matcher that stands at the beginning."""
         import xgrammar
 
-        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible, self.end_ids)
+        endings = None if self.alphabet is None else Endings(self.alphabet)
+        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible, self.end_ids, endings)
 
 
 class Compiler:
@@ -122,6 +140,10 @@ class Compiler:
         bits[list(self._end_ids)] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
 
+    @cached_property
+    def _alphabet(self) -> Alphabet:
+        return Alphabet(self._tokens, len(self._possible))
+
     def warm(self) -> None:
         """Import and build what every grammar needs, which takes seconds."""
         _ = self._inner, self._possible
@@ -141,7 +163,8 @@ class Compiler:
                     compiled = inner.compile_grammar(spec.source)
                 case "structural_tag":
                     compiled = inner.compile_structural_tag(bound_whitespace(spec.source))
-            grammar = Grammar(compiled, self._possible, self._ends)
+            alphabet = self._alphabet if spec.kind in ("json_schema", "structural_tag") else None
+            grammar = Grammar(compiled, self._possible, self._ends, alphabet)
             first = np.zeros((1, len(self._possible)), np.int32)
             grammar.start().fill(first, 0)
         # What C++ throws comes as one of these, by its kind; only its text tells what is wrong.

@@ -13,8 +13,8 @@ _HEX = r"[0-9A-Fa-f]"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 # Unreserved characters, those that delimit parts of a component, and escapes.
 _URI_CHAR = rf"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
-_TIMES = r"(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
-_DAYS = r"(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+_TIMES = r"(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
+_DAYS = r"(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"
 _IPV6 = "|".join(
     [
         rf"(?:{_HEX}{{1,4}}:){{7}}{_HEX}{{1,4}}",
@@ -29,12 +29,12 @@ FORMATS: dict[str, str] = {
     "date": rf"^{_DATE}$",
     "time": rf"^{_TIME}$",
     "date-time": rf"^{_DATE}T{_TIME}$",
-    "duration": rf"^P(?:{_DAYS}(?:T{_TIMES})?|T{_TIMES}|[0-9]+W)$",
+    "duration": rf"^P(?:{_DAYS}(?:T{_TIMES})?|T{_TIMES}|[0-9]{{1,9}}W)$",
     "uuid": rf"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
     "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
     "ipv6": rf"^(?:{_IPV6})$",
     "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,3}}$",
-    "email": rf"^{_ATOM}+(?:\.{_ATOM}+)*@{_LABEL}(?:\.{_LABEL}){{1,3}}$",
+    "email": rf"^{_ATOM}{{1,30}}(?:\.{_ATOM}{{1,30}}){{0,4}}@{_LABEL}(?:\.{_LABEL}){{1,3}}$",
     "uri": rf"^[A-Za-z][A-Za-z0-9+.-]*:(?://)?{_URI_CHAR}+(?:/{_URI_CHAR}*)*(?:\?(?:{_URI_CHAR}|[/?])*)?"
     rf"(?:#(?:{_URI_CHAR}|[/?])*)?$",
 }

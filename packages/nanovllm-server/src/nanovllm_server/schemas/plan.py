@@ -251,13 +251,21 @@ def _multiples(shape: Number, step: int, low: int | None, high: int | None, plac
     if low is None and high is None:
         if step > MAX_MULTIPLE:
             raise _refused(shape, "multipleOf", place, f"above {MAX_MULTIPLE} can be enforced between bounds only")
-        return [Numbers(True, None, None, False, False, step)]
+        if _ends_with_zeros(step):
+            return [Numbers(True, None, None, False, False, step)]
+        # A number that goes on with zeros would never become a multiple.
+        low, high = -(MAX_WRITTEN_OUT // 2 - 1) * step, MAX_WRITTEN_OUT // 2 * step
     if low is None or high is None:
         raise _refused(shape, "multipleOf", place, "can be enforced with both bounds or with none; give the other one")
     first, last = -(-low // step), high // step
     if last - first >= MAX_WRITTEN_OUT:
         raise _refused(shape, "multipleOf", place, f"between bounds leaves more than {MAX_WRITTEN_OUT} values")
     return [Constants(tuple(index * step for index in range(first, last + 1)))] if first <= last else []
+
+
+def _ends_with_zeros(step: int) -> bool:
+    """Whether any number becomes a multiple of `step` by some zeros behind it."""
+    return 10 ** step.bit_length() % step == 0
 
 
 # Strings.

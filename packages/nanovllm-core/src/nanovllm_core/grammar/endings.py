@@ -1,0 +1,188 @@
+"""Ends strings, numbers and nesting of JSON that would go on for ever, where the grammar lets them end.
+
+Small models, once they repeat themselves, do so until no token is left. A grammar that counts would stop them at a
+length that suits nobody, and xgrammar takes half a second a token to count to 16,384; so it is looked at what was
+written. What ends is still what the grammar allows. This room must not know schemas, nor grammars but by their masks.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Tokens over which a string repeats itself, and how often it does at least: then it is closed.
+MAX_REPEATED = 96
+MIN_TIMES = 4
+# Of what is repeated, in tokens.
+MAX_PERIOD = 64
+# Tokens of any string that its grammar lets end.
+MAX_STRING = 8_192
+# Tokens of one that its grammar doesn't let end, after which it may not go on repeating itself.
+MAX_STUCK = 512
+# Characters of a number: of an integer, which are those that 64 bits need, and of any; and digits of its exponent.
+MAX_INTEGER = 20
+MAX_NUMBER = 40
+MAX_EXPONENT = 2
+# Arrays and objects inside one another.
+MAX_DEPTH = 32
+# Tokens that may be too long a number together.
+MIN_NUMERIC = 2
+
+_QUOTE, _BACKSLASH = ord('"'), ord("\\")
+_OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
+_MARKS = frozenset((_QUOTE, _BACKSLASH)) | _OPENING | _CLOSING
+_NUMBER = frozenset(b"0123456789+-.eE")
+# What is long enough, of the end of a text that a number may be made of.
+_END = re.compile(rb"[-+.0-9eE]*$")
+_LONG = re.compile(rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER - 1, MAX_NUMBER, MAX_EXPONENT))
+
+
+class Alphabet:
+    """What of a vocabulary tells where in a JSON text an answer is, and what leads on from there.
+
+    tokens: the bytes of each. num_words: int32 words of a mask.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], num_words: int):
+        self.tokens = tokens
+        self._num_words = num_words
+
+    @cached_property
+    def marked(self) -> frozenset[int]:
+        """The tokens in which a string, an array or an object may begin or end."""
+        return frozenset(index for index, token in enumerate(self.tokens) if not _MARKS.isdisjoint(token))
+
+    @cached_property
+    def blank(self) -> NDArray[np.int32]:
+        """The mask of the tokens of whitespace, behind which everything is as before."""
+        return self._mask([token.isspace() for token in self.tokens])
+
+    @cached_property
+    def opening(self) -> NDArray[np.int32]:
+        """That of the tokens in which an array or an object may begin."""
+        return self._mask([not _OPENING.isdisjoint(token) for token in self.tokens])
+
+    @cached_property
+    def numeric(self) -> frozenset[int]:
+        """The tokens that a number may be made of."""
+        return frozenset(index for index, token in enumerate(self.tokens) if token and _NUMBER.issuperset(token))
+
+    @cached_property
+    def quote(self) -> NDArray[np.int32]:
+        """That of the token that closes a string."""
+        return self._mask([token == b'"' for token in self.tokens])
+
+    @cached_property
+    def letter(self) -> NDArray[np.int32]:
+        """That of a letter that begins no value."""
+        return self._mask([token == b"a" for token in self.tokens])
+
+    @cached_property
+    def bracket(self) -> NDArray[np.int32]:
+        """That of what begins an array."""
+        return self._mask([token == b"[" for token in self.tokens])
+
+    @cached_property
+    def line_break(self) -> NDArray[np.int32]:
+        """That of what stands in no string."""
+        return self._mask([token == b"\n" for token in self.tokens])
+
+    @cached_property
+    def number(self) -> NDArray[np.int32]:
+        """That of the tokens that a number may go on with."""
+        return self._mask([token[:1] != b"" and token[0] in _NUMBER for token in self.tokens])
+
+    def _mask(self, chosen: list[bool]) -> NDArray[np.int32]:
+        bits = np.zeros(self._num_words * 32, np.bool_)
+        bits[: len(chosen)] = chosen
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Endings:
+    """What one answer has written since the last quotation mark, which is what a string or number of it is within, and
+    how deep that is. Quotation marks in text before the JSON, if there is any, may mislead about the depth alone.
+    """
+
+    def __init__(self, alphabet: Alphabet):
+        self._alphabet = alphabet
+        self._escaped = False
+        self._in_string = False
+        self._depth = 0
+        self._written: list[int] = []
+        # How many tokens at the end may be of one number.
+        self._numeric = 0
+
+    def accept(self, token: int) -> None:
+        """Take in the next token."""
+        self._written.append(token)
+        self._numeric = self._numeric + 1 if token in self._alphabet.numeric else 0
+        if token not in self._alphabet.marked and not self._escaped:
+            return
+        for byte in self._alphabet.tokens[token]:
+            if self._escaped:
+                self._escaped = False
+            elif byte == _BACKSLASH:
+                self._escaped = True
+            elif byte == _QUOTE:
+                self._in_string = not self._in_string
+                self._written.clear()
+            elif not self._in_string and byte in _OPENING:
+                self._depth += 1
+            elif not self._in_string and byte in _CLOSING:
+                self._depth = max(self._depth - 1, 0)
+
+    def narrow(self, mask: NDArray[np.int32]) -> None:
+        """Leave in a mask, int32 [words], only what ends what has to end and may."""
+        if self._depth >= MAX_DEPTH:
+            flat = mask & ~self._alphabet.opening
+            if (flat & ~self._alphabet.blank).any():
+                mask[:] = flat
+        if self._numeric >= MIN_NUMERIC:
+            self._end_number(mask)
+        if len(self._written) >= MAX_REPEATED:
+            period = self._period()
+            if period or len(self._written) >= MAX_STRING:
+                self._end_string(mask, period)
+
+    def _end_number(self, mask: NDArray[np.int32]) -> None:
+        alphabet = self._alphabet
+        if (mask & (alphabet.letter | alphabet.quote)).any():
+            return
+        # With what stands before it in the same token.
+        last = self._written[-min(self._numeric, MAX_NUMBER) - 1 :]
+        text = b"".join([alphabet.tokens[token] for token in last])[-MAX_NUMBER:]
+        number = _END.search(text)
+        ends = mask & ~alphabet.number
+        if number is not None and _LONG.fullmatch(number[0]) and ends.any():
+            mask[:] = ends
+
+    def _end_string(self, mask: NDArray[np.int32], period: int) -> None:
+        alphabet = self._alphabet
+        if (mask & alphabet.line_break).any():
+            return
+        # Where a value may begin a quotation mark would open a string.
+        within = (mask & alphabet.letter).any() or not (mask & alphabet.bracket).any()
+        ends = mask & alphabet.quote
+        if not within:
+            return
+        if ends.any():
+            mask[:] = ends
+        elif period and self._in_string and len(self._written) >= MAX_STUCK:
+            # A pattern wants something else first, which is not what comes all the time.
+            word, bit = divmod(self._written[-period], 32)
+            others = mask.copy()
+            others[word] &= ~np.uint32(1 << bit).view(np.int32)
+            if others.any():
+                mask[:] = others
+
+    def _period(self) -> int:
+        """Of how many tokens is what the end repeats; 0 when it doesn't."""
+        written = self._written
+        for period in range(1, MAX_PERIOD + 1):
+            if written[-1] == written[-1 - period] and written[-2] == written[-2 - period]:
+                length = max(MAX_REPEATED, MIN_TIMES * period)
+                if len(written) >= length and written[period - length :] == written[-length:-period]:
+                    return period
+        return 0

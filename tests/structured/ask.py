@@ -1,0 +1,162 @@
+"""`python tests/structured/ask.py`: asks a real server for answers of every schema of all corpora, as a table.
+
+Without `--url` it starts a server of its own, with the default model. Exits with 1 when an answer doesn't validate, is
+an error, or runs away. Corpora come from installed packages; `--save FILE` writes them, for `--cases FILE` elsewhere.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from asking import FAILURES, VERDICTS, WAYS, Client, Named, Outcome, Question, Way
+from tqdm import tqdm
+
+CORPORA = ("suite", "tools", "real")
+# Of functions that people wrote, so many are offered in a request for a call of any of them.
+OFFERED = 4
+
+
+def read_cases(path: Path | None) -> list[Named]:
+    """The schemas of all corpora: from a file that `--save` wrote, or from where they come from."""
+    if path is not None:
+        return [Named(**case) for case in json.loads(path.read_text())]
+    import corpora
+
+    made = {"suite": corpora.suite, "tools": corpora.tools, "real": corpora.real}
+    return [Named(name, case.name, case.schema) for name in CORPORA for case in made[name]()]
+
+
+def questions(cases: list[Named], corpora: list[str], ways: list[Way], limit: int | None) -> list[Question]:
+    """One for each way of asking for each schema; functions are offered several at a time where one must be called."""
+    asked: list[Question] = []
+    for corpus in corpora:
+        some = [case for case in cases if case.corpus == corpus]
+        some = some[:: max(1, len(some) // limit)][:limit] if limit else some
+        objects = [case for case in some if isinstance(case.schema, dict)]
+        offered = OFFERED if corpus == "tools" else 1
+        for way in ways:
+            match way:
+                case "answer":
+                    asked += [Question(way, (case,)) for case in some]
+                case "named":
+                    asked += [Question(way, (case,)) for case in objects]
+                case "required":
+                    groups = [objects[begin : begin + offered] for begin in range(0, len(objects), offered)]
+                    asked += [Question(way, tuple(group)) for group in groups]
+    return asked
+
+
+@contextmanager
+def own_server() -> Iterator[str]:
+    """A server with the default model and settings; the URL it serves at."""
+    command = [sys.executable, "-m", "nanovllm_server", "--port", "0", "--log-level", "warning"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = next((found[0] for line in process.stdout if (found := re.findall(r"http://\S+:\d+", line))), None)
+            if url is None:
+                raise RuntimeError(f"the server ended with status {process.wait()}")
+            yield url
+        finally:
+            process.terminate()
+
+
+def ask_all(client: Client, asked: list[Question], concurrency: int) -> list[Outcome]:
+    """All of them, in their order."""
+    outcomes: dict[int, Outcome] = {}
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        waiting = {pool.submit(client.ask, question, seed): seed for seed, question in enumerate(asked)}
+        with tqdm(total=len(asked), desc="asking", unit="answer") as bar:
+            for done in as_completed(waiting):
+                outcome = outcomes[waiting[done]] = done.result()
+                bar.update()
+                if outcome.verdict in FAILURES:
+                    bar.write(line(outcome))
+    finally:
+        # Whoever interrupts this waits for no more than what is on its way.
+        pool.shutdown(cancel_futures=True)
+    return [outcomes[index] for index in range(len(asked))]
+
+
+def line(outcome: Outcome) -> str:
+    """A failure in a line."""
+    names = ", ".join(each.name for each in outcome.question.named)
+    end = outcome.text if len(outcome.text) < 300 else "..." + outcome.text[-300:]
+    return f"{outcome.verdict.upper()} {outcome.question.way} {names}: {outcome.detail} {end!r}"
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """How many of each verdict, by corpus and way, and how long valid answers are."""
+    rows = [["corpus", "asked as", *VERDICTS, "all", "tokens of valid"]]
+    groups = dict.fromkeys((outcome.question.corpus, outcome.question.way) for outcome in outcomes)
+    for corpus, way in groups:
+        some = [each for each in outcomes if (each.question.corpus, each.question.way) == (corpus, way)]
+        rows.append([corpus, way, *_numbers(some)])
+    rows.append(["all", "", *_numbers(outcomes)])
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _numbers(outcomes: list[Outcome]) -> list[str]:
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    lengths = [outcome.tokens for outcome in outcomes if outcome.verdict == "valid"]
+    mean = f"{sum(lengths) / len(lengths):.1f}" if lengths else "-"
+    return [*(str(counts[verdict]) for verdict in VERDICTS), str(len(outcomes)), mean]
+
+
+def record(outcome: Outcome) -> dict[str, object]:
+    """An outcome for a file."""
+    question = outcome.question
+    return {
+        "corpus": question.corpus,
+        "way": question.way,
+        "names": [each.name for each in question.named],
+        **{name: getattr(outcome, name) for name in ("verdict", "detail", "text", "tokens", "seconds")},
+    }
+
+
+def main() -> int:
+    """Asks, prints, and says whether anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="of a server that runs, such as http://127.0.0.1:8000")
+    parser.add_argument("--corpus", nargs="+", choices=CORPORA, default=list(CORPORA))
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="what schemas are asked for as")
+    parser.add_argument("--limit", type=int, help="schemas of each corpus, evenly spread")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--cases", type=Path, help="read the corpora from a file that --save wrote")
+    parser.add_argument("--save", type=Path, help="write the corpora to a file, and ask nothing")
+    parser.add_argument("--outcomes", type=Path, help="write every outcome to a file, as JSON")
+    options = parser.parse_args()
+    cases = read_cases(options.cases)
+    if options.save is not None:
+        options.save.write_text(json.dumps([asdict(case) for case in cases]))
+        return 0
+    asked = questions(cases, options.corpus, options.way, options.limit)
+    if options.url is not None:
+        outcomes = ask_all(Client(options.url, options.max_tokens, options.temperature), asked, options.concurrency)
+    else:
+        with own_server() as url:
+            outcomes = ask_all(Client(url, options.max_tokens, options.temperature), asked, options.concurrency)
+    print(table(outcomes))
+    if options.outcomes is not None:
+        options.outcomes.write_text(json.dumps([record(outcome) for outcome in outcomes]))
+    amid = Counter(outcome.detail for outcome in outcomes if outcome.verdict in ("cut", "run away"))
+    print("cut amid:", ", ".join(f"{name} {count}" for name, count in amid.most_common()) or "nothing")
+    return int(any(outcome.verdict in FAILURES for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Asking a running server for answers that are held to a schema, and judging what comes. Only HTTP: what it runs on,
+and how it holds answers to anything, is not known here.
+"""
+
+import http.client
+import json
+import re
+import time
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import jsonschema
+import orjson
+from refusals import names_keyword
+from tails import Tail, tail_of
+
+# How a schema is asked for: as the format of the answer, as the parameters of functions of which one or more must be
+# called, and as those of a function that is named.
+Way = Literal["answer", "required", "named"]
+WAYS: tuple[Way, ...] = ("answer", "required", "named")
+# valid: it ended and meets the schema. refused: a 400 that names the keyword. no object: a 400, as arguments are one.
+# limit: a 400, as the conversation is too long or the grammar takes too long to compile. cut: by max_tokens, amid
+# something that ends. run away: by max_tokens, amid something that doesn't. broken: anything else.
+Verdict = Literal["valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken"]
+VERDICTS: tuple[Verdict, ...] = ("valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken")
+FAILURES: frozenset[Verdict] = frozenset({"run away", "invalid", "broken"})
+# Of the schema in the prompt of an answer; functions are shown whole by the server.
+SHOWN = 500
+TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A schema of a corpus."""
+
+    corpus: str
+    name: str
+    schema: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request. named: the schemas in it, of which an answer that calls functions is held to those it calls."""
+
+    way: Way
+    named: tuple[Named, ...]
+
+    @property
+    def corpus(self) -> str:
+        """The corpus that it is of."""
+        return self.named[0].corpus
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a question. detail: what is wrong, or what it was refused for, or what it was cut amid."""
+
+    question: Question
+    verdict: Verdict
+    detail: str
+    text: str
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Client:
+    """A server, and how it is asked."""
+
+    url: str
+    max_tokens: int
+    temperature: float
+
+    @cached_property
+    def model(self) -> str:
+        """What it serves."""
+        status, body = self._exchange("GET", "/v1/models", None)
+        if status != 200:
+            raise RuntimeError(f"{self.url}/v1/models: status {status}")
+        return body["data"][0]["id"]
+
+    def ask(self, question: Question, seed: int) -> Outcome:
+        """Ask, wait for the answer, judge it."""
+        begin = time.perf_counter()
+        try:
+            status, body = self._exchange("POST", "/v1/chat/completions", self._request(question, seed))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return Outcome(question, "broken", f"{type(error).__name__}: {error}", "", 0, time.perf_counter() - begin)
+        tokens = 0 if status != 200 else body["usage"]["completion_tokens"]
+        verdict, detail, text = judge(question, status, body)
+        return Outcome(question, verdict, detail, text, tokens, time.perf_counter() - begin)
+
+    def _request(self, question: Question, seed: int) -> dict[str, Any]:
+        settings = {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": seed,
+            "return_token_ids": True,
+        }
+        first = question.named[0]
+        if question.way == "answer":
+            shown = json.dumps(first.schema)[:SHOWN]
+            messages = [_user(f"Give an example of {first.name}: JSON of this schema: {shown}")]
+            form = {"name": "answer", "strict": True, "schema": first.schema}
+            return {
+                **settings,
+                "messages": messages,
+                "response_format": {"type": "json_schema", "json_schema": form},
+            }
+        tools = [
+            {"type": "function", "function": {"name": function_name(each, index), "parameters": each.schema}}
+            for index, each in enumerate(question.named)
+        ]
+        choice = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
+        return {
+            **settings,
+            "messages": [_user(f"Call a function for an example of {first.name}.")],
+            "tools": tools,
+            "tool_choice": choice if question.way == "named" else "required",
+        }
+
+    def _exchange(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        parts = urlsplit(self.url)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        try:
+            # Not orjson: the official suite has integers beyond 64 bits.
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, orjson.loads(response.read())
+        finally:
+            connection.close()
+
+
+def function_name(named: Named, index: int) -> str:
+    """The name of a schema as a function's, the index-th of its request."""
+    return f"{re.sub('[^A-Za-z0-9_]+', '_', named.name)[:40]}_{index}"
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def judge(question: Question, status: int, body: Any) -> tuple[Verdict, str, str]:
+    """The verdict over an answer, why, and the text that it is over."""
+    if status != 200:
+        return _refusal(status, body)
+    (choice,) = body["choices"]
+    message, reason = choice["message"], choice["finish_reason"]
+    if question.way == "answer":
+        answers = [(question.named[0], message["content"] or "")]
+    else:
+        by_name = {function_name(each, index): each for index, each in enumerate(question.named)}
+        calls = [call["function"] for call in message["tool_calls"] or []]
+        if message["content"] and reason != "length":
+            return "invalid", "text beside calls", message["content"]
+        if strange := [call["name"] for call in calls if call["name"] not in by_name]:
+            return "invalid", f"no such function: {strange[0]}", ""
+        answers = [(by_name[call["name"]], call["arguments"]) for call in calls]
+    text = "\n".join(text for _, text in answers) or message["content"] or ""
+    if reason == "length":
+        tail = tail_of(answers[-1][1] if answers else text, choice["token_ids"])
+        # All but the last call are whole.
+        problem = next((found for found in map(_problem, answers[:-1]) if found), None)
+        return ("invalid", problem, text) if problem else (*_cut(tail), text)
+    if reason != _reason(question.way):
+        return "invalid", f"finish_reason {reason}", text
+    if not answers:
+        return "invalid", "nothing was called", text
+    problem = next((found for found in map(_problem, answers) if found), None)
+    return ("invalid", problem, text) if problem else ("valid", "", text)
+
+
+def _reason(way: Way) -> str:
+    return "tool_calls" if way == "required" else "stop"
+
+
+def _cut(tail: Tail) -> tuple[Verdict, str]:
+    return ("run away" if tail.endless else "cut"), tail.amid
+
+
+def _refusal(status: int, body: Any) -> tuple[Verdict, str, str]:
+    error = body["error"]
+    message, code, param = error["message"], error["code"], error["param"] or ""
+    detail = f"{status} {code} {param[:80]}: {message[:300]}"
+    if status != 400 or not param:
+        return "broken", detail, ""
+    if code in ("context_length_exceeded", "invalid_grammar"):
+        return "limit", detail, ""
+    if code == "invalid_value" and "must be a schema that takes an object" in message:
+        return "no object", detail, ""
+    if code in ("unsupported_schema", "invalid_value") and names_keyword(message):
+        return "refused", detail, ""
+    return "broken", detail, ""
+
+
+def _problem(answer: tuple[Named, str]) -> str | None:
+    """What is wrong with a text that should be JSON of a schema."""
+    schema = answer[0].schema
+    try:
+        value = json.loads(answer[1])
+        # Stricter: what it takes no other reader stumbles over.
+        orjson.loads(answer[1])
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
+    with warnings.catch_warnings(action="ignore"):  # Of patterns that re will read otherwise some day.
+        problem = next(validator.iter_errors(value), None)
+    return None if problem is None else f"{problem.json_path}: {problem.message[:300]}"
