@@ -197,7 +197,7 @@ class Constraints:
         others = [each for each in self._due if each[1].matcher is None or each[1].failure is not None]
         masks = np.full((len(self._due), self._mask_words), _EVERYTHING)
         self._fill([constraint for _, constraint in held], masks)
-        leads_on = masks.any(1)
+        leads_on = np.any(masks, axis=1)
         kept: list[int] = []
         for at, (_, constraint) in enumerate(held):
             if constraint.failure is None and not leads_on[at]:
