@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 LEAVERS = 150
 AT_ONCE = 24
-PLACE = {"type": "object", "properties": {"place": {"type": "string", "minLength": 200}}, "required": ["place"]}
+PLACE = {"type": "object", "properties": {"place": {"type": "string", "minLength": 20}}, "required": ["place"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": PLACE}}
 
 
@@ -69,10 +69,10 @@ def held(rng: random.Random) -> dict:
         case "a call":
             return {"tools": [TOOL], "tool_choice": "required"}
         case "known":
-            return {"structured_outputs": {"regex": "[a-z ]{100,900}"}}
+            return {"structured_outputs": {"regex": "[a-z ]+"}}
         case "new":
             # Nobody's before: it is compiled meanwhile.
-            return {"structured_outputs": {"regex": f"{rng.randrange(1 << 40)}[a-z ]{{100,900}}"}}
+            return {"structured_outputs": {"regex": f"{rng.randrange(1 << 40)}[a-z ]+"}}
     return {}
 
 
