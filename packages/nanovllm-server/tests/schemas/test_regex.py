@@ -68,6 +68,15 @@ def permits(compiled: xgrammar.Grammar, text: str) -> bool:
     return xgrammar.testing._is_grammar_accept_string(compiled, json.dumps(text, ensure_ascii=False))
 
 
+def takes(compiled: xgrammar.Grammar, text: bytes) -> bool:
+    """Of bytes, which need not be text."""
+    vocabulary = xgrammar.TokenizerInfo([bytes((byte,)) for byte in range(256)], stop_token_ids=[])
+    matcher = xgrammar.GrammarMatcher(
+        xgrammar.GrammarCompiler(vocabulary).compile_grammar(compiled), terminate_without_stop_token=True
+    )
+    return matcher.accept_string(text) and matcher.is_terminated()
+
+
 def texts(longest: int):
     for length in range(longest + 1):
         for characters in itertools.product(ALPHABET, repeat=length):
@@ -157,6 +166,36 @@ def test_lengths_of_patterns():
         compiled = grammar(tree)
         for text in texts(2):
             assert permits(compiled, text) == (bool(re.search(pattern, text)) and low <= len(text) <= high)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 3), (2, 3), (3, 3), (0, 128), (120, 128), (0, 129), (3, None), (128, None), (129, None)]
+)
+def test_lengths_of_strings(low, high):
+    """In every size of UTF-8, and in nothing that is none."""
+    tree = limit(regex.narrow(regex.ANYTHING, PLAIN), low, high)
+    compiled = grammar(tree)
+    if max(low, high or 0) <= regex.MAX_COUNTED:
+        written = regex.write(tree)
+        again = regex.narrow(regex.parse(written.removeprefix("^").removesuffix("$")), PLAIN)
+        assert regex.write(again) == written
+    most = low + 10 if high is None else high
+    for character in "a ~\x7f\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff":
+        for length in {0, 1, low - 1, low, most - 1, most, most + 1} - {-1}:
+            assert permits(compiled, character * length) == (low <= length <= (high or length))
+    assert permits(compiled, ("aé€😀" * most)[:most])
+    assert permits(compiled, ("aé€😀" * most)[: most + 1]) == (high is None)
+    for wrong in (
+        b"\x80",
+        b"\xc1\xbf",
+        b"\xe0\x9f\xbf",
+        b"\xed\xa0\x80",
+        b"\xf0\x8f\xbf\xbf",
+        b"\xf4\x90\x80\x80",
+        b"\n",
+    ):
+        assert not takes(compiled, b'"' + b"a" * low + wrong + b'"')
+    assert takes(compiled, b'"' + b"a" * low + b'"')
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -77,7 +77,7 @@ class Matcher:
         import xgrammar
 
         each = cast("Sequence[Matcher]", matchers)
-        # With more threads an error would end the process.
+        # One thread: what an error in another would do is not known.
         xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
             [matcher.inner for matcher in each], masks
         )
