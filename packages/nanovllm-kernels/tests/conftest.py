@@ -1,14 +1,57 @@
 """What several tests share: batches over a poisoned cache, and oracles that loop and compute in float64."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from nanovllm_kernels import fp8
+from nanovllm_kernels.platform import has_triton
+
+KERNELS = Path(__file__).parent / "kernels"
+# About half of the time that all take.
+HALF = (KERNELS / "test_attention.py", KERNELS / "test_sampling.py")
+INTERPRETED = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin what `test_interpreter` waits for, if it is among what will run."""
+    wanted = any(item.path == Path(__file__).with_name("test_interpreter.py") for item in session.items)
+    if not wanted or not has_triton() or session.config.option.collectonly:
+        return
+    runs = {"half": HALF, "rest": (KERNELS, *(f"--ignore={file}" for file in HALF))}
+    session.config.stash[INTERPRETED] = {
+        name: subprocess.Popen(
+            # Behind whatever else wants the core.
+            ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+            cwd=session.config.rootpath,
+            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, arguments in runs.items()
+    }
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End what nobody waits for any more."""
+    for process in session.config.stash.get(INTERPRETED, {}).values():
+        with process:
+            process.kill()
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest) -> dict[str, subprocess.Popen[str]]:
+    """The runs of the kernels' tests under the interpreter."""
+    return request.config.stash[INTERPRETED]
 
 
 @dataclass(frozen=True)
