@@ -255,7 +255,7 @@ class Trace:
 @pytest.mark.parametrize("block_of_seeds", range(8))
 def test_everyone_finishes_and_nothing_is_lost(block_of_seeds: int):
     preemptions = hits = midway = 0
-    for seed in range(block_of_seeds * 300, (block_of_seeds + 1) * 300):
+    for seed in range(block_of_seeds * 400, (block_of_seeds + 1) * 400):
         trace = Trace(seed)
         try:
             trace.run()
