@@ -18,8 +18,8 @@ QUESTIONS = [
     "Summarise the plot of Romeo and Juliet.",
     "Why is the sky blue?",
 ]
-# Whose answers hang on a nat or more at every token up to the word: an FP8 cache moves log-probabilities by up to 0.8,
-# and of the capital of France, where 0.1 decides on the first token, even one beside float32 may choose another.
+# Whose answers hang on 0.8 nats or more at every token up to the word, on most of them on several. Of the capital of
+# France 0.1 decides on the first token, and with an FP8 cache even float32 chooses another.
 FACTS = {"What is the capital of Japan?": "Tokyo", "What is the opposite of hot?": "cold"}
 OUTPUT, STRIDE = 48, 4
 # Nats. Twice what was found over 160 places in the answers to twenty questions (0.009).

@@ -115,8 +115,7 @@ class Compiler:
 
     def __init__(self, tokens: Sequence[bytes], end_ids: Sequence[int], vocab_size: int):
         self._tokens = tokens
-        self._end_ids = end_ids
-        self._ends = frozenset(end_ids)
+        self._end_ids = frozenset(end_ids)
         self._vocab_size = vocab_size
 
     @cached_property
@@ -146,7 +145,7 @@ class Compiler:
 
     def warm(self) -> None:
         """Import and build what every grammar needs, which takes seconds."""
-        _ = self._inner, self._possible
+        _ = self._inner, self._possible, self._alphabet
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Compile. Raises GrammarError."""
@@ -164,7 +163,7 @@ class Compiler:
                 case "structural_tag":
                     compiled = inner.compile_structural_tag(bound_whitespace(spec.source))
             alphabet = self._alphabet if spec.kind in ("json_schema", "structural_tag") else None
-            grammar = Grammar(compiled, self._possible, self._ends, alphabet)
+            grammar = Grammar(compiled, self._possible, self._end_ids, alphabet)
             first = np.zeros((1, len(self._possible)), np.int32)
             grammar.start().fill(first, 0)
         # What C++ throws comes as one of these, by its kind; only its text tells what is wrong.

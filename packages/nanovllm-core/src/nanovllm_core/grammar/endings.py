@@ -7,7 +7,6 @@ written. What ends is still what the grammar allows. This room must not know sch
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,57 +41,25 @@ _LONG = re.compile(rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER -
 class Alphabet:
     """What of a vocabulary tells where in a JSON text an answer is, and what leads on from there.
 
-    tokens: the bytes of each. num_words: int32 words of a mask.
+    Made at once, as whoever asks is in the middle of a step. tokens: the bytes of each. marked: the tokens in which a
+    string, an array or an object may begin or end. numeric: those that a number may be made of. All others are masks,
+    int32 [num_words]; blank: of the tokens of whitespace, behind which everything is as before; opening: in which an
+    array or an object may begin; quote: the one that closes a string; letter: one that begins no value; bracket: the
+    one that begins an array; line_break: one that stands in no string; number: those that a number may go on with.
     """
 
     def __init__(self, tokens: Sequence[bytes], num_words: int):
         self.tokens = tokens
         self._num_words = num_words
-
-    @cached_property
-    def marked(self) -> frozenset[int]:
-        """The tokens in which a string, an array or an object may begin or end."""
-        return frozenset(index for index, token in enumerate(self.tokens) if not _MARKS.isdisjoint(token))
-
-    @cached_property
-    def blank(self) -> NDArray[np.int32]:
-        """The mask of the tokens of whitespace, behind which everything is as before."""
-        return self._mask([token.isspace() for token in self.tokens])
-
-    @cached_property
-    def opening(self) -> NDArray[np.int32]:
-        """That of the tokens in which an array or an object may begin."""
-        return self._mask([not _OPENING.isdisjoint(token) for token in self.tokens])
-
-    @cached_property
-    def numeric(self) -> frozenset[int]:
-        """The tokens that a number may be made of."""
-        return frozenset(index for index, token in enumerate(self.tokens) if token and _NUMBER.issuperset(token))
-
-    @cached_property
-    def quote(self) -> NDArray[np.int32]:
-        """That of the token that closes a string."""
-        return self._mask([token == b'"' for token in self.tokens])
-
-    @cached_property
-    def letter(self) -> NDArray[np.int32]:
-        """That of a letter that begins no value."""
-        return self._mask([token == b"a" for token in self.tokens])
-
-    @cached_property
-    def bracket(self) -> NDArray[np.int32]:
-        """That of what begins an array."""
-        return self._mask([token == b"[" for token in self.tokens])
-
-    @cached_property
-    def line_break(self) -> NDArray[np.int32]:
-        """That of what stands in no string."""
-        return self._mask([token == b"\n" for token in self.tokens])
-
-    @cached_property
-    def number(self) -> NDArray[np.int32]:
-        """That of the tokens that a number may go on with."""
-        return self._mask([token[:1] != b"" and token[0] in _NUMBER for token in self.tokens])
+        self.marked = frozenset(index for index, token in enumerate(tokens) if not _MARKS.isdisjoint(token))
+        self.numeric = frozenset(index for index, token in enumerate(tokens) if token and _NUMBER.issuperset(token))
+        self.blank = self._mask([token.isspace() for token in tokens])
+        self.opening = self._mask([not _OPENING.isdisjoint(token) for token in tokens])
+        self.quote = self._mask([token == b'"' for token in tokens])
+        self.letter = self._mask([token == b"a" for token in tokens])
+        self.bracket = self._mask([token == b"[" for token in tokens])
+        self.line_break = self._mask([token == b"\n" for token in tokens])
+        self.number = self._mask([token[:1] != b"" and token[0] in _NUMBER for token in tokens])
 
     def _mask(self, chosen: list[bool]) -> NDArray[np.int32]:
         bits = np.zeros(self._num_words * 32, np.bool_)
