@@ -25,6 +25,33 @@ class PagedSpec(NamedTuple):
     num_heads: int
 
 
+class MLASpec(NamedTuple):
+    """The cache of one layer of latent attention: a token's latent, then its rotated key part, shared by all heads."""
+
+    latent_dim: int
+    rope_dim: int
+    num_heads: int
+
+
+class StateSpec(NamedTuple):
+    """What one recurrent layer keeps of a whole sequence, per rank: the shapes of its recurrent state, which is of the
+    engine's `state_dtype`, and of the inputs that its convolution still needs, which are of the model's dtype.
+    """
+
+    recurrent: tuple[int, int, int]
+    conv: tuple[int, int]
+
+
+CacheSpec = PagedSpec | MLASpec | StateSpec
+
+
+class StateCache(NamedTuple):
+    """One recurrent layer's states: recurrent [num_slots, *spec.recurrent], conv [num_slots, *spec.conv]."""
+
+    recurrent: Tensor
+    conv: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """What one forward pass needs to know of its batch: requests one after another, decodes first.
