@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch
+from nanovllm_kernels.linear_attention import StateBatch
 
 # Attention of one layer: from its queries and a batch to what they see.
 Attention = Callable[[Tensor, AttentionBatch], Tensor]
@@ -62,7 +63,8 @@ class ForwardContext:
     the value heads. kv_scales: where the caches are FP8 one each, uint8 [num_blocks, 2 * num_kv_heads, block_size], of
     every head of every slot (see `nanovllm_kernels.fp8`), else none. launch: called, if there, with a layer's attention
     and its queries, in place of the attention itself: while a step is captured in pieces, between which attention is
-    launched anew each time.
+    launched anew each time. state_caches: one a StateSpec, in the order of `cache_specs`. states: whose states lie
+    where in them; None for a model without.
     """
 
     attention: AttentionBatch
@@ -70,6 +72,8 @@ class ForwardContext:
     kv_caches: tuple[Tensor, ...]
     kv_scales: tuple[Tensor, ...] = ()
     launch: Callable[[Attention, Tensor], Tensor] | None = None
+    state_caches: tuple[StateCache, ...] = ()
+    states: StateBatch | None = None
 
 
 class CausalLM(Protocol):
