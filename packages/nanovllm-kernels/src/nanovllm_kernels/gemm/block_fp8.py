@@ -46,6 +46,11 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return reference.quantize_blocks(weight)
 
 
+def dequantize(weight: BlockFP8Weight) -> Tensor:
+    """Numbers times scales: float32 [N, K]."""
+    return reference.dequantize_blocks(*weight)
+
+
 def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """`x` [T, K], quantised, times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [T, N].
 
