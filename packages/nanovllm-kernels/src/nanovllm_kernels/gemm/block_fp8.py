@@ -7,12 +7,17 @@ a weight belongs to.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
+from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import block_fp8_reference as reference
+from nanovllm_kernels.platform import has_fp8
 
 GROUP = reference.GROUP
+# cuBLAS reads a weight's scales in fours along K.
+SCALES_STEP = 4
 
 
 class BlockFP8Weight(NamedTuple):
@@ -25,6 +30,20 @@ class BlockFP8Weight(NamedTuple):
     data: Tensor
     scales: Tensor
     block_rows: int = GROUP
+
+
+def empty_weight(num_rows: int, width: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
+    """Room for a weight [num_rows, width], its numbers and scales uninitialised, in the layout that runs fastest.
+
+    Raises ValueError for a GPU that doesn't multiply e4m3.
+    """
+    if device.type == "cuda" and not has_fp8():
+        raise ValueError("block FP8 weights need a GPU that multiplies FP8: Ada, Hopper or newer")
+    groups = -(-width // GROUP)
+    padded = -(-groups // SCALES_STEP) * SCALES_STEP
+    scales = torch.zeros((-(-num_rows // block_rows), padded), dtype=torch.float32, device=device)
+    data = torch.empty((num_rows, width), dtype=DTYPE, device=device)
+    return BlockFP8Weight(data, scales.narrow(1, 0, groups), block_rows)
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
