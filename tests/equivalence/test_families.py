@@ -1,0 +1,266 @@
+"""Greedy tokens equal transformers' own, token for token, in float32, whatever the family and the engine's settings.
+
+Every family meets every setting, and each has a config for every branch of its architecture that changes what is
+computed. An FP8 cache has no such oracle: over one, answers that settings must not change don't change.
+"""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+from tiny_checkpoints import write_checkpoint
+
+from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_models import deepseek_v3, llama, load, qwen3_next
+
+VOCAB = 131
+NUM_PROMPTS, OUTPUT = 16, 24
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+    "eos_token_id": 2,
+}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+DELTA = {
+    **MIXTURE,
+    "num_hidden_layers": 4,
+    "shared_expert_intermediate_size": 48,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 512,
+}
+MINIMAX = {
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "head_dim": 32,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
+
+
+class Tiny(NamedTuple):
+    """A family by the name of transformers' classes, and what its config has beside COMMON."""
+
+    family: str
+    fields: dict[str, object]
+    mtp: bool = False
+
+
+TINY = {
+    "Llama, tied": Tiny("Llama", {"tie_word_embeddings": True}),
+    "Llama, MHA": Tiny("Llama", {"num_key_value_heads": 4}),
+    "Llama, MQA, llama3 scaling": Tiny("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_SCALING}),
+    "Llama, biases": Tiny("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "Llama, head size of its own": Tiny("Llama", {"head_dim": 32}),
+    "Qwen2": Tiny("Qwen2", {}),
+    "Qwen3": Tiny("Qwen3", {"head_dim": 32}),
+    "Qwen3-MoE": Tiny("Qwen3Moe", {**MIXTURE, "norm_topk_prob": True}),
+    "Qwen3-MoE, some dense, weights as chosen": Tiny(
+        "Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "decoder_sparse_step": 2, "tie_word_embeddings": True}
+    ),
+    "Qwen3-Next": Tiny("Qwen3Next", DELTA, mtp=True),
+    "Qwen3-Next, some dense": Tiny("Qwen3Next", {**DELTA, "mlp_only_layers": [1], "full_attention_interval": 2}),
+    "MiniMax-M2": Tiny("MiniMaxM2", {**MINIMAX, "rotary_dim": 16}),
+    "MiniMax-M2, all rotary": Tiny("MiniMaxM2", {**MINIMAX, "num_key_value_heads": 1}),
+    "DeepSeek-V3": Tiny("DeepseekV3", {**LATENT, "rope_parameters": YARN}, mtp=True),
+    "DeepSeek-V3, queries at once, all sparse": Tiny(
+        "DeepseekV3", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False}
+    ),
+    "DeepSeek-V3, all dense": Tiny("DeepseekV3", {**LATENT, "first_k_dense_replace": 3, "attention_bias": True}),
+}
+# One row a prompt, so that no graphs are captured that nobody needs.
+PLENTY = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
+# Room for two or three of the sixteen: every other one is preempted again and again.
+SCARCE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
+SETTINGS = {
+    "one at a time": {**PLENTY, "max_num_seqs": 1},
+    "all at once": PLENTY,
+    "all at once, depth 1, no prefix cache": {"depth": 1, "prefix_caching": False, **PLENTY},
+    "chunked": {"max_num_batched_tokens": 40, **PLENTY},
+    "chunked, depth 1": {"max_num_batched_tokens": 40, "depth": 1, **PLENTY},
+    "chunked, no prefix cache, pages of 32": {
+        "max_num_batched_tokens": 48,
+        "prefix_caching": False,
+        "block_size": 32,
+        **PLENTY,
+    },
+    "preempted": SCARCE,
+    "preempted, chunked, depth 1": {"max_num_batched_tokens": 40, "depth": 1, **SCARCE},
+    "preempted, no prefix cache": {"prefix_caching": False, **SCARCE},
+}
+
+GPU_SETTINGS = {
+    "neither compiled nor captured": {"compile": False, "graph_mode": "none", **PLENTY},
+    "only decodes from graphs": {"graph_mode": "full_decode_only", "max_num_batched_tokens": 40, **PLENTY},
+    "graphs, depth 1": {"depth": 1, **PLENTY},
+    "not compiled": {"compile": False, **PLENTY},
+    "compiled, launched kernel by kernel": {"compile": True, "graph_mode": "none", **PLENTY},
+    "mixed steps in pieces": {"graph_mode": "piecewise", **PLENTY},
+    "mixed steps in pieces, chunked": {"graph_mode": "piecewise", "max_num_batched_tokens": 80, **PLENTY},
+}
+# Of each family one.
+OVER_FP8 = ("Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "Qwen3-Next", "MiniMax-M2", "DeepSeek-V3")
+
+
+def prompts() -> list[list[int]]:
+    """Some begin alike, and a few of those are long enough to share a recurrent model's checkpoint."""
+    rng = random.Random(3)
+    shared = [rng.randrange(3, VOCAB) for _ in range(96)]
+    return [
+        shared[: rng.choice([0, 20, 40, 40, 96])] + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 50))]
+        for _ in range(NUM_PROMPTS)
+    ]
+
+
+def make_model(tiny: Tiny) -> transformers.PreTrainedModel:
+    make_config = getattr(transformers, f"{tiny.family}Config")
+    model = getattr(transformers, f"{tiny.family}ForCausalLM")(make_config(**COMMON | tiny.fields)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
+    return model
+
+
+@pytest.fixture(scope="module", params=TINY)
+def checkpoint(request, tmp_path_factory, reference_generate) -> tuple[Path, list[list[int]]]:
+    """A tiny random model on disk, and what transformers makes of every prompt."""
+    torch.manual_seed(list(TINY).index(request.param))
+    tiny = TINY[request.param]
+    model = make_model(tiny)
+    path = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(path, model, mtp=tiny.mtp)
+    outputs = [reference_generate(model, prompt, OUTPUT) for prompt in prompts()]
+    # A model that says the same thing whatever it is asked would prove nothing.
+    assert len({tuple(output) for output in outputs}) > NUM_PROMPTS // 2
+    assert len({token for output in outputs for token in output}) > 20
+    return path, outputs
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+async def test_tokens_equal_transformers(checkpoint, settings, device):
+    path, expected = checkpoint
+    assert await generate(path, device, SETTINGS[settings], preempted=settings.startswith("preempted")) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", GPU_SETTINGS)
+async def test_graphs_and_compiling_change_nothing(checkpoint, settings, monkeypatch):
+    for module in (llama, qwen3_next, deepseek_v3):
+        # Steps here have too few rows otherwise.
+        monkeypatch.setattr(module, "LEAST_ROWS", 9)
+    path, expected = checkpoint
+    assert await generate(path, "cuda", GPU_SETTINGS[settings]) == expected
+
+
+@pytest.mark.parametrize("name", OVER_FP8)
+async def test_over_an_fp8_cache_no_setting_changes_the_tokens(name, tmp_path, device):
+    torch.manual_seed(list(TINY).index(name))
+    write_checkpoint(tmp_path, make_model(TINY[name]))
+    exact = await generate(tmp_path, device, PLENTY)
+    whole = await generate(tmp_path, device, {"kv_cache_dtype": "fp8", **PLENTY})
+    chunked = {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 40, "depth": 1, "prefix_caching": False, **PLENTY}
+    assert await generate(tmp_path, device, chunked) == whole
+    assert whole != exact
+    assert sum(a[0] == b[0] for a, b in zip(whole, exact, strict=True)) >= NUM_PROMPTS * 3 // 4
+
+
+async def test_a_prompt_that_begins_like_another_computes_little(tmp_path, device):
+    """The second of two prompts of 2,100 tokens leaves the first after 2,000, the third leaves both where it did."""
+    torch.manual_seed(0)
+    tiny = TINY["Qwen3-Next"]
+    write_checkpoint(tmp_path, make_model(tiny._replace(fields=tiny.fields | {"max_position_embeddings": 4096})))
+    rng = random.Random(1)
+    prompt = [rng.randrange(3, VOCAB) for _ in range(2100)]
+    others = [prompt[:2000] + [rng.randrange(3, VOCAB) for _ in range(100)] for _ in range(2)]
+    settings = {"device": device, "dtype": torch.float32, "num_blocks": 600, "max_num_seqs": 4}
+    expected = await ask_in_turn(tmp_path, EngineConfig(prefix_caching=False, **settings), [prompt, *others])
+    found = await ask_in_turn(tmp_path, EngineConfig(**settings), [prompt, *others])
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert [computed for _, computed in expected] == [2100 + OUTPUT - 1] * 3
+    assert all(computed - (OUTPUT - 1) < 200 for _, computed in found[1:])
+
+
+async def ask_in_turn(path: Path, config: EngineConfig, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
+    """Of each prompt its answer, and how many tokens were computed for it."""
+    engine = await AsyncEngine.start(load(path), config)
+    found = []
+    try:
+        for prompt in prompts:
+            before = engine.stats.iteration_tokens
+            outputs = engine.generate(Request("r", prompt, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)))
+            tokens = [token async for output in outputs for token in output.new_token_ids]
+            found.append((tokens, engine.stats.iteration_tokens - before))
+    finally:
+        await engine.stop()
+    return found
+
+
+async def generate(path: Path, device: str, settings: dict, *, preempted: bool = False) -> list[list[int]]:
+    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **settings)
+    engine = await AsyncEngine.start(load(path), config)
+    rng = random.Random(5)
+
+    async def arrive(index: int, prompt: list[int]) -> list[int]:
+        await asyncio.sleep(rng.random() * 0.05)
+        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+        outputs = engine.generate(Request(f"r{index}", prompt, sampling))
+        return [token async for output in outputs for token in output.new_token_ids]
+
+    try:
+        found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(prompts())))
+        stats = engine.stats
+        assert (stats.num_preemptions > 0) == preempted
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.num_free_state_slots == engine.info.num_state_slots
+        return found
+    finally:
+        await engine.stop()
