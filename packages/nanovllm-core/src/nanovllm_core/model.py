@@ -17,6 +17,14 @@ from nanovllm_kernels.attention import AttentionBatch
 Attention = Callable[[Tensor, AttentionBatch], Tensor]
 
 
+class Launch(Protocol):
+    """Stands for a layer's attention, see `ForwardContext.launch`."""
+
+    def __call__(self, attention: Attention, q: Tensor, /, *, value_dim: int) -> Tensor:
+        """What `attention` makes of `q` [T, heads, head_dim]: [T, heads, value_dim]."""
+        ...
+
+
 class PagedSpec(NamedTuple):
     """The KV cache that one attention layer wants, per rank, and how many query heads read it."""
 
@@ -59,8 +67,9 @@ class ForwardContext:
     attention: lengths and block tables, as the attention kernels want them. slot_mapping: int64 [num_tokens], the cache
     slot (block * block_size + offset) each token's keys and values go to. kv_caches: one a PagedSpec, in the order of
     `CausalLM.cache_specs`, each [num_blocks, block_size, 2 * num_kv_heads, head_dim]: in each slot the key heads, then
-    the value heads. kv_scales: where the caches are FP8 one each, uint8 [num_blocks, 2 * num_kv_heads, block_size], of
-    every head of every slot (see `nanovllm_kernels.fp8`), else none. launch: called, if there, with a layer's attention
+    the value heads; or one an MLASpec, each [num_blocks, block_size, 1, latent_dim + rope_dim]. kv_scales: where the
+    caches are FP8 one each, uint8 [num_blocks, heads of a slot, block_size], of every head of every slot (see
+    `nanovllm_kernels.fp8`), else none. launch: called, if there, with a layer's attention
     and its queries, in place of the attention itself: while a step is captured in pieces, between which attention is
     launched anew each time.
     """
@@ -69,7 +78,7 @@ class ForwardContext:
     slot_mapping: Tensor
     kv_caches: tuple[Tensor, ...]
     kv_scales: tuple[Tensor, ...] = ()
-    launch: Callable[[Attention, Tensor], Tensor] | None = None
+    launch: Launch | None = None
 
 
 class CausalLM(Protocol):
@@ -83,7 +92,7 @@ class CausalLM(Protocol):
         """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks; best in float32."""
         ...
 
-    def cache_specs(self) -> tuple[PagedSpec, ...]:
+    def cache_specs(self) -> Sequence[PagedSpec] | Sequence[MLASpec]:
         """What each attention layer wants cached, in layer order; all of them share one block table."""
         ...
 

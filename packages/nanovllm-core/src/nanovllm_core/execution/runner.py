@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm_core.cache.planner import bytes_per_block, plan_cache
+from nanovllm_core.cache.planner import bytes_per_block, plan_cache, slot_shape
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.constraints import Constraints
-from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Launch, Logits, StepGraphs, graph_shapes
+from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
 from nanovllm_core.execution.sampler import Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.layers.compiled import compiled
-from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
+from nanovllm_core.model import BuildContext, ForwardContext, Launch, MLASpec, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
+from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.platform import describe
 
@@ -74,6 +75,8 @@ class Runner:
         self._constraints = Constraints(config.max_num_seqs, spec.vocab_size, self.device)
         specs = self._model.cache_specs()
         self._num_heads = specs[0].num_heads
+        # One plan serves all layers, so they are of one kind.
+        self._plan_batch = plan_latent_batch if isinstance(specs[0], MLASpec) else plan_batch
         self._kv_caches, self._kv_scales = self._allocate(0)
         self._gather_settings = compiled(gather, least_rows=1) if config.compile else gather
         show = sys.stderr.isatty()
@@ -161,7 +164,7 @@ class Runner:
         *,
         num_tokens: int,
         bounds: _Bounds,
-        launch: Launch = None,
+        launch: Launch | None = None,
     ) -> tuple[Tensor, BatchInputs]:
         """Hidden states [num_tokens, size], and what they are of."""
         table, block_size = self._table, self._config.block_size
@@ -185,7 +188,7 @@ class Runner:
     def _plan_attention(
         self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: _Bounds
     ) -> AttentionBatch:
-        return plan_batch(
+        return self._plan_batch(
             block_tables,
             seq_lens,
             query_start_loc,
@@ -203,7 +206,9 @@ class Runner:
         counts = table.counts if needs & Needs.PENALTY else None
         commit_tokens(rows, query_start_loc, tokens, samples, table.tokens, table.num_computed, counts)
 
-    def _forward_padded(self, shape: GraphShape, launch: Launch = None, *, num_decodes: int | None = None) -> Logits:
+    def _forward_padded(
+        self, shape: GraphShape, launch: Launch | None = None, *, num_decodes: int | None = None
+    ) -> Logits:
         buffer = self._table.buffer
         if launch is not None:
             # Attention that is launched is planned at each replay: the less of it in the graph, the better.
@@ -283,7 +288,7 @@ class Runner:
         config = self._config
         caches = tuple(
             torch.zeros(
-                (num_blocks + 1, config.block_size, 2 * spec.num_kv_heads, spec.head_dim),
+                (num_blocks + 1, config.block_size, *slot_shape(spec)),
                 dtype=config.kv_cache_dtype,
                 device=self.device,
             )

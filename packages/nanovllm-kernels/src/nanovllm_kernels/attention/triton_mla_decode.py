@@ -181,6 +181,6 @@ def _attend_latent_unit(
         places = token * NUM_HEADS + heads
         tl.store(out_ptr + places[:, None] * LATENT + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        places = unit * NUM_HEADS + heads
+        places = unit.to(tl.int64) * NUM_HEADS + heads
         tl.store(partial_ptr + places[:, None] * LATENT + dims[None, :], acc, mask=mask)
         tl.store(lse_ptr + places, running_max + tl.log2(running_sum), mask=row_mask)

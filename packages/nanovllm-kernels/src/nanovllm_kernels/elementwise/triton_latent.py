@@ -111,10 +111,10 @@ def _latent_rope_and_cache(
             turned_first *= inverse
             turned_second *= inverse
         cached_ptr = kv_cache_ptr + slot * (LATENT + 2 * HALF)
-        dtype = kv_cache_ptr.dtype.element_ty
-        tl.store(cached_ptr + dims, latent.to(dtype), mask=dim_mask)
-        tl.store(cached_ptr + LATENT + pairs, turned_first.to(dtype), mask=pair_mask)
-        tl.store(cached_ptr + LATENT + HALF + pairs, turned_second.to(dtype), mask=pair_mask)
+        cached_dtype = kv_cache_ptr.dtype.element_ty
+        tl.store(cached_ptr + dims, latent.to(cached_dtype), mask=dim_mask)
+        tl.store(cached_ptr + LATENT + pairs, turned_first.to(cached_dtype), mask=pair_mask)
+        tl.store(cached_ptr + LATENT + HALF + pairs, turned_second.to(cached_dtype), mask=pair_mask)
     else:
         heads = (block - 1) * HEADS + tl.arange(0, HEADS)
         q_ptr += token * q_stride_token + HEAD_DIM - 2 * HALF
