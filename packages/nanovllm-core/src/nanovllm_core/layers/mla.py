@@ -13,13 +13,12 @@ from torch import Tensor
 
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.rotary import Rotation
 from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share, fill_normal
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch
 from nanovllm_kernels.attention.mla import latent_attention
-from nanovllm_kernels.elementwise import latent_rope_and_cache
+from nanovllm_kernels.elementwise import Rotation, latent_rope_and_cache
 
 
 @dataclass(frozen=True, slots=True)
