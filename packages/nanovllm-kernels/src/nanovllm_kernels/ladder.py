@@ -224,6 +224,15 @@ def latent_prefill(batch: int, length: int, num_heads: int) -> Work:
     return latent_attention_work("MLA prefill", batch, length, length, num_heads, cost, "TFLOP/s")
 
 
+def latent_works() -> Iterator[Work]:
+    """Latent attention with the heads that one of eight ranks has, and with all of them."""
+    for num_heads in (16, 128):
+        for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
+            for in_fp8 in (False, True):
+                yield latent_decode(batch, context, num_heads, in_fp8=in_fp8)
+        yield latent_prefill(4, 2048, num_heads)
+
+
 def prefill(batch: int, length: int) -> Work:
     """Whole prompts, causal."""
     page_size = 16
@@ -404,11 +413,7 @@ def ladder() -> Iterator[Work]:
                     yield flash_decode(batch, context, page_size)
     yield prefill(4, 2048)
     yield prefill(1, 8192)
-    for num_heads in (16, 128):
-        for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
-            for in_fp8 in (False, True):
-                yield latent_decode(batch, context, num_heads, in_fp8=in_fp8)
-        yield latent_prefill(4, 2048, num_heads)
+    yield from latent_works()
     for num_tokens in (256, 8192):
         yield from elementwise(num_tokens)
     for shapes in SHAPES:
