@@ -7,11 +7,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import write_checkpoint, write_twin
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nanovllm_models
 from nanovllm_core.layers import compiled
 from nanovllm_core.layers.weights import WeightError
+from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, quantize_groups
 from nanovllm_models import deepseek_v3
 from nanovllm_models.errors import ModelError
 from nanovllm_models.fields import Fields
@@ -210,3 +212,42 @@ def test_experts_are_where_the_config_says():
 def test_a_config_that_cannot_be_is_refused(field, value, message):
     with pytest.raises(ModelError, match=rf"{field} of config.json is .*, but must be .*{message}"):
         deepseek_v3.parse_config(Fields(TINY | {field: value}, "config.json"))
+
+
+def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    (x,) = inputs
+    numbers, scales = quantize_groups(x.flatten(0, -2))
+    wide = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[-1]]
+    return (wide.view(x.shape),)
+
+
+def test_block_fp8_checkpoints(tmp_path, session):
+    """As in test_fp8_checkpoints; what expands latents is dequantised, so its input isn't rounded."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(initializer_range=0.1, **TINY | {"first_k_dense_replace": 3})
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    write_checkpoint(tmp_path / "fp8", model, fp8=True, old_config=True)
+    write_twin(tmp_path / "fp8", tmp_path / "twin")
+    ours = session(nanovllm_models.load(tmp_path / "fp8"))
+    attention = ours.model.model.layers[0].self_attn
+    for linear in (attention.kv_a_proj, attention.q_b_proj, attention.o_proj):
+        assert isinstance(linear.weight, BlockFP8Weight)
+    twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "twin").eval()
+    for name, module in twin.named_modules():
+        if name.endswith(("_proj", "_with_mqa")) and not name.endswith("kv_b_proj"):
+            module.register_forward_pre_hook(round_input)
+    prompts = [[first, 95 - 2 * first, 40 + first] for first in range(32)]
+    with torch.no_grad():
+        expected = twin(torch.tensor(prompts)).logits
+    found = torch.stack(ours.step(prompts))
+    errors = (found - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
+    assert errors.quantile(0.75) < 1e-5
+    assert errors.max() < 0.15
+
+
+def test_blocks_that_cut_rotated_rows_are_refused(tmp_path, session):
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(**TINY | {"kv_lora_rank": 124})
+    write_checkpoint(tmp_path, transformers.DeepseekV3ForCausalLM(config), fp8=True)
+    with pytest.raises(ValueError, match="rows 124 to 131 are rotated together, but FP8 blocks of 128 cut them"):
+        session(nanovllm_models.load(tmp_path))

@@ -20,8 +20,8 @@ Attention = Callable[[Tensor, AttentionBatch], Tensor]
 class Launch(Protocol):
     """Stands for a layer's attention, see `ForwardContext.launch`."""
 
-    def __call__(self, attention: Attention, q: Tensor, /, *, value_dim: int) -> Tensor:
-        """What `attention` makes of `q` [T, heads, head_dim]: [T, heads, value_dim]."""
+    def __call__(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
+        """What `attention` makes of `q` [T, heads, head_dim]: [T, heads, value_dim], by default as wide as `q`."""
         ...
 
 

@@ -17,12 +17,16 @@ from nanovllm_core.layers.mla import LatentAttention, LatentShape
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.moe import Experts, Router, Routing
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_rotary
+from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
 from nanovllm_models.vocabulary import read_vocabulary
+
+# Of a feed-forward layer, and of an expert.
+LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class DeepseekV3Config:
     attention: LatentShape
     moe: MoEConfig
     tie_word_embeddings: bool
+    quantization: BlockFP8 | None = None
 
 
 def parse_config(config: Fields) -> DeepseekV3Config:
@@ -66,8 +71,6 @@ def parse_config(config: Fields) -> DeepseekV3Config:
     for name, only in {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
         if config.text(name, only) != only:
             raise config.error(name, only)
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "absent: quantised checkpoints are not supported")
     num_heads = config.integer("num_attention_heads", 128)
     if config.integer("num_key_value_heads", num_heads) != num_heads:
         raise config.error("num_key_value_heads", f"num_attention_heads, {num_heads}")
@@ -85,6 +88,7 @@ def parse_config(config: Fields) -> DeepseekV3Config:
         attention=_parse_attention(config, num_heads, rotary),
         moe=_parse_moe(config),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        quantization=parse_quantization(config),
     )
 
 
@@ -139,13 +143,15 @@ def _parse_moe(config: Fields) -> MoEConfig:
 class DeepseekV3MoE(nn.Module):
     """Experts of which each token goes through a few, beside some that all of them go through, joined into one."""
 
-    def __init__(self, config: DeepseekV3Config, build: BuildContext):
+    def __init__(self, config: DeepseekV3Config, name: str, build: BuildContext):
         super().__init__()
         hidden_size, moe = config.hidden_size, config.moe
         bias = "gate.e_score_correction_bias"
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, correction_bias=bias)
         self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build)
-        self.shared_experts = GatedMLP(hidden_size, moe.num_shared_experts * moe.intermediate_size, build)
+        width = moe.num_shared_experts * moe.intermediate_size
+        how = quantization_of(config.quantization, f"{name}.shared_experts", *LINEARS)
+        self.shared_experts = GatedMLP(hidden_size, width, build, quantization=how)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
         """Of what `norm` makes of x, plus `residual`, which may be overwritten; all [T, hidden]."""
@@ -162,14 +168,18 @@ class DeepseekV3Layer(nn.Module):
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
         super().__init__()
+        name, quantization = f"model.layers.{index}", config.quantization
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.self_attn = LatentAttention(config.hidden_size, config.attention, index, build)
+        self.self_attn = LatentAttention(
+            config.hidden_size, config.attention, index, build, quantization=quantization, name=f"{name}.self_attn"
+        )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.has_experts = config.moe.has_experts(index)
         if self.has_experts:
-            self.mlp = DeepseekV3MoE(config, build)
+            self.mlp = DeepseekV3MoE(config, f"{name}.mlp", build)
         else:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build)
+            how = quantization_of(quantization, f"{name}.mlp", *LINEARS)
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=how)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What attention is done with, of the stream [T, hidden]: see `LatentAttention.before`."""

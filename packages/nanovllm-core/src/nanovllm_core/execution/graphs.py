@@ -248,13 +248,13 @@ class _Capture:
         self.pieces.append(torch.cuda.CUDAGraph())
         self.pieces[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def launch(self, attention: Attention, q: Tensor, /, *, value_dim: int) -> Tensor:
+    def launch(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """End a piece, remember `attention` of these queries, begin the next piece; returns where the result will be.
 
         At a replay the rows of padding hold whatever was there. No row reads another's, but through the cache, where
         padding goes to the null block.
         """
-        out = q.new_empty((*q.shape[:-1], value_dim))
+        out = q.new_empty((*q.shape[:-1], q.shape[-1] if value_dim is None else value_dim))
         self.pieces[-1].capture_end()
         self.attentions.append(partial(_attend, attention, _alias(q), _alias(out)))
         self._begin()

@@ -60,7 +60,7 @@ def attend(
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
     q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales)
     attention = partial(_attention, kv_cache, kv_scales, q.shape[-1] ** -0.5)
-    found = attention(q, ctx.attention) if ctx.launch is None else ctx.launch(attention, q, value_dim=q.shape[-1])
+    found = attention(q, ctx.attention) if ctx.launch is None else ctx.launch(attention, q)
     return found.flatten(1)
 
 

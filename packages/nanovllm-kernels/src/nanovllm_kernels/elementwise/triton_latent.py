@@ -97,10 +97,10 @@ def _latent_rope_and_cache(
         latent = tl.load(latents_ptr + dims, mask=dim_mask, other=0.0).to(tl.float32)
         weight = tl.load(norm_weight_ptr + dims, mask=dim_mask, other=0.0).to(tl.float32)
         latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * weight
-        first = tl.load(latents_ptr + LATENT + pairs, mask=pair_mask, other=0.0).to(tl.float32)
-        second = tl.load(latents_ptr + LATENT + HALF + pairs, mask=pair_mask, other=0.0).to(tl.float32)
-        turned_first = first * cos - second * sin
-        turned_second = second * cos + first * sin
+        k_first = tl.load(latents_ptr + LATENT + pairs, mask=pair_mask, other=0.0).to(tl.float32)
+        k_second = tl.load(latents_ptr + LATENT + HALF + pairs, mask=pair_mask, other=0.0).to(tl.float32)
+        turned_first = k_first * cos - k_second * sin
+        turned_second = k_second * cos + k_first * sin
         slot = tl.load(slot_mapping_ptr + token)
         if QUANTIZE:
             top = tl.maximum(tl.max(tl.abs(turned_first), 0), tl.max(tl.abs(turned_second), 0))
