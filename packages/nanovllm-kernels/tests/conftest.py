@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels import fp8
+from nanovllm_kernels.linear_attention import CHECKPOINT, DeltaWeights, StateBatch, plan_states
 from nanovllm_kernels.platform import has_triton
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -224,6 +225,96 @@ def quantized_latents() -> Callable[[LatentBatch], LatentBatch]:
 @pytest.fixture
 def naive_latents() -> Callable[[LatentBatch], Tensor]:
     return attend_latents_naively
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """A step of one recurrent layer: `saves` by request, its shapes as `gated_delta_net` has them."""
+
+    qkvz: Tensor
+    ba: Tensor
+    weights: DeltaWeights
+    recurrent: Tensor
+    conv: Tensor
+    lengths: Sequence[tuple[int, int]]
+    slots: Sequence[int]
+    saves: Sequence[Sequence[tuple[int, int]]]
+
+    def plan(self, backend: str, *, known: bool = True) -> StateBatch:
+        """known: whether the host knows which are decodes."""
+        counts = [count for count, _ in self.lengths]
+        pairs = [[*pairs, (0, 0), (0, 0)][:2] for pairs in self.saves]
+        device = self.qkvz.device
+        return plan_states(
+            torch.tensor(self.slots, dtype=torch.int32, device=device),
+            torch.tensor(pairs, dtype=torch.int32, device=device),
+            torch.tensor([length for _, length in self.lengths], dtype=torch.int32, device=device),
+            torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device),
+            num_decodes=counts.count(1) if known else None,
+            max_query_len=max(counts),
+            num_tokens=len(self.qkvz),
+            backend=backend,
+        )
+
+
+def make_states(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    heads: tuple[int, int] = (2, 4),
+    dims: tuple[int, int] = (16, 16),
+    width: int = 4,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> StateCase:
+    """Requests of (query_len, seq_len), decodes first, which save what they can. Every slot that none has filled, and
+    all of a slot that none should read, holds NaN.
+    """
+    (num_k_heads, num_v_heads), (k_dim, v_dim) = heads, dims
+    generator = torch.Generator().manual_seed(sum(map(sum, lengths)) + k_dim)
+    num_tokens, num_slots = sum(count for count, _ in lengths), 3 * len(lengths) + 2
+    channels = 2 * num_k_heads * k_dim + num_v_heads * v_dim
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    free = (torch.randperm(num_slots - 1, generator=generator) + 1).tolist()
+    slots = [free.pop() for _ in lengths]
+    recurrent = torch.full((num_slots, num_v_heads, v_dim, k_dim), torch.nan)
+    conv = torch.full((num_slots, width, channels), torch.nan)
+    saves = []
+    for slot, (count, length) in zip(slots, lengths, strict=True):
+        before = length - count
+        if before:
+            recurrent[slot] = random(*recurrent.shape[1:]) * 0.3
+            held = torch.arange(max(0, before - width + 1), before) % width
+            conv[slot, held] = random(len(held), channels)
+        reached = range((before // CHECKPOINT + 1) * CHECKPOINT, length + 1, CHECKPOINT)
+        saves.append([(position, free.pop()) for position in reached][-2:])
+    weights = DeltaWeights(
+        conv=random(width, channels) * 0.5,
+        decay=torch.rand(num_v_heads, generator=generator) * 2 + 0.01,
+        dt_bias=random(num_v_heads),
+        norm=random(v_dim).abs() + 0.1,
+        eps=1e-6,
+    )
+    # As views into wider rows, which is how a joint projection gives them.
+    wide = random(num_tokens, channels + num_v_heads * v_dim + 2 * num_v_heads + 3).to(device, dtype)
+    return StateCase(
+        wide[:, : channels + num_v_heads * v_dim],
+        wide[:, channels + num_v_heads * v_dim : -3],
+        DeltaWeights(*(part.to(device) for part in weights[:4]), weights.eps),
+        recurrent.to(device, state_dtype),
+        conv.to(device, dtype),
+        lengths,
+        slots,
+        saves,
+    )
+
+
+@pytest.fixture
+def state_case() -> Callable[..., StateCase]:
+    return make_states
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch
+from nanovllm_kernels.linear_attention import StateBatch
 
 # Attention of one layer: from its queries and a batch to what they see.
 Attention = Callable[[Tensor, AttentionBatch], Tensor]
@@ -71,7 +72,8 @@ class ForwardContext:
     caches are FP8 one each, uint8 [num_blocks, heads of a slot, block_size], of every head of every slot (see
     `nanovllm_kernels.fp8`), else none. launch: called, if there, with a layer's attention
     and its queries, in place of the attention itself: while a step is captured in pieces, between which attention is
-    launched anew each time.
+    launched anew each time. state_caches: one a StateSpec, in the order of `CausalLM.cache_specs`; states: which of
+    their slots are whose.
     """
 
     attention: AttentionBatch
@@ -79,6 +81,8 @@ class ForwardContext:
     kv_caches: tuple[Tensor, ...]
     kv_scales: tuple[Tensor, ...] = ()
     launch: Launch | None = None
+    state_caches: tuple[StateCache, ...] = ()
+    states: StateBatch | None = None
 
 
 class CausalLM(Protocol):
@@ -92,8 +96,8 @@ class CausalLM(Protocol):
         """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks; best in float32."""
         ...
 
-    def cache_specs(self) -> Sequence[PagedSpec] | Sequence[MLASpec]:
-        """What each attention layer wants cached, in layer order; all of them share one block table."""
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """What each layer wants cached, in their order; all that are paged are alike and share one block table."""
         ...
 
 
