@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import nanovllm_models
-from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec
+from nanovllm_core.cache.planner import slot_shape
+from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, MLASpec, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import plan_batch
+from nanovllm_kernels.attention.mla import plan_latent_batch
 
 BLOCK_SIZE = 16
 TINY = {
@@ -39,7 +41,7 @@ class Session:
         self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext(), compiled))
         self._free = list(range(num_blocks))
         self._caches = tuple(
-            torch.full((num_blocks, BLOCK_SIZE, 2 * spec.num_kv_heads, spec.head_dim), torch.nan, dtype=dtype)
+            torch.full((num_blocks, BLOCK_SIZE, *slot_shape(spec)), torch.nan, dtype=dtype)
             for spec in self.model.cache_specs()
         )
         self._blocks: list[list[int]] = []
@@ -61,14 +63,16 @@ class Session:
             self._lengths[request] += len(new)
         width = max(len(blocks) for blocks in self._blocks)
         counts = [len(new) for new in tokens]
-        attention = plan_batch(
+        spec = self.model.cache_specs()[0]
+        plan = plan_latent_batch if isinstance(spec, MLASpec) else plan_batch
+        attention = plan(
             torch.tensor([b + [0] * (width - len(b)) for b in self._blocks], dtype=torch.int32),
             torch.tensor(self._lengths, dtype=torch.int32),
             torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
             num_decodes=counts.count(1),
             max_query_len=max(counts),
             max_seq_len=max(self._lengths),
-            num_heads=self.model.cache_specs()[0].num_heads,
+            num_heads=spec.num_heads,
             kv_cache=self._caches[0],
             backend="torch",
         )
