@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nanovllm_kernels import attention, batch, elementwise, gemm, sampling
+from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, sampling
 
-ROOMS = (attention, batch, elementwise, gemm, sampling)
+ROOMS = (attention, batch, elementwise, gemm, linear_attention, sampling)
 
 
 def integers(values, dtype=torch.int32):
@@ -31,6 +31,11 @@ def arguments():
         ),
         "project_rows": (torch.randn(3, 16), weight, 1e-5, torch.randn(8, 16), None, torch.randn(3, 4), True, False),
         "project_split": (halves[:9], halves, None, torch.randn(9, 64).half(), torch.zeros(64, dtype=torch.int32)),
+        "gated_delta_net": (
+            *(torch.randn(3, 16), torch.randn(3, 4), torch.randn(2, 12), ones, ones, torch.ones(2), 1e-6),
+            *(torch.zeros(3, 2, 2, 4), torch.zeros(3, 2, 12), integers([1, 2]), torch.zeros((2, 1, 2)).int()),
+            *(integers([1, 2]), starts, 1, 2),
+        ),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),
         "plan_units": (integers([7, 9]), starts, 4, 128),
         "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),
