@@ -43,10 +43,10 @@ def dequantize(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
     # Scales of values may be below what float16 has.
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     scales = (exponents.int() << 23).view(torch.float32).to(wide)
-    return _widen(numbers, wide).mul_(scales.unsqueeze(-1)).to(dtype)
+    return widen(numbers, wide).mul_(scales.unsqueeze(-1)).to(dtype)
 
 
-def _widen(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def widen(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """e4m3 in float32 or bfloat16. torch's own conversion takes each by itself on a CPU, and four times as long."""
     whole, shift = (torch.int16, 4) if dtype == torch.bfloat16 else (torch.int32, 20)
     # Exponent and mantissa in the wider ones' places, the sign in its own and in four bits too many.

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import BlockFP8, block_slots, joint_weight, randomize_blocks
 from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share, fill_normal
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.gemm import PackedWeight, linear, norm_linear, pack_linear
+from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 
 
 class Part(NamedTuple):
@@ -23,20 +25,59 @@ class Part(NamedTuple):
     bias: bool = False
 
 
-class ColumnParallelLinear(WeightedModule):
+class _Linear(WeightedModule):
+    """One weight, quantised or not: `weight` is as the kernels take it."""
+
+    weight: PackedWeight | BlockFP8Weight
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Normal weights; biases are 0."""
+        if isinstance(self.weight, BlockFP8Weight):
+            randomize_blocks(self.weight, generator)
+        else:
+            fill_normal(self.weight.data, generator)
+
+    def finish(self) -> None:
+        """Pack the weight where that pays."""
+        if isinstance(self.weight, PackedWeight):
+            self.weight = pack_linear(self.weight.data)
+
+    def _weight_slots(
+        self, name: str, shape: tuple[int, int], rows: slice, mine: slice, columns: slice
+    ) -> Iterator[tuple[str, Slot]]:
+        """Of the module `name`, whose whole weight is of `shape`, rows `mine` and `columns` go to `rows` of ours."""
+        if isinstance(self.weight, BlockFP8Weight):
+            yield from block_slots(name, shape, self.weight, rows, mine, columns)
+        else:
+            yield f"{name}.weight", Slot(shape, copy_share(self.weight.data[rows], mine, columns))
+
+
+class ColumnParallelLinear(_Linear):
     """Several linears of one input in one matmul: [T, in_features] -> [T, sum of every part's share].
 
     Each rank has an even share of every part's outputs. The checkpoint knows the parts as siblings of this module.
+    quantization: how all their weights are stored, if not in the model's dtype.
     Raises ValueError when the ranks can't share a part evenly.
     """
 
-    def __init__(self, in_features: int, parts: tuple[Part, ...], build: BuildContext):
+    def __init__(
+        self,
+        in_features: int,
+        parts: tuple[Part, ...],
+        build: BuildContext,
+        *,
+        quantization: BlockFP8 | None = None,
+    ):
         super().__init__(build)
         self._parts = parts
         self._in_features = in_features
         self._rank = build.parallel.rank
         self._shares = [build.parallel.share(part.out_features, part.name) for part in parts]
-        self.weight = PackedWeight(self.allocate(sum(self._shares), in_features), blocked=False)
+        if quantization is None:
+            self.weight = PackedWeight(self.allocate(sum(self._shares), in_features), blocked=False)
+        else:
+            starts = [self._rank * share for share in self._shares]
+            self.weight = joint_weight(starts, self._shares, in_features, build.device)
         # Parts without a bias share the vector of those that have one, and add nothing.
         self.bias = self.allocate(sum(self._shares)).zero_() if any(part.bias for part in parts) else None
 
@@ -47,41 +88,48 @@ class ColumnParallelLinear(WeightedModule):
         return norm_linear(x, norm.packed, norm.eps, self.weight, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """One weight, and where it has one a bias, a part."""
+        """One weight, with its scales if it is quantised, and where it has one a bias, a part."""
         prefix = name[: name.rfind(".") + 1]
-        weight = self.weight.data
+        columns = slice(0, self._in_features)
         begin = 0
         for part, share in zip(self._parts, self._shares, strict=True):
             rows = slice(begin, begin + share)
             mine = slice(self._rank * share, (self._rank + 1) * share)
             shape = (part.out_features, self._in_features)
-            yield f"{prefix}{part.name}.weight", Slot(shape, copy_share(weight[rows], mine))
+            yield from self._weight_slots(f"{prefix}{part.name}", shape, rows, mine, columns)
             if part.bias and self.bias is not None:
                 yield f"{prefix}{part.name}.bias", Slot(shape[:1], copy_share(self.bias[rows], mine))
             begin += share
 
-    def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights; biases are 0."""
-        fill_normal(self.weight.data, generator)
 
-    def finish(self) -> None:
-        """Pack the weight where that pays."""
-        self.weight = pack_linear(self.weight.data)
-
-
-class RowParallelLinear(WeightedModule):
+class RowParallelLinear(_Linear):
     """A linear whose input is split over ranks: [T, share of in_features] -> [T, out_features], the same on every rank.
 
-    Raises ValueError when the ranks can't share the input evenly.
+    quantization: how the weight is stored, if not in the model's dtype.
+    Raises ValueError when the ranks can't share the input evenly, or a quantised weight's blocks.
     """
 
-    def __init__(self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        build: BuildContext,
+        *,
+        bias: bool = False,
+        quantization: BlockFP8 | None = None,
+    ):
         super().__init__(build)
         self._parallel = build.parallel
         self._shape = (out_features, in_features)
         self._share = build.parallel.share(in_features, "in_features")
         self._stored_bias = self.allocate(out_features).zero_() if bias else None
-        self.weight = PackedWeight(self.allocate(out_features, self._share), blocked=False)
+        if quantization is None:
+            self.weight = PackedWeight(self.allocate(out_features, self._share), blocked=False)
+        elif build.parallel.size > 1 and self._share % GROUP:
+            ranks = build.parallel.size
+            raise ValueError(f"in_features is {in_features}, whose FP8 blocks of {GROUP} {ranks} ranks can't split")
+        else:
+            self.weight = joint_weight([0], [out_features], self._share, build.device)
         # Added on one rank only, since the ranks' results are summed.
         self.bias = self._stored_bias if build.parallel.rank == 0 else None
 
@@ -94,16 +142,9 @@ class RowParallelLinear(WeightedModule):
         return self._parallel.all_reduce(part if residual is None else part.to(residual.dtype))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """The weight, and the bias if there is one."""
+        """The weight, with its scales if it is quantised, and the bias if there is one."""
         mine = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
-        yield f"{name}.weight", Slot(self._shape, copy_share(self.weight.data, slice(None), mine))
+        rows = slice(0, self._shape[0])
+        yield from self._weight_slots(name, self._shape, rows, rows, mine)
         if self._stored_bias is not None:
             yield f"{name}.bias", Slot(self._shape[:1], self._stored_bias.copy_)
-
-    def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights; the bias is 0."""
-        fill_normal(self.weight.data, generator)
-
-    def finish(self) -> None:
-        """Pack the weight where that pays."""
-        self.weight = pack_linear(self.weight.data)

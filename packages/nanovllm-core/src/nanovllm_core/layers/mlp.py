@@ -7,19 +7,31 @@ from torch import Tensor, nn
 
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.elementwise import silu_and_mul
 from nanovllm_kernels.gemm import norm_gate_up
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one matmul, named as checkpoints do."""
+    """down(silu(gate(x)) * up(x)), gate and up in one matmul, named as checkpoints do.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, build: BuildContext, *, bias: bool = False):
+    quantization: how their weights are stored, if not in the model's dtype.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        build: BuildContext,
+        *,
+        bias: bool = False,
+        quantization: BlockFP8 | None = None,
+    ):
         super().__init__()
         parts = (Part("gate_proj", intermediate_size, bias), Part("up_proj", intermediate_size, bias))
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, build)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, build, bias=bias)
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, build, quantization=quantization)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, build, bias=bias, quantization=quantization)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         """Of x or of what `norm` makes of it, plus `residual`, which may be overwritten; all [T, hidden_size]."""

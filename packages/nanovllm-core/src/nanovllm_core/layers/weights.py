@@ -22,10 +22,18 @@ class WeightError(ValueError):
 
 
 class Slot(NamedTuple):
-    """A place for one tensor: the shape of the whole of it, and what copies this rank's share out of it."""
+    """A place for one tensor: the shape of the whole of it, and what copies this rank's share out of it.
+
+    dtype: what it must be stored as; None for any floating-point numbers of 16 bits or more.
+    """
 
     shape: tuple[int, ...]
     copy: Callable[[Tensor], object]
+    dtype: torch.dtype | None = None
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether the tensor may be stored so."""
+        return dtype == self.dtype if self.dtype is not None else dtype.is_floating_point and dtype.itemsize > 1
 
 
 class WeightedModule(nn.Module, ABC):
@@ -62,9 +70,10 @@ def load_weights(
 ) -> None:
     """Fill every slot of `module` and of its parts exactly once from `tensors`, then finish them.
 
-    tensors: names and whole tensors, in any order, of any floating-point dtype, on any device.
+    tensors: names and whole tensors, in any order, on any device. No more than one is held at a time.
     ignore: says of a name without a slot whether that is all right.
-    Raises WeightError for a tensor that is missing, unexpected, there twice or of another shape.
+    Raises WeightError for a tensor that is missing, unexpected, there twice, of another shape, quantised where the
+    model's is not or the other way round.
     """
     layers = _weighted(module)
     slots = dict(slot for name, layer in layers for slot in layer.slots(name))
@@ -80,6 +89,9 @@ def load_weights(
             raise WeightError(f"tensor {name} is in the checkpoint twice")
         if found != slot.shape:
             raise WeightError(f"tensor {name} has shape {list(found)}, but the model expects {list(slot.shape)}")
+        if not slot.takes(tensor.dtype):
+            wanted = "floating-point numbers of 16 or 32 bits" if slot.dtype is None else _name(slot.dtype)
+            raise WeightError(f"tensor {name} is of {_name(tensor.dtype)}, but the model expects {wanted}")
         slot.copy(tensor)
         filled.add(name)
     missing = [name for name in slots if name not in filled]
@@ -113,6 +125,10 @@ def copy_share(target: Tensor, *share: slice) -> Callable[[Tensor], object]:
         return target.copy_(tensor[share])
 
     return copy
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _weighted(module: nn.Module) -> list[tuple[str, WeightedModule]]:

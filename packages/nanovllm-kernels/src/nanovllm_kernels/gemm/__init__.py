@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
-from nanovllm_kernels.gemm import tiles
+from nanovllm_kernels.gemm import block_fp8, tiles
+from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight
 from nanovllm_kernels.platform import can_pack_bf16, has_few_rows, has_numba
 
 # For more rows on CUDA every product is a library's.
@@ -121,15 +122,20 @@ def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None
 
 
 def linear(
-    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | PackedWeight | BlockFP8Weight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N].
 
     All share one dtype, but `residual` may be float32 beside any, and the result has its dtype; products are summed in
     float32 and rounded once, but beside both a residual and a bias. On a CPU `x` may be float32 beside bf16 weights as
     well, and without a residual the result is float32 for few rows and else bf16, as the products give it. `residual`
-    may be overwritten, and may share memory with what is returned.
+    may be overwritten, and may share memory with what is returned. By block FP8 weights: see `block_fp8.linear`.
     """
+    if isinstance(weight, BlockFP8Weight):
+        return block_fp8.linear(x, weight, bias, residual)
     counters = weight.counters if isinstance(weight, PackedWeight) else None
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if torch.compiler.is_compiling():
@@ -164,12 +170,18 @@ def _linear_formula(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor | PackedWeight, bias: Tensor | None = None
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor | PackedWeight | BlockFP8Weight,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`linear` of `x` [T, K] after `rms_norm` with `norm_weight` [K], as made by `pack_norm`: [T, N].
 
     `x` may be float32 beside any weight. In the one kernel the normed rows aren't rounded; as two operators they are.
     """
+    if isinstance(weight, BlockFP8Weight):
+        return block_fp8.norm_linear(x, norm_weight, eps, weight, bias)
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if _runs_as_rows(x, plain):
         return _project_rows_op(x, norm_weight, eps, plain, bias, None, False, False)
@@ -179,13 +191,19 @@ def norm_linear(
 
 
 def norm_gate_up(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor | PackedWeight, bias: Tensor | None = None
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor | PackedWeight | BlockFP8Weight,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The first half of a gated feed-forward layer (SwiGLU, Shazeer 2020) after its norm: [T, K] -> [T, I].
 
     `silu_and_mul` of `norm_linear`, with a weight [2 I, K] and a bias [2 I]: the gate's rows, then the others. In the
     one kernel only what is returned is rounded.
     """
+    if isinstance(weight, BlockFP8Weight):
+        return block_fp8.norm_gate_up(x, norm_weight, eps, weight, bias)
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if _runs_as_rows(x, plain):
         return _project_rows_op(x, norm_weight, eps, plain, bias, None, True, False)

@@ -1,0 +1,71 @@
+"""Mixtures of experts in plain torch: the oracle of the kernels, and the CPU path.
+
+Each expert that any token chose is read once, where it lies: a copy of the chosen ones, for one batched product, would
+be read and written besides. So there is a loop over these experts, and none over tokens.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_kernels.elementwise import silu_and_mul
+
+# Beneath any sum of scores that a token can have; keeps the division from 0 / 0.
+LEAST_SUM = 1e-20
+
+
+class _Routing(Protocol):
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def scoring(self) -> str: ...
+    @property
+    def renormalize(self) -> bool: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def top_groups(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+
+
+def route(logits: Tensor, routing: _Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See the package's `route`."""
+    logits = logits.float()
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if routing.top_groups < routing.num_groups:
+        choice = _mask_groups(choice, routing.num_groups, routing.top_groups)
+    ids = choice.topk(routing.top_k, -1).indices
+    weights = scores.gather(-1, ids)
+    if routing.renormalize:
+        weights /= weights.sum(-1, keepdim=True) + LEAST_SUM
+    return weights.mul_(routing.scale) if routing.scale != 1.0 else weights, ids.int()
+
+
+def _mask_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
+    """`choice` [T, E] with -inf outside of each token's best groups, by the sum of a group's best two."""
+    grouped = choice.unflatten(-1, (num_groups, -1))
+    group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    kept = group_scores.topk(top_groups, -1).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, kept, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def fused_experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
+    """See the package's `fused_experts`."""
+    num_tokens, top_k = ids.shape
+    chosen, order = ids.flatten().sort(stable=True)
+    tokens = order // top_k
+    rows = x.to(w13.dtype).index_select(0, tokens)
+    experts, counts = chosen.unique_consecutive(return_counts=True)
+    outs: list[Tensor] = []
+    for expert, own in zip(experts.tolist(), rows.split(counts.tolist()), strict=True):
+        outs.append(functional.linear(silu_and_mul(functional.linear(own, w13[expert])), w2[expert]))
+    sums = torch.cat(outs).float().mul_(weights.flatten().index_select(0, order).unsqueeze(1))
+    if residual is not None and residual.dtype == torch.float32:
+        return residual.index_add_(0, tokens, sums)
+    total = torch.zeros((num_tokens, w2.shape[1])).index_add_(0, tokens, sums)
+    return total.to(x.dtype) if residual is None else residual.add_(total)

@@ -1,0 +1,101 @@
+"""Block FP8 on the CPU against float64: what is quantised, and what is multiplied."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from nanovllm_kernels.elementwise import pack_norm
+from nanovllm_kernels.gemm import block_fp8
+from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, quantize_blocks, quantize_groups
+
+
+def expand(scales, rows, columns, shape):
+    """One scale a number, float64."""
+    return scales.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
+
+
+def dequantize(weight):
+    return weight.data.double() * expand(weight.scales, weight.block_rows, 128, weight.data.shape)
+
+
+def e4m3_step(numbers):
+    """Half the distance of e4m3 numbers around each of `numbers`."""
+    return (numbers.double().abs().clamp(min=2**-6).frexp().exponent - 5).double().exp2()
+
+
+def make_weight(rows, width, block_rows=128):
+    data, scales = quantize_blocks(torch.randn(rows, width) * 0.1)
+    if block_rows != 128:
+        scales = torch.rand(-(-rows // block_rows), scales.shape[1]) * 1e-3
+    return BlockFP8Weight(data, scales, block_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 300), (7, 48), (0, 256)])
+def test_groups_are_rounded_to_the_nearest(dtype, num_rows, width):
+    x = (torch.randn(num_rows, width) * torch.rand(num_rows, 1).mul(20).sub(10).exp2()).to(dtype)
+    numbers, scales = quantize_groups(x)
+    assert numbers.dtype == torch.float8_e4m3fn
+    assert numbers.shape == x.shape
+    assert numbers.is_contiguous()
+    assert scales.shape == (num_rows, -(-width // 128))
+    assert scales.t().is_contiguous()
+    for index, group in enumerate(x.float().split(128, 1)):
+        torch.testing.assert_close(scales[:, index], group.abs().amax(1) / 448 if num_rows else scales[:, index])
+    wide = x.double() / expand(scales, 1, 128, x.shape)
+    assert ((numbers.double() - wide).abs() <= e4m3_step(wide.float()) * (1 + 1e-6)).all()
+
+
+def test_groups_of_zeros_and_of_what_is_not_finite():
+    x = torch.zeros(3, 256)
+    x[1, 7], x[2, 200] = torch.nan, torch.inf
+    numbers, scales = quantize_groups(x)
+    product = numbers.double() * expand(scales, 1, 128, x.shape)
+    assert not product[0].any()
+    assert product[1, 7].isnan()
+    assert product[2, 200].isnan()
+    assert not product[1, 128:].any()
+    assert not product[2, :128].any()
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (300, 200), (5, 7)])
+def test_blocks_are_rounded_to_the_nearest(shape):
+    weight = torch.randn(shape)
+    numbers, scales = quantize_blocks(weight)
+    assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    wide = weight.double() / expand(scales, 128, 128, shape)
+    assert torch.isclose(wide.abs().max(), torch.tensor(448.0).double())
+    assert ((numbers.double() - wide).abs() <= e4m3_step(wide.float()) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "width", "block_rows"), [(256, 256, 128), (300, 200, 128), (96, 48, 32), (20, 130, 4)]
+)
+@pytest.mark.parametrize("extras", [True, False])
+def test_linear(dtype, rows, width, block_rows, extras, monkeypatch):
+    # Several steps through the weight.
+    monkeypatch.setattr(block_fp8.reference, "WIDE_ELEMENTS", 64 * width)
+    weight = make_weight(rows, width, block_rows)
+    x = torch.randn(5, width).to(dtype)
+    bias, residual = (torch.randn(rows).to(dtype), torch.randn(5, rows)) if extras else (None, None)
+    numbers, scales = quantize_groups(x)
+    expected = (numbers.double() * expand(scales, 1, 128, x.shape)) @ dequantize(weight).T
+    if bias is not None and residual is not None:
+        expected += bias.double() + residual.double()
+    actual = block_fp8.linear(x, weight, bias, None if residual is None else residual.clone())
+    assert actual.dtype == (torch.float32 if extras else dtype)
+    tolerance = 1e-5 if actual.dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_stands_around_the_product():
+    x, norm, weight = torch.randn(4, 200), torch.rand(200) + 0.5, make_weight(2 * 96, 200)
+    normed = functional.rms_norm(x, (200,), norm, 1e-5)
+    expected = block_fp8.linear(normed, weight)
+    # Where a number lies halfway, the rounding of the norm decides.
+    close = {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(block_fp8.norm_linear(x, pack_norm(norm), 1e-5, weight), expected, **close)
+    gate, up = expected.chunk(2, 1)
+    actual = block_fp8.norm_gate_up(x, pack_norm(norm), 1e-5, weight)
+    torch.testing.assert_close(actual, functional.silu(gate) * up, **close)
