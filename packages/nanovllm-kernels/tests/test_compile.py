@@ -64,6 +64,7 @@ KERNELS = [
         {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
     ),
     ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
+    ("elementwise.triton_activation", "_sigmoid_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",

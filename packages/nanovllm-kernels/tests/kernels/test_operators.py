@@ -25,6 +25,7 @@ def arguments():
     return {
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
         "silu_and_mul": (torch.randn(3, 16),),
+        "sigmoid_and_mul": (torch.randn(3, 16), torch.randn(3, 16)),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5),
         "paged_attention": (
             *(qkv[:, :2], kv_cache, None, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),
