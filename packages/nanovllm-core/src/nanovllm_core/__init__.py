@@ -26,13 +26,25 @@ from nanovllm_core.request import (
 
 if TYPE_CHECKING:
     from nanovllm_core.engine.async_engine import AsyncEngine
-    from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec, PagedSpec, Vocabulary
+    from nanovllm_core.model import (
+        BuildContext,
+        CacheSpec,
+        CausalLM,
+        ForwardContext,
+        MLASpec,
+        ModelSpec,
+        PagedSpec,
+        StateCache,
+        StateSpec,
+        Vocabulary,
+    )
     from nanovllm_core.parallel import ParallelContext
 
 __all__ = [
     "AsyncEngine",
     "Budget",
     "BuildContext",
+    "CacheSpec",
     "CausalLM",
     "ConfigError",
     "Engine",
@@ -46,6 +58,7 @@ __all__ = [
     "ForwardContext",
     "GrammarError",
     "GrammarSpec",
+    "MLASpec",
     "ModelSpec",
     "OpenRequest",
     "PagedSpec",
@@ -56,6 +69,8 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StateCache",
+    "StateSpec",
     "TokenLogprobs",
     "Vocabulary",
 ]
@@ -64,11 +79,15 @@ __all__ = [
 _ON_FIRST_USE = {
     "AsyncEngine": "nanovllm_core.engine.async_engine",
     "BuildContext": "nanovllm_core.model",
+    "CacheSpec": "nanovllm_core.model",
     "CausalLM": "nanovllm_core.model",
     "ForwardContext": "nanovllm_core.model",
+    "MLASpec": "nanovllm_core.model",
     "ModelSpec": "nanovllm_core.model",
     "PagedSpec": "nanovllm_core.model",
     "ParallelContext": "nanovllm_core.parallel",
+    "StateCache": "nanovllm_core.model",
+    "StateSpec": "nanovllm_core.model",
     "Vocabulary": "nanovllm_core.model",
 }
 

@@ -20,6 +20,8 @@ AttentionBackend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 # Numbers of the KV cache: like the activations, or of one byte.
 KVCacheDtype = Literal["auto", "fp8"]
 PrefixHash = Literal["fast", "sha256"]
+# Numbers of the states of recurrent layers.
+StateDtype = Literal["float32", "bfloat16"]
 # What is replayed from CUDA graphs: nothing; steps in which every request decodes; mixed ones of not too many tokens
 # too, in pieces between which attention is launched; or these, and whole where their tokens are few.
 GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
@@ -47,6 +49,9 @@ class EngineConfig:
         values as e4m3, each head of each token with a scale. By default ("auto") they are of `dtype`.
     block_size: tokens a KV block holds: 16, 32 or 64.
     num_blocks: blocks in the KV cache; by default as many as memory allows (see the next two).
+    state_dtype: of the states of recurrent layers, which every token changes: "bfloat16" halves them.
+    num_state_slots: such states, of running requests and kept for prompts that begin alike; by default as many as the
+        memory allows.
     gpu_memory_utilization: share of the GPU's memory that weights, activations and cache may use together.
     cpu_cache_gib: size of the KV cache when the model runs on the CPU, in GiB.
     prefix_caching: keep full blocks of finished requests for later prompts that begin the same.
@@ -69,6 +74,8 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDtype = "auto"
     block_size: int = 16
     num_blocks: int | None = None
+    state_dtype: StateDtype = "float32"
+    num_state_slots: int | None = None
     gpu_memory_utilization: float = 0.9
     cpu_cache_gib: float = 2.0
     prefix_caching: bool = True
@@ -99,6 +106,8 @@ class ResolvedConfig:
     kv_cache_dtype: torch.dtype
     block_size: int
     num_blocks: int | None
+    state_dtype: torch.dtype
+    num_state_slots: int | None
     gpu_memory_utilization: float
     cpu_cache_gib: float
     prefix_caching: bool
@@ -144,6 +153,8 @@ def resolve(
     max_num_seqs, budget = _resolve_batch(config, device)
     _require(config.block_size in PAGE_SIZES, "block_size", config.block_size, f"one of {PAGE_SIZES}")
     _require(config.num_blocks is None or config.num_blocks >= 2, "num_blocks", config.num_blocks, "at least 2")
+    names = ("float32", "bfloat16")
+    _require(config.state_dtype in names, "state_dtype", config.state_dtype, "'float32' or 'bfloat16'")
     utilization = config.gpu_memory_utilization
     _require(0 < utilization <= 1, "gpu_memory_utilization", utilization, "above 0 and at most 1")
     _require(config.cpu_cache_gib > 0, "cpu_cache_gib", config.cpu_cache_gib, "above 0")
@@ -164,6 +175,8 @@ def resolve(
         kv_cache_dtype=kv_cache_dtype,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
+        state_dtype=torch.float32 if config.state_dtype == "float32" else torch.bfloat16,
+        num_state_slots=config.num_state_slots,
         gpu_memory_utilization=utilization,
         cpu_cache_gib=config.cpu_cache_gib,
         prefix_caching=config.prefix_caching,

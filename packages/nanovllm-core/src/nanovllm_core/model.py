@@ -63,8 +63,8 @@ class ForwardContext:
     the value heads. kv_scales: where the caches are FP8 one each, uint8 [num_blocks, 2 * num_kv_heads, block_size], of
     every head of every slot (see `nanovllm_kernels.fp8`), else none. launch: called, if there, with a layer's attention
     and its queries, in place of the attention itself: while a step is captured in pieces, between which attention is
-    launched anew each time. state_caches: one a StateSpec, in the order of `cache_specs`. states: whose states lie
-    where in them; None for a model without.
+    launched anew each time. state_caches: one a StateSpec, in the order of `CausalLM.cache_specs`; states: which of
+    their slots are whose.
     """
 
     attention: AttentionBatch
@@ -87,8 +87,8 @@ class CausalLM(Protocol):
         """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks; best in float32."""
         ...
 
-    def cache_specs(self) -> tuple[PagedSpec, ...]:
-        """What each attention layer wants cached, in layer order; all of them share one block table."""
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """What each layer wants cached, in their order; all that are paged are alike and share one block table."""
         ...
 
 

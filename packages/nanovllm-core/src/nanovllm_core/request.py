@@ -21,6 +21,8 @@ MAX_STOP_TOKENS = 64
 MAX_BUDGET_END = 64
 MAX_FORBIDDEN = 256
 MAX_FORBIDDEN_LENGTH = 16
+# Of the state of a recurrent model, for one prompt.
+MAX_CHECKPOINTS = 16
 # Of what must be above zero; anything smaller would vanish in float32.
 _LEAST = 1e-6
 
@@ -208,6 +210,13 @@ class CompiledGrammar(Protocol):
         ...
 
 
+class Checkpoint(NamedTuple):
+    """Where a recurrent model's state is kept as it stands after the first `position` tokens of a request."""
+
+    position: int
+    slot: int
+
+
 class RequestStatus(Enum):
     """Where a request is in its life. Preemption leads back to WAITING."""
 
@@ -231,6 +240,8 @@ class Request:
     key: what the engine calls it, never used twice by any client of an engine.
     row: where its state is while it runs, -1 for nowhere.
     compiled: its grammar, once there, if it has one.
+    state_slot: where a recurrent model keeps its state. state_origin: the slot whose copy that begins as, 0 for zeros.
+    checkpoints: those that are yet to be made, the first first.
     num_scored: of a request that asks for its prompt's log-probabilities, how many steps were launched for.
     """
 
@@ -255,6 +266,9 @@ class Request:
     seed: int = field(init=False, default=0)
     compiled: CompiledGrammar | None = field(init=False, default=None)
     num_scored: int = field(init=False, default=0)
+    state_slot: int = field(init=False, default=0)
+    state_origin: int = field(init=False, default=0)
+    checkpoints: list[Checkpoint] = field(init=False, default_factory=list[Checkpoint])
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.request import PromptLogprobs, Request, RequestStatus, SamplingParams
-from nanovllm_core.scheduling.plan import PromptPart, StepPlan, StepTokens
+from nanovllm_core.scheduling.plan import NewRow, NewState, PromptPart, StepPlan, StepTokens
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 VOCAB = 50
@@ -28,7 +30,9 @@ def next_token(state: int, eos_rate: int) -> int:
 
 @dataclass
 class Device:
-    """Rows and cache slots, each slot holding a digest of all tokens up to it: wrong contents can't go unnoticed."""
+    """Rows, cache slots and state slots, each holding a digest of all tokens up to it: wrong contents can't go
+    unnoticed. states: None where the model keeps none.
+    """
 
     block_size: int
     eos_rate: int
@@ -36,8 +40,30 @@ class Device:
     tables: dict[int, dict[int, int]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
+    states: dict[int, int] | None = None
+    state_of: dict[int, NewState] = field(default_factory=dict)
+
+    def restore(self, new_rows: Sequence[NewRow]) -> None:
+        assert self.states is not None
+        kept = {new.state.origin: self.states[new.state.origin] for new in new_rows if new.state.origin}
+        for new in new_rows:
+            assert bool(new.state.origin) == bool(new.num_computed_tokens)
+            self.states[new.state.slot] = kept[new.state.origin] if new.state.origin else 1
+            self.state_of[new.row] = new.state
+
+    def take_in(self, row: int, before: int, after: int, position: int) -> None:
+        """Let a row's state go on from one digest to the next, as token `position` does."""
+        assert self.states is not None
+        slot, _, checkpoints = self.state_of[row]
+        assert self.states[slot] == before, "a state slot holds another prompt's state"
+        self.states[slot] = after
+        for checkpoint in checkpoints:
+            if checkpoint.position == position + 1:
+                self.states[checkpoint.slot] = after
 
     def run(self, plan: StepPlan) -> StepTokens:
+        if self.states is not None:
+            self.restore(plan.new_rows)
         for new in plan.new_rows:
             self.tokens[new.row] = list(new.token_ids)
             self.computed[new.row] = new.num_computed_tokens
@@ -50,10 +76,12 @@ class Device:
             state = 1
             end = self.computed[row] + count
             for position, token in enumerate(self.tokens[row][:end]):
-                state = digest(state, token)
+                before, state = state, digest(state, token)
                 slot = self.tables[row][position // self.block_size] * self.block_size + position % self.block_size
                 if position >= self.computed[row]:
                     self.slots[slot] = state
+                if position >= self.computed[row] and self.states is not None:
+                    self.take_in(row, before, state, position)
                 assert self.slots[slot] == state, "a cached block holds another prompt's keys"
                 if position >= self.computed[row]:
                     seen.append((row, position, state))
@@ -99,6 +127,13 @@ def check_ownership(scheduler: Scheduler, requests: list[Request]) -> None:
         assert pool.refs(block) == held[block]
     assert pool.num_free == pool.num_blocks - len(held)
     assert 0 not in held, "the null block was given out"
+    states = scheduler.cache.states
+    if states is not None:
+        slots = [slot for request in requests for slot in (request.state_slot, *(c.slot for c in request.checkpoints))]
+        slots = [slot for slot in slots if slot]
+        assert len(set(slots)) == len(slots), "a state slot was given out twice"
+        assert states.slots.num_free == states.slots.num_blocks - len(slots)
+        assert all(bool(request.state_slot) == bool(request.block_ids) for request in requests)
     for request in requests:
         assert len(set(request.block_ids)) == len(request.block_ids)
 
@@ -120,7 +155,9 @@ class Trace:
         rng = self.rng = random.Random(seed)
         self.block_size = rng.choice([2, 4, 16])
         self.eos_rate = rng.choice([0, 30, 200])
-        self.max_model_len = rng.choice([24, 64])
+        # Checkpoints stand where 64 tokens end.
+        recurrent = rng.random() < 0.2
+        self.max_model_len = 150 if recurrent else rng.choice([24, 64])
         per_request = -(-self.max_model_len // self.block_size)
         num_blocks = per_request * rng.choice([1, 2, 4]) + rng.randrange(3)
         max_num_seqs = rng.choice([1, 3, 8])
@@ -129,9 +166,12 @@ class Trace:
         cache = CacheManager(
             num_blocks,
             self.block_size,
-            prefix_caching=rng.random() < 0.8,
+            prefix_caching=(prefix_caching := rng.random() < 0.8),
             prefix_hash=rng.choice(["fast", "sha256"]),
             watermark=rng.choice([0, 0.1]),
+            states=StatePool(max_num_seqs + prefix_caching * rng.choice([1, 3, 20]), max_num_seqs, self.block_size)
+            if recurrent
+            else None,
         )
         self.scheduler = Scheduler(
             cache,
@@ -140,20 +180,24 @@ class Trace:
             max_model_len=self.max_model_len,
             eos_token_ids=[EOS],
         )
-        self.device = Device(self.block_size, self.eos_rate)
-        self.prefixes = [[rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(2)]
+        self.device = Device(self.block_size, self.eos_rate, states={} if recurrent else None)
+        self.prefixes = [
+            [rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(1 if recurrent else 2)
+        ]
         self.requests: list[Request] = []
         self.aborted: set[int] = set()
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
         self.scores: dict[int, list[int]] = {}
-        self.num_resumed_midway = 0
+        self.num_resumed_midway = self.num_restored = 0
         self.in_flight: deque = deque()
 
     def submit(self) -> None:
         rng = self.rng
         length = rng.randrange(1, self.max_model_len)
         shared = rng.randrange(length + 1) if rng.random() < 0.6 else 0
+        if self.device.states is not None and rng.random() < 0.7:
+            shared = min(length, rng.choice([70, 130]))
         prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(VOCAB) for _ in range(length - shared)]
         request = Request(
             id=f"r{len(self.requests)}",
@@ -191,6 +235,7 @@ class Trace:
                 (request,) = scheduler.rows.of(np.array([new.row]))
                 if 0 < len(self.scores[request.key]) < request.num_prompt_tokens - 1:
                     self.num_resumed_midway += 1
+                self.num_restored += new.state.origin > 0
             self.in_flight.append((step, self.device.run(step.plan)))
         if self.in_flight:
             outputs = scheduler.complete(*self.in_flight.popleft())
@@ -236,6 +281,8 @@ class Trace:
         assert scheduler.num_waiting == 0
         assert pool.num_free == pool.num_blocks
         assert pool.num_cached <= pool.num_free
+        if (states := scheduler.cache.states) is not None:
+            assert states.slots.num_free == states.slots.num_blocks
         for request in self.requests:
             assert request.status is RequestStatus.FINISHED
             assert request.row == -1
@@ -255,7 +302,7 @@ class Trace:
 
 @pytest.mark.parametrize("block_of_seeds", range(8))
 def test_everyone_finishes_and_nothing_is_lost(block_of_seeds: int):
-    preemptions = hits = midway = 0
+    preemptions = hits = midway = restored = 0
     for seed in range(block_of_seeds * 400, (block_of_seeds + 1) * 400):
         trace = Trace(seed)
         try:
@@ -265,7 +312,9 @@ def test_everyone_finishes_and_nothing_is_lost(block_of_seeds: int):
         preemptions += trace.scheduler.counters.preemptions
         hits += trace.scheduler.counters.prefix_hits
         midway += trace.num_resumed_midway
+        restored += trace.num_restored
     # Otherwise the traces would not have been where it is difficult.
     assert preemptions > 100
     assert hits > 1000
     assert midway > 2
+    assert restored > 20

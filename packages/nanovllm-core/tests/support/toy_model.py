@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanovllm_core import BuildContext, ForwardContext, ModelSpec, PagedSpec, ParallelContext, Vocabulary
+from nanovllm_core import BuildContext, CacheSpec, ForwardContext, ModelSpec, ParallelContext, Vocabulary
 from nanovllm_core.layers.attention import Heads, attend, qkv_parts
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -76,7 +76,7 @@ class ToyLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
 
-    def cache_specs(self) -> tuple[PagedSpec, ...]:
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
         return (self.heads.cache_spec,) * LAYERS
 
 
@@ -123,6 +123,10 @@ def in_fp8(heads: Tensor) -> Tensor:
 
 def dense_logits(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
     """Logits after each of `tokens`, by the textbook: no cache, no pages, no batch."""
+    return functional.linear(dense_hidden(model, tokens, fp8_cache=fp8_cache), model.head.weight)
+
+
+def dense_hidden(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
     x = model.embed.weight[torch.tensor(tokens)]
     angles = torch.arange(len(tokens))[:, None] / 100.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -141,7 +145,7 @@ def dense_logits(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
         q, k, v = (t.transpose(0, 1) for t in (rotate(q), k, v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + functional.linear(out.transpose(0, 1).reshape(len(tokens), -1), layer.o_proj.weight.data)
-    return functional.linear(x, model.head.weight)
+    return x
 
 
 def make_oracle(*, fp8_cache: bool = False) -> Callable[[list[int], int], list[int]]:

@@ -83,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
     engine.add_argument("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
     engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
+    engine.add_argument(
+        "--state-dtype", choices=("float32", "bfloat16"), default="float32", help="of what recurrent layers keep"
+    )
     engine.add_argument("--block-size", type=int, choices=(16, 32, 64), default=16, help="tokens in a KV block")
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, that nobody can forge")
@@ -159,6 +162,7 @@ def settings(options: argparse.Namespace) -> "Settings":
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             kv_cache_dtype=options.kv_cache_dtype,
+            state_dtype=options.state_dtype,
             block_size=options.block_size,
             gpu_memory_utilization=options.gpu_memory_utilization,
             cpu_cache_gib=options.cpu_cache_gib,

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from nanovllm_core import EngineClient, EngineInfo, EngineProcess
+from nanovllm_core.config import GIB
 from nanovllm_models import default_model_path
 from nanovllm_server import __version__
 from nanovllm_server.crew import Assignment, Crew
@@ -197,13 +198,14 @@ def banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
     url = f"http://{shown}:{port}"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_keys else ""
     workers = f" ({settings.http_workers} workers)" if settings.http_workers > 1 else ""
-    cache = f"{info.kv_cache_bytes / (1 << 30):.2f} GiB of {info.kv_cache_dtype}"
+    cache = f"{info.kv_cache_tokens} tokens ({info.kv_cache_bytes / GIB:.2f} GiB of {info.kv_cache_dtype})"
+    if info.num_state_slots:
+        cache += f", {info.num_state_slots} states ({info.state_bytes / GIB:.2f} GiB)"
     return (
         f"nanovllm-server {__version__}\n"
         f"  address  {url}{workers}\n"
         f"  model    {', '.join(names)} ({info.dtype} on {info.device}, attention: {info.attention_backend})\n"
-        f"  cache    {info.kv_cache_tokens} tokens ({cache}), context {info.max_model_len} tokens, "
-        f"{info.max_num_seqs} requests at once\n\n"
+        f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
         f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f'-d \'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
     )

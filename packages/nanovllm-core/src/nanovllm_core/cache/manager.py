@@ -1,36 +1,52 @@
-"""Gives requests their share of the paged cache, finds prompts that begin like earlier ones, and takes blocks back.
+"""Gives requests their share of the cache, finds prompts that begin like earlier ones, and takes everything back.
 
-This room must not know about steps, budgets or devices: the scheduler asks, the answer is block numbers.
+Of a model with recurrent layers a prompt that begins like an earlier one can only go on where a checkpoint of their
+state is, every block before which must be there too. This room must not know about steps, budgets or devices: the
+scheduler asks, the answer is numbers of blocks and slots.
 """
 
 from collections.abc import Sequence
 
 from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.prefix import PrefixHasher
+from nanovllm_core.cache.state_pool import NULL_SLOT, StatePool
 from nanovllm_core.config import PrefixHash
 from nanovllm_core.request import Request
 
 
 class CacheManager:
-    """The block table of every request that has one."""
+    """The block table of every request that has one, and where the model is recurrent (`states`), its slot."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, prefix_caching: bool, prefix_hash: PrefixHash, watermark: float
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool,
+        prefix_hash: PrefixHash,
+        watermark: float,
+        states: StatePool | None = None,
     ):
         self.pool = BlockPool(num_blocks)
+        self.states = states
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._hasher = PrefixHasher(prefix_hash, block_size) if prefix_caching else None
         self._watermark_blocks = int(num_blocks * watermark)
 
     def admit(self, request: Request, *, keep_watermark: bool) -> int | None:
-        """Give a request that holds nothing the blocks of all its known tokens, cached ones where the prefix matches.
+        """Give a request that holds nothing, and will get a row, the blocks of all its known tokens, cached ones where
+        the prefix matches.
 
         Returns how many tokens need not be computed, or None, and nothing changed, when there is no room. The last
         token is always computed, since its logits are wanted, and so are all after which log-probabilities of the
         prompt are still to come. keep_watermark: leave the watermark's share of blocks alone.
         """
         hits = self._longest_prefix(request)
+        shared, origin = len(hits), NULL_SLOT
+        if self.states is not None:
+            num_hits, origin = self.states.find(request.block_hashes[:shared])
+            del hits[num_hits:]
         needed = self._blocks_for(len(request.token_ids)) - len(hits)
         revived = sum(1 for block in hits if self.pool.refs(block) == 0)
         spare = self._watermark_blocks if keep_watermark else 0
@@ -40,7 +56,12 @@ class CacheManager:
             self.pool.acquire(block)
         request.block_ids = hits + self.pool.allocate(needed)
         request.num_committed_blocks = len(hits)
-        return len(hits) * self.block_size
+        num_computed = len(hits) * self.block_size
+        if self.states is not None:
+            self.states.open(
+                request, origin, begin=num_computed, shared=shared * self.block_size, caching=self.prefix_caching
+            )
+        return num_computed
 
     def grow(self, requests: Sequence[Request]) -> list[int] | None:
         """Give each of `requests` one block more, in order; None, and nothing changed, when there are too few."""
@@ -52,7 +73,9 @@ class CacheManager:
         return blocks
 
     def commit(self, request: Request, num_computed: int) -> None:
-        """Let later prompts find the full blocks among the first `num_computed` tokens, whose step has ended."""
+        """Let later prompts find the full blocks among the first `num_computed` tokens, whose step has ended, and the
+        checkpoints among them.
+        """
         full = num_computed // self.block_size
         if self._hasher is None or full <= request.num_committed_blocks:
             return
@@ -60,6 +83,8 @@ class CacheManager:
         for index in range(request.num_committed_blocks, full):
             self.pool.register(request.block_ids[index], request.block_hashes[index])
         request.num_committed_blocks = full
+        if self.states is not None:
+            self.states.commit(request, num_computed)
 
     def release(self, request: Request) -> None:
         """Take back everything that `request` holds."""
@@ -67,6 +92,8 @@ class CacheManager:
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
         request.num_committed_blocks = 0
+        if self.states is not None:
+            self.states.close(request)
 
     def _longest_prefix(self, request: Request) -> list[int]:
         hits: list[int] = []

@@ -1,22 +1,31 @@
-"""From bytes to blocks: how many the memory allows, and how long a request may get with them.
+"""From bytes to blocks and state slots: how many the memory allows, and how long a request may get with them.
 
 This room must not know where the memory is or who measured it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from nanovllm_core.config import ConfigError, ResolvedConfig
-from nanovllm_core.model import PagedSpec
+from nanovllm_core.config import GIB, ConfigError, ResolvedConfig
+from nanovllm_core.model import PagedSpec, StateSpec
 from nanovllm_kernels import fp8
+
+# Of a model with recurrent layers, slots for as many checkpoints a row as a prompt of 8,192 tokens leaves.
+CHECKPOINTS_PER_ROW = 8
+# Share of the memory that state slots may have, unless those that rows must have take more.
+STATE_SHARE = 0.5
 
 
 class CachePlan(NamedTuple):
-    """Blocks to allocate, without the null block, and the longest request that they allow, in tokens."""
+    """Blocks and state slots to allocate, without the null ones, and the longest request that the blocks allow, in
+    tokens.
+    """
 
     num_blocks: int
+    num_slots: int
     max_model_len: int
 
 
@@ -26,22 +35,55 @@ def bytes_per_block(specs: Sequence[PagedSpec], block_size: int, dtype: torch.dt
     return sum(2 * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + beside) for spec in specs) * block_size
 
 
-def plan_cache(config: ResolvedConfig, free_bytes: int, block_bytes: int) -> CachePlan:
+def bytes_per_slot(specs: Sequence[StateSpec], state_dtype: torch.dtype, dtype: torch.dtype) -> int:
+    """Bytes one state slot takes over all recurrent layers."""
+    return sum(
+        math.prod(spec.recurrent) * state_dtype.itemsize + math.prod(spec.conv) * dtype.itemsize for spec in specs
+    )
+
+
+def plan_cache(config: ResolvedConfig, free_bytes: int, block_bytes: int, slot_bytes: int = 0) -> CachePlan:
     """Size the cache: `config.num_blocks` if given, else what `free_bytes` hold, up to all requests at full length.
 
-    Raises ConfigError when the cache would be too small for one request.
+    slot_bytes: of a state slot, 0 for a model that has none. Every row gets one, and checkpoints those beside.
+    Raises ConfigError when the cache would be too small for one request, or for the slots of all rows.
     """
     size = config.block_size
     wanted = -(-config.max_model_len // size)
+    num_slots = _plan_slots(config, free_bytes, slot_bytes) if slot_bytes else 0
+    if num_slots:
+        free_bytes -= (num_slots + 1) * slot_bytes
     if config.num_blocks is None:
         num_blocks = min(max(free_bytes // block_bytes - 1, 0), wanted * config.max_num_seqs)
     else:
         num_blocks = config.num_blocks
     if num_blocks >= wanted:
-        return CachePlan(num_blocks, config.max_model_len)
+        return CachePlan(num_blocks, num_slots, config.max_model_len)
     if config.may_shorten and num_blocks >= 2:
-        return CachePlan(num_blocks, num_blocks * size)
+        return CachePlan(num_blocks, num_slots, num_blocks * size)
     raise ConfigError(
         f"the KV cache holds {num_blocks * size} tokens, fewer than max_model_len ({config.max_model_len}): lower "
         "max_model_len, or give the cache more memory (gpu_memory_utilization, cpu_cache_gib, num_blocks)"
     )
+
+
+def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
+    # The one beside those of the rows lets a checkpoint be read while the last row begins.
+    least = config.max_num_seqs + config.prefix_caching
+    if config.num_state_slots is not None:
+        if config.num_state_slots < least:
+            raise ConfigError(
+                f"num_state_slots is {config.num_state_slots}, but must be at least {least}, for max_num_seqs "
+                f"{config.max_num_seqs}"
+            )
+        return config.num_state_slots
+    if (least + 1) * slot_bytes > free_bytes:
+        raise ConfigError(
+            f"the states of max_num_seqs {config.max_num_seqs} requests take {(least + 1) * slot_bytes / GIB:.2f} GiB, "
+            f"but there are {free_bytes / GIB:.2f} GiB for the cache: lower max_num_seqs, or give the cache more "
+            "memory (gpu_memory_utilization, cpu_cache_gib)"
+        )
+    if not config.prefix_caching:
+        return least
+    most = config.max_num_seqs * (1 + CHECKPOINTS_PER_ROW)
+    return max(least, min(most, int(free_bytes * STATE_SHARE) // slot_bytes - 1))

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import Tracer, Track
@@ -78,6 +79,7 @@ class EngineLoop:
             prefix_caching=config.prefix_caching,
             prefix_hash=config.prefix_hash,
             watermark=config.watermark,
+            states=StatePool(runner.num_slots, config.max_num_seqs, config.block_size) if runner.num_slots else None,
         )
         scheduler = Scheduler(
             cache,
@@ -99,6 +101,8 @@ class EngineLoop:
             num_blocks=runner.num_blocks,
             kv_cache_dtype=str(config.kv_cache_dtype).removeprefix("torch."),
             kv_cache_bytes=runner.kv_cache_bytes,
+            num_state_slots=runner.num_slots,
+            state_bytes=runner.state_bytes,
             prefix_caching=config.prefix_caching,
             attention_backend=config.attention_backend,
             grammars=spec.vocabulary is not None,
@@ -155,7 +159,7 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """How things stand now."""
-        scheduler, pool = self._scheduler, self._scheduler.cache.pool
+        scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.states
         counters = scheduler.counters
         return EngineStats(
             num_requests_running=scheduler.rows.num_running,
@@ -163,6 +167,8 @@ class EngineLoop:
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
+            num_free_state_slots=0 if states is None else states.slots.num_free,
+            num_checkpoints=0 if states is None else states.slots.num_cached,
             num_steps=counters.steps,
             num_preemptions=counters.preemptions,
             prefix_cache_queries=counters.prefix_queries,

@@ -18,7 +18,8 @@ class EngineDeadError(RuntimeError):
 class EngineInfo:
     """What stays the same as long as the engine lives.
 
-    num_blocks: usable blocks, without the null block. grammars: whether requests may bring one.
+    num_blocks: usable blocks, without the null block. num_state_slots: likewise, 0 for a model without recurrent
+    layers. grammars: whether requests may bring one.
     """
 
     model: str
@@ -35,6 +36,8 @@ class EngineInfo:
     prefix_caching: bool
     attention_backend: str
     grammars: bool = False
+    num_state_slots: int = 0
+    state_bytes: int = 0
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -46,9 +49,11 @@ class EngineInfo:
 class EngineStats:
     """A snapshot: gauges first, then counters since the start.
 
-    num_free_blocks: blocks that no request holds, whether empty or cached. prefix_cache_queries, prefix_cache_hits: in
-    tokens. iteration_tokens: tokens computed, prompts and decodes alike. graph_steps: steps by what was replayed from
-    CUDA graphs (see `GraphMode`) and whether all requests decoded ("decode") or not ("mixed").
+    num_free_blocks: blocks that no request holds, whether empty or cached. num_free_state_slots, num_checkpoints:
+    likewise of the state slots of recurrent layers, and those among them that a prompt can go on from.
+    prefix_cache_queries, prefix_cache_hits: in tokens. iteration_tokens: tokens computed, prompts and decodes alike.
+    graph_steps: steps by what was replayed from CUDA graphs (see `GraphMode`) and whether all requests decoded
+    ("decode") or not ("mixed").
     """
 
     num_requests_running: int = 0
@@ -56,6 +61,8 @@ class EngineStats:
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_free_state_slots: int = 0
+    num_checkpoints: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0

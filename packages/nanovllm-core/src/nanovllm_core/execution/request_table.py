@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm_core.execution.inputs import Int32Array, StepBuffer, upload
 from nanovllm_core.request import (
+    MAX_CHECKPOINTS,
     MAX_FORBIDDEN,
     MAX_FORBIDDEN_LENGTH,
     MAX_LOGIT_BIAS,
@@ -47,7 +48,8 @@ class StepInputs:
 
     rows, query_start_loc, samples: see `StepBuffer`, whose whole is `buffer`; here without what comes behind the step's
     requests. sampled: int64, which of them sample. needs: of all that do, together. num_logprobs: int64, of each that
-    does, -1 for none. most_logprobs: the largest of these.
+    does, -1 for none. most_logprobs: the largest of these. restored: state slots to copy first, and to where, int64
+    each, if any.
     """
 
     buffer: StepBuffer
@@ -58,6 +60,7 @@ class StepInputs:
     needs: Needs
     num_logprobs: NDArray[np.int64]
     most_logprobs: int
+    restored: tuple[Tensor, Tensor] | None = None
 
 
 class RequestTable:
@@ -67,13 +70,23 @@ class RequestTable:
     temperature, top_p, min_p, presence, frequency, repetition float32 [rows]; top_k int32 [rows]; seeds int64 [rows];
     counts int32 [rows, vocab] as `nanovllm_kernels.sampling.apply_penalties` reads them; bias_ids, bias_values,
     bias_until [rows, entries] as `apply_bias` does; forbidden int32 [rows, sequences, length] and num_prompt int32
-    [rows] as `forbid` does.
+    [rows] as `forbid` does; state_slots int32 [rows] and saves int32 [rows, MAX_CHECKPOINTS, 2] as
+    `nanovllm_kernels.linear_attention.plan_states` does.
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int, eos_count: int, device: torch.device
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        eos_count: int,
+        device: torch.device,
+        *,
+        has_states: bool = False,
     ):
         self.device = device
+        self._has_states = has_states
         self.vocab_size = vocab_size
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -94,6 +107,8 @@ class RequestTable:
         self.bias_until = zeros(num_rows, num_biases)
         self.forbidden = zeros(num_rows, MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH).fill_(-1)
         self.num_prompt = zeros(num_rows)
+        self.state_slots = zeros(num_rows)
+        self.saves = zeros(num_rows, MAX_CHECKPOINTS, 2)
         self.buffer = StepBuffer(num_rows, device)
         self._needs = np.zeros(num_rows, np.uint8)
         # What the special tables hold of each row, be it over.
@@ -106,6 +121,7 @@ class RequestTable:
         count = len(rows)
         if plan.new_rows or plan.new_blocks.rows:
             self._write_diffs(plan)
+        restored = self._write_states(plan.new_rows) if self._has_states and plan.new_rows else None
         self.buffer.write(rows, lengths, samples)
         sampled = np.flatnonzero(samples)
         sample_rows = rows[sampled]
@@ -119,7 +135,30 @@ class RequestTable:
             needs=Needs(int(np.bitwise_or.reduce(self._needs[sample_rows], initial=0))),
             num_logprobs=num_logprobs,
             most_logprobs=int(num_logprobs.max(initial=-1)),
+            restored=restored,
         )
+
+    def _write_states(self, new_rows: Sequence[NewRow]) -> tuple[Tensor, Tensor] | None:
+        states = [new.state for new in new_rows]
+        saves = np.zeros((len(states), MAX_CHECKPOINTS, 2), np.int32)
+        for index, state in enumerate(states):
+            if state.checkpoints:
+                saves[index, : len(state.checkpoints)] = state.checkpoints
+        copies = np.array([(state.origin, state.slot) for state in states if state.origin], np.int64).reshape(-1, 2)
+        rows, slots, saved, sources, targets = upload(
+            [
+                np.array([new.row for new in new_rows], np.int32),
+                np.array([state.slot for state in states], np.int32),
+                saves.reshape(-1),
+                copies[:, 0].copy().view(np.int32),
+                copies[:, 1].copy().view(np.int32),
+            ],
+            self.device,
+        )
+        rows = rows.long()
+        self.state_slots[rows] = slots
+        self.saves[rows] = saved.view(-1, MAX_CHECKPOINTS, 2)
+        return (sources.view(torch.int64), targets.view(torch.int64)) if len(copies) else None
 
     def _write_diffs(self, plan: StepPlan) -> None:
         arrays = self._block_diffs(plan.new_blocks)

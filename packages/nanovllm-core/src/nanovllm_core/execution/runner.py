@@ -15,21 +15,23 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm_core.cache.planner import bytes_per_block, plan_cache
+from nanovllm_core.cache.planner import bytes_per_block, bytes_per_slot, plan_cache
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Launch, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
 from nanovllm_core.execution.sampler import Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
+from nanovllm_core.execution.state_memory import StateMemory
 from nanovllm_core.layers.compiled import compiled
-from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
+from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec, StateSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
 from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
+from nanovllm_kernels.linear_attention import StateBatch, plan_states
 from nanovllm_kernels.platform import describe
 
 # What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
@@ -63,6 +65,9 @@ class Runner:
         self.device_name = describe(self.device).name
         self._config = config
         self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))
+        specs = self._model.cache_specs()
+        self._paged_specs = [spec for spec in specs if isinstance(spec, PagedSpec)]
+        self._state_specs = [spec for spec in specs if isinstance(spec, StateSpec)]
         self._table = RequestTable(
             config.max_num_seqs,
             config.max_model_len,
@@ -70,11 +75,12 @@ class Runner:
             spec.vocab_size,
             len(spec.eos_token_ids),
             self.device,
+            has_states=bool(self._state_specs),
         )
         self._constraints = Constraints(config.max_num_seqs, spec.vocab_size, self.device)
-        specs = self._model.cache_specs()
-        self._num_heads = specs[0].num_heads
+        self._num_heads = self._paged_specs[0].num_heads
         self._kv_caches, self._kv_scales = self._allocate(0)
+        self._states = self._allocate_states(0)
         self._gather_settings = compiled(gather, least_rows=1) if config.compile else gather
         show = sys.stderr.isatty()
         self._compile(progress=show)
@@ -85,10 +91,13 @@ class Runner:
         free_bytes = free_for_cache(config, self.device, self._rehearse_most)
         self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
-        block_bytes = bytes_per_block(specs, config.block_size, config.kv_cache_dtype)
-        self.num_blocks, self.max_model_len = plan_cache(config, free_bytes, block_bytes)
+        block_bytes = bytes_per_block(self._paged_specs, config.block_size, config.kv_cache_dtype)
+        slot_bytes = bytes_per_slot(self._state_specs, config.state_dtype, config.dtype)
+        self.num_blocks, self.num_slots, self.max_model_len = plan_cache(config, free_bytes, block_bytes, slot_bytes)
         self._kv_caches, self._kv_scales = self._allocate(self.num_blocks)
+        self._states = self._allocate_states(self.num_slots)
         self.kv_cache_bytes = block_bytes * (self.num_blocks + 1)
+        self.state_bytes = slot_bytes * (self.num_slots + 1)
         self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=show)
 
     @torch.inference_mode()
@@ -103,6 +112,8 @@ class Runner:
             step = self._table.apply(plan)
             if self._constraints.begin(plan):
                 step = replace(step, needs=step.needs | Needs.MASK)
+            if step.restored is not None:
+                self._states.copy(*step.restored)
             handle = self._start(plan, step, begin)
             self._constraints.launched(handle)
             return handle
@@ -176,7 +187,10 @@ class Runner:
             -(-bounds.max_seq_len // block_size),
         )
         attention = self._plan_attention(batch.block_tables, batch.seq_lens, query_start_loc, bounds)
-        ctx = ForwardContext(attention, batch.slot_mapping, self._kv_caches, self._kv_scales, launch)
+        states = self._plan_states(rows, batch.seq_lens, query_start_loc, num_tokens, bounds)
+        ctx = ForwardContext(
+            attention, batch.slot_mapping, self._kv_caches, self._kv_scales, launch, self._states.caches, states
+        )
         return self._model.forward(batch.input_ids, batch.positions, ctx), batch
 
     def _logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
@@ -196,6 +210,22 @@ class Runner:
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
             dtype=self._config.dtype,
+        )
+
+    def _plan_states(
+        self, rows: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int, bounds: _Bounds
+    ) -> StateBatch | None:
+        if not self._state_specs:
+            return None
+        return plan_states(
+            self._table.state_slots.index_select(0, rows),
+            self._table.saves.index_select(0, rows),
+            seq_lens,
+            query_start_loc,
+            num_decodes=bounds.num_decodes,
+            max_query_len=bounds.max_query_len,
+            num_tokens=num_tokens,
+            backend="torch" if self._config.attention_backend == "torch" else "triton",
         )
 
     def _commit(self, rows: Tensor, query_start_loc: Tensor, samples: Tensor, tokens: Tensor, needs: Needs) -> None:
@@ -287,6 +317,13 @@ class Runner:
                 dtype=config.kv_cache_dtype,
                 device=self.device,
             )
-            for spec in self._model.cache_specs()
+            for spec in self._paged_specs
         )
         return caches, tuple(map(fp8.make_scales, caches)) if config.kv_cache_dtype == fp8.DTYPE else ()
+
+    def _allocate_states(self, num_slots: int) -> StateMemory:
+        """State slots for every recurrent layer, and the null slot."""
+        config = self._config
+        return StateMemory(
+            self._state_specs, num_slots, state_dtype=config.state_dtype, dtype=config.dtype, device=self.device
+        )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import CompiledGrammar, PromptLogprobs, SamplingParams, TokenLogprobs
+from nanovllm_core.request import Checkpoint, CompiledGrammar, PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 class BatchShape(NamedTuple):
@@ -50,12 +50,25 @@ class NewBlocks:
         self.block_ids.extend(block_ids)
 
 
+class NewState(NamedTuple):
+    """The slot that holds a request's state, as a copy of another (`origin`; 0: it begins without one), and the
+    checkpoints that are to be made of it.
+    """
+
+    slot: int
+    origin: int
+    checkpoints: tuple[Checkpoint, ...]
+
+
+NO_STATE = NewState(0, 0, ())
+
+
 @dataclass(frozen=True, slots=True)
 class NewRow:
     """A request that gets a row: all that the device must know of it.
 
     seed: of its random numbers. stop_ids: what must not come up before `sampling.min_tokens` outputs. compiled: its
-    grammar, if it has one.
+    grammar, if it has one. state: for a recurrent model.
     """
 
     row: int
@@ -66,6 +79,7 @@ class NewRow:
     seed: int
     stop_ids: tuple[int, ...]
     compiled: CompiledGrammar | None = None
+    state: NewState = NO_STATE
 
 
 class PromptPart(NamedTuple):

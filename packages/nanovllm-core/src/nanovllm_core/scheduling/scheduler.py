@@ -20,6 +20,7 @@ from nanovllm_core.scheduling.plan import (
     BatchShape,
     NewBlocks,
     NewRow,
+    NewState,
     PromptPart,
     ScheduledRows,
     StepPlan,
@@ -269,6 +270,7 @@ class Scheduler:
             seed=request.seed,
             stop_ids=tuple(sorted(request.stop_ids)),
             compiled=request.compiled,
+            state=NewState(request.state_slot, request.state_origin, tuple(request.checkpoints)),
         )
 
     def _launch(

@@ -1,0 +1,84 @@
+"""A model with a recurrent layer through the whole engine: states follow their requests, and prompts go on from
+checkpoints.
+"""
+
+import asyncio
+import random
+
+import pytest
+from toy_model import VOCAB
+from toy_recurrent import Oracle, recurrent_spec
+
+from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, Request, SamplingParams
+
+NUM_PROMPTS, OUTPUT = 10, 8
+SETTINGS = {
+    "all at once": {"num_blocks": 400},
+    "depth 1, no prefix cache": {"num_blocks": 400, "depth": 1, "prefix_caching": False},
+    "chunked, pages of 32": {"num_blocks": 200, "block_size": 32, "max_num_batched_tokens": 50},
+    "preempted": {"num_blocks": 14, "max_num_batched_tokens": 70},
+    "room for few checkpoints": {"num_blocks": 400, "num_state_slots": 11},
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[list[int], list[int]]]:
+    rng = random.Random(1)
+    shared = [rng.randrange(6, VOCAB) for _ in range(150)]
+    prompts = [
+        shared[: rng.choice([0, 70, 140])] + [rng.randrange(6, VOCAB) for _ in range(rng.randrange(1, 30))]
+        for _ in range(NUM_PROMPTS)
+    ]
+    oracle = Oracle()
+    return [(prompt, oracle(prompt, OUTPUT)) for prompt in prompts]
+
+
+async def ask(engine: AsyncEngine, name: str, prompt: list[int], count: int = OUTPUT) -> list[int]:
+    request = Request(name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    return [token async for output in engine.generate(request) for token in output.new_token_ids]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+async def test_tokens_are_those_of_the_oracle(expected, settings):
+    limits = {"max_model_len": 200, "max_num_seqs": 8}
+    engine = await AsyncEngine.start(recurrent_spec(), EngineConfig(device="cpu", **limits, **SETTINGS[settings]))
+    try:
+        found = await asyncio.gather(*(ask(engine, f"r{i}", prompt) for i, (prompt, _) in enumerate(expected)))
+        assert found == [output for _, output in expected]
+        again = [await ask(engine, "again", prompt) for prompt, _ in expected[:4]]
+        assert again == found[:4]
+        stats = engine.stats
+        assert (stats.num_preemptions > 0) == (settings == "preempted")
+        assert stats.num_free_state_slots == engine.info.num_state_slots
+        assert stats.num_free_blocks == stats.num_blocks
+        assert (stats.num_checkpoints > 0) == ("no prefix cache" not in settings)
+        assert (stats.prefix_cache_hits > 0) == ("no prefix cache" not in settings)
+    finally:
+        await engine.stop()
+
+
+async def test_a_prompt_that_leaves_another_near_its_end_computes_little(expected):
+    prompt = [6 + index % 90 for index in range(200)]
+    other = [*prompt[:180], *range(10, 30)]
+    config = EngineConfig(device="cpu", num_blocks=100, max_num_seqs=2)
+    engine = await AsyncEngine.start(recurrent_spec(), config)
+    try:
+        await ask(engine, "first", prompt, 1)
+        before = engine.stats.iteration_tokens
+        found = await ask(engine, "second", other, 4)
+        assert engine.stats.iteration_tokens - before < 20 + 64 + 4
+        assert found == Oracle()(other, 4)
+        # The third leaves where the second did, and goes on from there.
+        third = [*prompt[:180], *range(40, 60)]
+        before = engine.stats.iteration_tokens
+        assert await ask(engine, "third", third, 4) == Oracle()(third, 4)
+        assert engine.stats.iteration_tokens - before < 20 + 64 + 4
+    finally:
+        await engine.stop()
+
+
+async def test_states_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match=r"the states of max_num_seqs 64 requests take .* lower max_num_seqs"):
+        await AsyncEngine.start(recurrent_spec(), EngineConfig(device="cpu", cpu_cache_gib=1e-4))
+    with pytest.raises(ConfigError, match="num_state_slots is 8, but must be at least 9"):
+        await AsyncEngine.start(recurrent_spec(), EngineConfig(device="cpu", max_num_seqs=8, num_state_slots=8))
