@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 import nanovllm_models
-from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec
+from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec, PagedSpec, StateCache, StateSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import plan_batch
+from nanovllm_kernels.linear_attention import StateBatch, plan_states
 
 BLOCK_SIZE = 16
+# A request's state lies in the slot of its number and 1, what is saved of it so many slots behind.
+SAVED = 8
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 96,
@@ -31,17 +34,31 @@ TINY = {
 
 
 class Session:
-    """One model and one paged cache, its blocks handed out back to front so that order shows."""
+    """One model and one paged cache, its blocks handed out back to front so that order shows.
+
+    saves: by request, at which position its state is to be saved.
+    """
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype = torch.float32, num_blocks: int = 32, *, compiled: bool = False
     ):
         self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext(), compiled))
         self._free = list(range(num_blocks))
+        specs = self.model.cache_specs()
+        self._paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
         self._caches = tuple(
             torch.full((num_blocks, BLOCK_SIZE, 2 * spec.num_kv_heads, spec.head_dim), torch.nan, dtype=dtype)
-            for spec in self.model.cache_specs()
+            for spec in self._paged
         )
+        self._states = tuple(
+            StateCache(
+                torch.full((2 * SAVED, *spec.recurrent), torch.nan),
+                torch.full((2 * SAVED, *spec.conv), torch.nan, dtype=dtype),
+            )
+            for spec in specs
+            if isinstance(spec, StateSpec)
+        )
+        self.saves: dict[int, int] = {}
         self._blocks: list[list[int]] = []
         self._lengths: list[int] = []
 
@@ -68,14 +85,39 @@ class Session:
             num_decodes=counts.count(1),
             max_query_len=max(counts),
             max_seq_len=max(self._lengths),
-            num_heads=self.model.cache_specs()[0].num_heads,
+            num_heads=self._paged[0].num_heads,
             kv_cache=self._caches[0],
             backend="torch",
         )
-        ctx = ForwardContext(attention, torch.tensor(slots), self._caches)
+        states = self._plan_states(counts) if self._states else None
+        ctx = ForwardContext(attention, torch.tensor(slots), self._caches, state_caches=self._states, states=states)
         ids = torch.tensor([token for new in tokens for token in new], dtype=torch.int32)
         hidden = self.model.forward(ids, torch.tensor(positions), ctx)
         return list(self.model.compute_logits(hidden).split(counts))
+
+    def _plan_states(self, counts: list[int]) -> StateBatch:
+        requests = range(len(counts))
+        return plan_states(
+            torch.tensor([request + 1 for request in requests], dtype=torch.int32),
+            torch.tensor([[(self.saves.get(request, 0), SAVED + request)] for request in requests], dtype=torch.int32),
+            torch.tensor(self._lengths, dtype=torch.int32),
+            torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+            num_decodes=counts.count(1),
+            max_query_len=max(counts),
+            num_tokens=sum(counts),
+            backend="torch",
+        )
+
+    def rewind(self, request: int) -> None:
+        """Go back to where the state of `request` was saved."""
+        length = self.saves[request]
+        self._lengths[request] = length
+        kept = -(-length // BLOCK_SIZE)
+        self._free.extend(self._blocks[request][kept:])
+        del self._blocks[request][kept:]
+        for cache in self._states:
+            for states in cache:
+                states[request + 1] = states[SAVED + request]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ loaded where a checkpoint has one, and waits for speculation. This room must not
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -163,9 +164,7 @@ class GatedAttention(nn.Module):
         self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
         self.qkv_proj = GatedQKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, build, bias=bias)
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, build, bias=bias)
-        self.q_norm, self.k_norm = (
-            RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2)
-        )
+        self.q_norm, self.k_norm = (RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2))
         gates = self.heads.num_heads * head_dim
         self._sizes = (gates + 2 * self.heads.num_kv_heads * head_dim, gates)
         self._index = index
@@ -290,7 +289,7 @@ class Qwen3NextModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
         # What is compiled is the same for all that it is used for, so there is one for each kind of neighbours.
         layers = [*self.layers]
-        kinds = {_kind(layer, following) for layer, following in zip(layers, layers[1:], strict=False)}
+        kinds = {_kind(layer, following) for layer, following in pairwise(layers)}
         self._between = {kind: compiled(between, LEAST_ROWS) if build.compile else between for kind in kinds}
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -331,9 +330,7 @@ class MTPHead(nn.Module):
 class Qwen3NextForCausalLM(nn.Module):
     """The model as the engine sees it; see `nanovllm_core.model.CausalLM`. make_mtp: of its head, if it has one."""
 
-    def __init__(
-        self, config: Qwen3NextConfig, build: BuildContext, make_mtp: Callable[[], MTPHead] | None = None
-    ):
+    def __init__(self, config: Qwen3NextConfig, build: BuildContext, make_mtp: Callable[[], MTPHead] | None = None):
         super().__init__()
         self.model = Qwen3NextModel(config, build)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None

@@ -24,7 +24,7 @@ LEAST_DECAY, MOST_DECAY = 0.01, 16.0
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """A whole layer's: key heads, value heads (a multiple), their sizes, taps of the convolution, the norm's epsilon."""
+    """A whole layer's: key heads, value heads (a multiple), their sizes, taps of the convolution, the norm's eps."""
 
     num_k_heads: int
     num_v_heads: int
