@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
-from nanovllm_core.layers.weights import Slot, WeightedModule
+from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share
 from nanovllm_core.model import BuildContext, ForwardContext, StateSpec
 from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net
 
@@ -78,8 +78,13 @@ class GatedDeltaNet(WeightedModule):
         self.out_proj = RowParallelLinear(
             shape.num_v_heads * shape.v_dim, hidden_size, build, quantization=out_quantization
         )
-        sizes = ((shape.width, channels), (num_v_heads,), (num_v_heads,), (shape.v_dim,))
-        self.weights = DeltaWeights(*(torch.empty(size, device=build.device) for size in sizes), shape.eps)
+        self.weights = DeltaWeights(
+            conv=torch.empty((shape.width, channels), device=build.device),
+            decay=torch.empty(num_v_heads, device=build.device),
+            dt_bias=torch.empty(num_v_heads, device=build.device),
+            norm=torch.empty(shape.v_dim, device=build.device),
+            eps=shape.eps,
+        )
 
     @property
     def cache_spec(self) -> StateSpec:
@@ -106,12 +111,16 @@ class GatedDeltaNet(WeightedModule):
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The convolution, the gates' parameters and the norm; the projections have their own."""
         shape, weights = self._whole, self.weights
-        heads = slice(self._rank * len(weights.decay), (self._rank + 1) * len(weights.decay))
         channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
         yield f"{name}.conv1d.weight", Slot((channels, 1, shape.width), self._copy_conv)
-        yield f"{name}.A_log", Slot((shape.num_v_heads,), lambda log: weights.decay.copy_(log[heads].float().exp()))
-        yield f"{name}.dt_bias", Slot((shape.num_v_heads,), lambda bias: weights.dt_bias.copy_(bias[heads]))
+        yield f"{name}.A_log", Slot((shape.num_v_heads,), self._copy_decay)
+        heads = slice(self._rank * len(weights.dt_bias), (self._rank + 1) * len(weights.dt_bias))
+        yield f"{name}.dt_bias", Slot((shape.num_v_heads,), copy_share(weights.dt_bias, heads))
         yield f"{name}.norm.weight", Slot((shape.v_dim,), weights.norm.copy_)
+
+    def _copy_decay(self, log: Tensor) -> object:
+        decay = self.weights.decay
+        return decay.copy_(log.narrow(0, self._rank * len(decay), len(decay)).float().exp())
 
     def _copy_conv(self, weight: Tensor) -> object:
         """Its channels come as all queries, all keys, all values, and go key head by key head."""
