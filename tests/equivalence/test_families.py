@@ -236,7 +236,9 @@ async def ask_in_turn(path: Path, config: EngineConfig, prompts: list[list[int]]
     try:
         for prompt in prompts:
             before = engine.stats.iteration_tokens
-            outputs = engine.generate(Request("r", prompt, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)))
+            outputs = engine.generate(
+                Request("r", prompt, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True))
+            )
             tokens = [token async for output in outputs for token in output.new_token_ids]
             found.append((tokens, engine.stats.iteration_tokens - before))
     finally:

@@ -38,6 +38,12 @@ ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM":
     "PAGE_SIZE": 16,
     "OVERLAP": True,
 }
+STATES = (
+    dict.fromkeys(["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
+    | dict.fromkeys(["conv_weight_ptr", "weight_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "totals_ptr"], FLOAT)
+    | {"recurrent_ptr": FLOAT, "eps": "fp32"}
+)
+DELTA_HEADS = {"HEADS": 32, "GROUP": 2, "K_DIM": 128, "V_DIM": 128}
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
 CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
 
@@ -58,6 +64,7 @@ KERNELS = [
         {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
     ),
     ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
+    ("elementwise.triton_activation", "_sigmoid_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
@@ -72,6 +79,49 @@ KERNELS = [
         ROPE | {"kv_cache_ptr": FP8, "kv_scales_ptr": BYTES},
         ROPE_SIZES | {"NORM": False, "QUANTIZE": True},
     ),
+    (
+        "linear_attention.triton_step",
+        "_step",
+        8,
+        STATES,
+        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True},
+    ),
+    (
+        "linear_attention.triton_step",
+        "_step",
+        8,
+        STATES | {"recurrent_ptr": BFLOAT},
+        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True},
+    ),
+    (
+        "linear_attention.triton_chunk",
+        "_convolve",
+        4,
+        STATES,
+        {"GROUP": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "CHANNELS": 8192, "WIDTH": 4},
+    ),
+    (
+        "linear_attention.triton_chunk",
+        "_keep_inputs",
+        4,
+        STATES,
+        {"PER_KEY": 512, "GATES": 256, "CHANNELS": 8192, "WIDTH": 4, "CHANNEL_BLOCK": 1024},
+    ),
+    (
+        "linear_attention.triton_chunk",
+        "_solve",
+        4,
+        STATES,
+        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192},
+    ),
+    (
+        "linear_attention.triton_chunk",
+        "_scan",
+        4,
+        STATES,
+        DELTA_HEADS | {"PADDED_K": 128, "VALUES": 32, "CHANNELS": 8192},
+    ),
+    ("linear_attention.triton_chunk", "_norm_and_gate", 4, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
         "batch.triton_batch",
         "_build_inputs",

@@ -10,12 +10,15 @@ from torch import Tensor
 
 import nanovllm_models
 from nanovllm_core.cache.planner import slot_shape
-from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, MLASpec, ModelSpec
+from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, MLASpec, ModelSpec, StateCache, StateSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import plan_batch
 from nanovllm_kernels.attention.mla import plan_latent_batch
+from nanovllm_kernels.linear_attention import StateBatch, plan_states
 
 BLOCK_SIZE = 16
+# A request's state lies in the slot of its number and 1, what is saved of it so many slots behind.
+SAVED = 8
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 96,
@@ -33,17 +36,30 @@ TINY = {
 
 
 class Session:
-    """One model and one paged cache, its blocks handed out back to front so that order shows."""
+    """One model and one paged cache, its blocks handed out back to front so that order shows.
+
+    saves: by request, at which position its state is to be saved.
+    """
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype = torch.float32, num_blocks: int = 32, *, compiled: bool = False
     ):
         self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext(), compiled))
         self._free = list(range(num_blocks))
+        specs = self.model.cache_specs()
+        self._paged = [spec for spec in specs if not isinstance(spec, StateSpec)]
         self._caches = tuple(
-            torch.full((num_blocks, BLOCK_SIZE, *slot_shape(spec)), torch.nan, dtype=dtype)
-            for spec in self.model.cache_specs()
+            torch.full((num_blocks, BLOCK_SIZE, *slot_shape(spec)), torch.nan, dtype=dtype) for spec in self._paged
         )
+        self._states = tuple(
+            StateCache(
+                torch.full((2 * SAVED, *spec.recurrent), torch.nan),
+                torch.full((2 * SAVED, *spec.conv), torch.nan, dtype=dtype),
+            )
+            for spec in specs
+            if isinstance(spec, StateSpec)
+        )
+        self.saves: dict[int, int] = {}
         self._blocks: list[list[int]] = []
         self._lengths: list[int] = []
 
@@ -63,7 +79,7 @@ class Session:
             self._lengths[request] += len(new)
         width = max(len(blocks) for blocks in self._blocks)
         counts = [len(new) for new in tokens]
-        spec = self.model.cache_specs()[0]
+        spec = self._paged[0]
         plan = plan_latent_batch if isinstance(spec, MLASpec) else plan_batch
         attention = plan(
             torch.tensor([b + [0] * (width - len(b)) for b in self._blocks], dtype=torch.int32),
@@ -76,10 +92,35 @@ class Session:
             kv_cache=self._caches[0],
             backend="torch",
         )
-        ctx = ForwardContext(attention, torch.tensor(slots), self._caches)
+        states = self._plan_states(counts) if self._states else None
+        ctx = ForwardContext(attention, torch.tensor(slots), self._caches, state_caches=self._states, states=states)
         ids = torch.tensor([token for new in tokens for token in new], dtype=torch.int32)
         hidden = self.model.forward(ids, torch.tensor(positions), ctx)
         return list(self.model.compute_logits(hidden).split(counts))
+
+    def _plan_states(self, counts: list[int]) -> StateBatch:
+        requests = range(len(counts))
+        return plan_states(
+            torch.tensor([request + 1 for request in requests], dtype=torch.int32),
+            torch.tensor([[(self.saves.get(request, 0), SAVED + request)] for request in requests], dtype=torch.int32),
+            torch.tensor(self._lengths, dtype=torch.int32),
+            torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+            num_decodes=counts.count(1),
+            max_query_len=max(counts),
+            num_tokens=sum(counts),
+            backend="torch",
+        )
+
+    def rewind(self, request: int) -> None:
+        """Go back to where the state of `request` was saved."""
+        length = self.saves[request]
+        self._lengths[request] = length
+        kept = -(-length // BLOCK_SIZE)
+        self._free.extend(self._blocks[request][kept:])
+        del self._blocks[request][kept:]
+        for cache in self._states:
+            for states in cache:
+                states[request + 1] = states[SAVED + request]
 
 
 @pytest.fixture

@@ -22,12 +22,20 @@ def check_rms_norm(shape, dtype, device):
         expected = reference.rms_norm(rows.float(), weight.float(), 1e-5)
         actual = OPS.rms_norm(rows, weight, 1e-5)
         assert actual.dtype == dtype
+        assert torch.equal(OPS.rms_norm(rows, weight.float(), 1e-5, dtype), actual)
         torch.testing.assert_close(actual.float(), expected, **CLOSE[dtype])
 
 
 def check_silu_and_mul(shape, dtype, device):
     x = torch.randn(shape, device=device).to(dtype)
     torch.testing.assert_close(OPS.silu_and_mul(x).float(), reference.silu_and_mul(x.float()), **CLOSE[dtype])
+
+
+def check_sigmoid_and_mul(shape, dtype, device):
+    x, gate = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    wide = torch.cat((gate, gate), 1)[:, : shape[1]]
+    expected = x.float() * gate.float().sigmoid()
+    torch.testing.assert_close(OPS.sigmoid_and_mul(x, wide).float(), expected, **CLOSE[dtype])
 
 
 def check_rope_and_cache(num_tokens, heads, dims, dtype, device, *, with_norm):
@@ -95,6 +103,7 @@ def test_small(device, dtype):
         check_rms_norm(shape, dtype, device)
     for shape in [(1, 6), (3, 2 * 1500)]:
         check_silu_and_mul(shape, dtype, device)
+        check_sigmoid_and_mul(shape, dtype, device)
     for heads, dims in [((9, 3), (64, 64)), ((2, 1), (80, 32)), ((4, 4), (128, 128)), ((17, 9), (96, 48))]:
         check_rope_and_cache(3, heads, dims, dtype, device, with_norm=False)
         check_rope_and_cache(3, heads, dims, dtype, device, with_norm=True)

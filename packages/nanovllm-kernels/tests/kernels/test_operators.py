@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from nanovllm_kernels import attention, batch, elementwise, gemm, moe, sampling
+from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, moe, sampling
 from nanovllm_kernels.attention import mla
 
-ROOMS = (attention, mla, batch, elementwise, gemm, moe, sampling)
+ROOMS = (attention, mla, batch, elementwise, gemm, linear_attention, moe, sampling)
 
 
 def integers(values, dtype=torch.int32):
@@ -35,6 +35,7 @@ def arguments():
             *(torch.zeros(1, dtype=torch.int32), torch.rand(3, 2), integers([[0, 1], [2, 1], [3, 0]])),
             torch.randn(3, 16),
         ),
+        "sigmoid_and_mul": (torch.randn(3, 16), torch.randn(3, 16)),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5),
         "paged_attention": (
             *(qkv[:, :2], kv_cache, None, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),
@@ -51,6 +52,11 @@ def arguments():
         ),
         "project_rows": (torch.randn(3, 16), weight, 1e-5, torch.randn(8, 16), None, torch.randn(3, 4), True, False),
         "project_split": (halves[:9], halves, None, torch.randn(9, 64).half(), torch.zeros(64, dtype=torch.int32)),
+        "gated_delta_net": (
+            *(torch.randn(3, 16), torch.randn(3, 4), torch.randn(2, 12), ones, ones, torch.ones(2), 1e-6),
+            *(torch.zeros(3, 2, 2, 4), torch.zeros(3, 2, 12), integers([1, 2]), torch.zeros((2, 1, 2)).int()),
+            *(integers([1, 2]), starts, 1, 2),
+        ),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),
         "plan_units": (integers([7, 9]), starts, 4, 128),
         "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),

@@ -33,6 +33,17 @@ class Checkpoint:
         """
         load_weights(module, self.tensors(), ignore)
 
+    def names(self) -> frozenset[str]:
+        """The names of all tensors. Raises ModelError when a file can't be read."""
+        found: set[str] = set()
+        for file in self.files:
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    found.update(opened.keys())
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"can't read {file}: {error}") from error
+        return frozenset(found)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors, on the CPU, as stored. Raises ModelError when a file can't be read."""
         bar = tqdm(
@@ -61,6 +72,10 @@ class RandomWeights:
         """Draw every weight of `module`."""
         del ignore
         fill_random(module, self.seed)
+
+    def names(self) -> frozenset[str]:
+        """None: what a checkpoint may have or not, a model without one has not."""
+        return frozenset()
 
 
 WeightSource = Checkpoint | RandomWeights

@@ -59,16 +59,22 @@ def parse_eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
 
 
 def parse_rotary(
-    config: Fields, max_position: int, *, default_theta: float = DEFAULT_ROPE_THETA, partial_of: int | None = None
+    config: Fields,
+    max_position: int,
+    *,
+    default_theta: float = DEFAULT_ROPE_THETA,
+    partial_of: int | None = None,
+    default_fraction: float = 1.0,
 ) -> RotaryConfig:
     """Rotary embeddings: `rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as before.
 
     partial_of: the head size of an architecture that may rotate a part of each head; others rotate all of it.
+    default_fraction: how much of each it rotates where nothing is said.
     Raises ModelError for a kind that is not implemented.
     """
     rope = config.fields("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
     theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
-    fraction = _parse_fraction(config, rope, partial_of)
+    fraction = _parse_fraction(config, rope, partial_of, default_fraction)
     name = "rope_type" if rope.has("rope_type") else "type"
     match rope.text(name, "default"):
         case "default":
@@ -91,7 +97,7 @@ def parse_rotary(
             raise rope.error(name, "default, llama3 or yarn")
 
 
-def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None) -> float:
+def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None, default: float) -> float:
     """How much of each head is rotated, by `partial_rotary_factor` or by `rotary_dim`."""
     for fields in (rope, config):
         if not fields.has("partial_rotary_factor"):
@@ -106,7 +112,7 @@ def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None) -> float
             raise fields.error("partial_rotary_factor", f"an even part of a head of {head_dim}, or all of it")
         return rotary_dim / head_dim
     if head_dim is None or not config.has("rotary_dim"):
-        return 1.0
+        return default
     rotary_dim = config.integer("rotary_dim")
     if rotary_dim > head_dim or rotary_dim % 2:
         raise config.error("rotary_dim", f"even and at most the size of a head, {head_dim}")

@@ -16,22 +16,27 @@ from nanovllm_kernels.elementwise import pack_norm, rms_norm
 class RMSNorm(WeightedModule):
     """Root mean square normalisation over the last dimension (Zhang and Sennrich 2019).
 
-    packed: the weight in the form that runs fastest, once it is there.
+    packed: the weight in the form that runs fastest, once it is there. zero_centred: checkpoints hold the weight less
+    1; as a sum it keeps float32, or the small numbers that are stored would be rounded.
     """
 
-    def __init__(self, size: int, eps: float, build: BuildContext):
+    def __init__(self, size: int, eps: float, build: BuildContext, *, zero_centred: bool = False):
         super().__init__(build)
         self.eps = eps
-        self.weight = self.allocate(size)
+        self.weight = torch.empty(size, device=self.device) if zero_centred else self.allocate(size)
         self.packed = self.weight
+        self._zero_centred = zero_centred
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""
-        return rms_norm(x, self.packed, self.eps)
+        return rms_norm(x, self.packed, self.eps, self.dtype)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, whole on every rank."""
-        yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
+        yield f"{name}.weight", Slot(tuple(self.weight.shape), self._copy)
+
+    def _copy(self, weight: Tensor) -> object:
+        return self.weight.copy_(weight.float() + 1.0 if self._zero_centred else weight)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Ones, as norms begin."""

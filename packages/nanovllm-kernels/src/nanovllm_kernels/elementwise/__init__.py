@@ -22,6 +22,7 @@ __all__ = [
     "plan_rotation",
     "rms_norm",
     "rope_and_cache",
+    "sigmoid_and_mul",
     "silu_and_mul",
 ]
 
@@ -50,17 +51,17 @@ def pack_norm(weight: Tensor) -> Tensor:
     return weight if weight.is_cuda else reference.pack_norm(weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
 
     x: [T, H] or [T, n, D], the last dimension contiguous, the others with any stride. weight: [H] or [D], or what
-    `pack_norm` made of it. Returns a tensor like `x`, its last dimension contiguous, on CUDA of the dtype of `weight`;
-    computed in float32, rounded once.
+    `pack_norm` made of it. Returns a tensor like `x`, its last dimension contiguous, on CUDA of `dtype`, by default
+    that of `weight`; computed in float32, rounded once.
     """
     if torch.compiler.is_compiling():
-        return reference.rms_norm_formula(x, weight, eps)
+        return reference.rms_norm_formula(x, weight, eps, dtype)
     if x.is_cuda:
-        return _rms_norm_op(x, weight, eps)
+        return _rms_norm_op(x, weight, eps, dtype)
     return reference.rms_norm(x, weight, eps)
 
 
@@ -177,14 +178,33 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return reference.silu_and_mul(x)
 
 
+def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """`x * sigmoid(gate)` for contiguous x [T, W] and `gate` [T, W], its rows contiguous, with any stride."""
+    if torch.compiler.is_compiling() or not x.is_cuda:
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+    return _sigmoid_and_mul_op(x, gate)
+
+
+@torch.library.custom_op("nanovllm::sigmoid_and_mul", mutates_args=())
+def _sigmoid_and_mul_op(x: Tensor, gate: Tensor) -> Tensor:
+    from nanovllm_kernels.elementwise import triton_activation
+
+    return triton_activation.sigmoid_and_mul(x, gate)
+
+
+_sigmoid_and_mul_op.register_fake(lambda x, _gate: torch.empty_like(x))
+
+
 @torch.library.custom_op("nanovllm::rms_norm", mutates_args=())
-def _rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm_op(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     from nanovllm_kernels.elementwise import triton_norm
 
-    return triton_norm.rms_norm(x, weight, eps)
+    return triton_norm.rms_norm(x, weight, eps, dtype or weight.dtype)
 
 
-_rms_norm_op.register_fake(lambda x, weight, _eps: x.new_empty(x.shape, dtype=weight.dtype))
+_rms_norm_op.register_fake(
+    lambda x, weight, _eps, dtype=None: x.new_empty(x.shape, dtype=weight.dtype if dtype is None else dtype)
+)
 
 
 @torch.library.custom_op("nanovllm::norm_parts", mutates_args=("x",))

@@ -116,12 +116,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def rms_norm_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_formula(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None) -> Tensor:
     """See the package's `rms_norm`: what a compiler is to see of it."""
     numbers = x.float()
     scale = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + eps)
     normed = numbers * scale * weight.narrow(0, 0, x.shape[-1]).float()
-    return normed.to(weight.dtype if x.is_cuda else x.dtype)
+    return normed.to((dtype or weight.dtype) if x.is_cuda else x.dtype)
 
 
 def silu_and_mul_formula(x: Tensor) -> Tensor:

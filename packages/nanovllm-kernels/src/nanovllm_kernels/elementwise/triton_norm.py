@@ -14,9 +14,9 @@ from nanovllm_kernels.platform import can_overlap_launches
 TILE_ELEMENTS = 2048
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """See the package's `rms_norm`."""
-    out = torch.empty_like(x, dtype=weight.dtype, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     width = x.shape[-1]
     per_token = 1 if x.dim() == 2 else x.shape[1]
     num_rows = x.shape[0] * per_token

@@ -187,7 +187,7 @@ def norm_linear(
         return _project_rows_op(x, norm_weight, eps, plain, bias, None, False, False)
     if (few := _few_rows_weight(x, weight)) is not None:
         return _few_rows(x, norm_weight, eps, few, bias, None)
-    return linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return linear(rms_norm(x, norm_weight, eps, plain.dtype), weight, bias)
 
 
 def norm_gate_up(
@@ -209,7 +209,7 @@ def norm_gate_up(
         return _project_rows_op(x, norm_weight, eps, plain, bias, None, True, False)
     if (few := _few_rows_weight(x, weight)) is not None:
         return _few_rows(x, norm_weight, eps, few, bias, None, gated=True)
-    return silu_and_mul(linear(rms_norm(x, norm_weight, eps), weight, bias))
+    return silu_and_mul(linear(rms_norm(x, norm_weight, eps, plain.dtype), weight, bias))
 
 
 def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""Attention whose result goes through a gate (Qiu et al. 2025, https://arxiv.org/abs/2505.06708).
+
+This room must not know what the gate is of, only that queries' projection makes it beside them.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import Tensor
+
+from nanovllm_core.layers.attention import qkv_parts
+from nanovllm_core.layers.linear import ColumnParallelLinear, Part
+from nanovllm_core.layers.quantization import BlockFP8
+from nanovllm_core.layers.weights import Slot
+from nanovllm_core.model import BuildContext
+
+GATE = "q_gate"
+
+
+class GatedQKVLinear(ColumnParallelLinear):
+    """Queries, keys, values and gates in one matmul: [T, hidden_size] -> [T, shares of all heads * head_dim].
+
+    Checkpoints hold the gates in `q_proj`: of each head the queries' rows, then the gate's. Here they come last, so
+    that what attention takes lies together. If quantised, `head_dim` is a multiple of a block, 128.
+    Raises ValueError when the ranks can't share the heads evenly.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        build: BuildContext,
+        *,
+        bias: bool = False,
+        quantization: BlockFP8 | None = None,
+    ):
+        parts = (*qkv_parts(num_heads, num_kv_heads, head_dim, bias=bias), Part(GATE, num_heads * head_dim, bias))
+        super().__init__(hidden_size, parts, build, quantization=quantization)
+        self._num_heads = num_heads
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        """As of queries, keys and values; those of queries also fill the gates."""
+        slots = dict(super().slots(name))
+        for full, slot in slots.items():
+            if f".{GATE}." in full:
+                continue
+            gate = slots.get(full.replace(".q_proj.", f".{GATE}.")) if ".q_proj." in full else None
+            if gate is None:
+                yield full, slot
+            else:
+                shape = (2 * slot.shape[0], *slot.shape[1:])
+                yield full, Slot(shape, partial(_copy_halves, self._num_heads, slot.copy, gate.copy), slot.dtype)
+
+
+def _copy_halves(
+    num_heads: int, copy_first: Callable[[Tensor], object], copy_second: Callable[[Tensor], object], whole: Tensor
+) -> None:
+    first, second = whole.unflatten(0, (num_heads, 2, -1)).unbind(1)
+    copy_first(first.flatten(0, 1))
+    copy_second(second.flatten(0, 1))

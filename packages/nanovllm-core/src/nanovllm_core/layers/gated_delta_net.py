@@ -1,0 +1,140 @@
+"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464): what takes attention's place in most layers of
+Qwen3-Next.
+
+Each rank has an even share of the key heads, each with its value heads. This room must not know how the states of
+requests are given out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import BlockFP8
+from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share
+from nanovllm_core.model import BuildContext, ForwardContext, StateSpec
+from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net
+
+# As decays begin: A between so much and so much.
+LEAST_DECAY, MOST_DECAY = 0.01, 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """A whole layer's: key heads, value heads (a multiple), their sizes, taps of the convolution, the norm's eps."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    width: int
+    eps: float
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.num_v_heads // self.num_k_heads
+
+
+class GatedDeltaNet(WeightedModule):
+    """A recurrent layer but for its residual: [T, hidden_size] -> [T, hidden_size] by way of a state a request.
+
+    In three parts, as what lies between those of two layers may be compiled as one: `project`, `forward` and
+    `out_proj`. The checkpoint's joint projections stay as they are, interleaved by key head.
+    index: which of the context's state caches is its own. in_quantization, out_quantization: how `in_proj_qkvz` and
+    `out_proj` are stored, if not in the model's dtype.
+    Raises ValueError when the ranks can't share the heads evenly.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        shape: DeltaShape,
+        index: int,
+        build: BuildContext,
+        *,
+        in_quantization: BlockFP8 | None = None,
+        out_quantization: BlockFP8 | None = None,
+    ):
+        super().__init__(build)
+        self._whole = shape
+        self._index = index
+        self._rank = build.parallel.rank
+        self._share = build.parallel.share(shape.num_k_heads, "linear_num_key_heads")
+        num_v_heads = self._share * shape.group
+        channels = self._share * (2 * shape.k_dim + shape.group * shape.v_dim)
+        qkvz = Part("in_proj_qkvz", 2 * shape.num_k_heads * shape.k_dim + 2 * shape.num_v_heads * shape.v_dim)
+        ba = Part("in_proj_ba", 2 * shape.num_v_heads)
+        self._sizes = (channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
+        # Where only one of them is quantised, they can't be one.
+        joint = in_quantization is None
+        self.in_proj = ColumnParallelLinear(
+            hidden_size, (qkvz, ba) if joint else (qkvz,), build, quantization=in_quantization
+        )
+        self.in_proj_ba = None if joint else ColumnParallelLinear(hidden_size, (ba,), build)
+        self.out_proj = RowParallelLinear(
+            shape.num_v_heads * shape.v_dim, hidden_size, build, quantization=out_quantization
+        )
+        self.weights = DeltaWeights(
+            conv=torch.empty((shape.width, channels), device=build.device),
+            decay=torch.empty(num_v_heads, device=build.device),
+            dt_bias=torch.empty(num_v_heads, device=build.device),
+            norm=torch.empty(shape.v_dim, device=build.device),
+            eps=shape.eps,
+        )
+
+    @property
+    def cache_spec(self) -> StateSpec:
+        """What it keeps of a sequence."""
+        width, channels = self.weights.conv.shape
+        shape = self._whole
+        return StateSpec((self._share * shape.group, shape.v_dim, shape.k_dim), (width, channels))
+
+    def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """What `forward` is done with, of what `norm` makes of x [T, hidden_size]: see `gated_delta_net`."""
+        if self.in_proj_ba is None:
+            qkvz, ba = self.in_proj.forward(x, norm).split(self._sizes, -1)
+            return qkvz, ba
+        x = norm.forward(x)
+        return self.in_proj.forward(x), self.in_proj_ba.forward(x)
+
+    def forward(self, qkvz: Tensor, ba: Tensor, ctx: ForwardContext) -> Tensor:
+        """From the projections to what goes into `out_proj`: [T, value heads * size]; the states go on."""
+        if ctx.states is None:
+            raise ValueError("ctx.states is None: a model with recurrent layers needs its requests' states")
+        cache = ctx.state_caches[self._index]
+        return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv, ctx.states)
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        """The convolution, the gates' parameters and the norm; the projections have their own."""
+        shape, weights = self._whole, self.weights
+        channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
+        yield f"{name}.conv1d.weight", Slot((channels, 1, shape.width), self._copy_conv)
+        yield f"{name}.A_log", Slot((shape.num_v_heads,), self._copy_decay)
+        heads = slice(self._rank * len(weights.dt_bias), (self._rank + 1) * len(weights.dt_bias))
+        yield f"{name}.dt_bias", Slot((shape.num_v_heads,), copy_share(weights.dt_bias, heads))
+        yield f"{name}.norm.weight", Slot((shape.v_dim,), weights.norm.copy_)
+
+    def _copy_decay(self, log: Tensor) -> object:
+        decay = self.weights.decay
+        return decay.copy_(log.narrow(0, self._rank * len(decay), len(decay)).float().exp())
+
+    def _copy_conv(self, weight: Tensor) -> object:
+        """Its channels come as all queries, all keys, all values, and go key head by key head."""
+        shape, width = self._whole, self._whole.width
+        keys = shape.num_k_heads * shape.k_dim
+        parts = weight.split((keys, keys, shape.num_v_heads * shape.v_dim))
+        by_head = torch.cat([part.reshape(shape.num_k_heads, -1, width) for part in parts], 1)
+        mine = by_head.narrow(0, self._rank * self._share, self._share)
+        return self.weights.conv.copy_(mine.reshape(-1, width).t())
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """As they begin: decays of all lengths, taps that add up to about 1."""
+        weights = self.weights
+        weights.conv.uniform_(-1.0, 1.0, generator=generator).mul_(self._whole.width**-0.5)
+        weights.decay.uniform_(LEAST_DECAY, MOST_DECAY, generator=generator)
+        weights.dt_bias.fill_(1.0)
+        weights.norm.fill_(1.0)

@@ -1,0 +1,266 @@
+"""Gated DeltaNet of requests with one token each, on CUDA: from the projections to the gated norm in one kernel.
+
+A program has the state of one value head, whole, in its registers: it is read once and written once. What it needs of
+its key head (two convolved vectors) it works out itself, as its neighbours of the same key head do: they may, since
+the place that the step's input of the convolution goes to is none that the step reads.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.linear_attention import DeltaWeights, StateBatch
+from nanovllm_kernels.linear_attention.reference import NORM_EPS
+from nanovllm_kernels.platform import can_overlap_launches
+
+L2_EPS = tl.constexpr(NORM_EPS)
+# Elements of a state that a warp holds: 64 a thread.
+WARP_ELEMENTS = 2048
+
+
+class Sizes(NamedTuple):
+    """A layer's: key heads, value heads, their dimensions, channels and taps of the convolution."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    channels: int
+    width: int
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.num_v_heads // self.num_k_heads
+
+
+def sizes_of(recurrent: Tensor, conv: Tensor) -> Sizes:
+    """Of the caches' shapes, see the package's `gated_delta_net`."""
+    _, num_v_heads, v_dim, k_dim = recurrent.shape
+    _, width, channels = conv.shape
+    return Sizes((channels - num_v_heads * v_dim) // (2 * k_dim), num_v_heads, k_dim, v_dim, channels, width)
+
+
+def step(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    recurrent: Tensor,
+    conv: Tensor,
+    batch: StateBatch,
+    out: Tensor,
+) -> None:
+    """See the package's `gated_delta_net`; writes the rows of `out` that belong to requests with one token."""
+    sizes = sizes_of(recurrent, conv)
+    num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
+    padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
+    overlap = can_overlap_launches(qkvz.device)
+    _step[(sizes.num_v_heads, num_reqs)](
+        qkvz,
+        ba,
+        weights.conv,
+        weights.decay,
+        weights.dt_bias,
+        weights.norm,
+        weights.eps,
+        recurrent,
+        conv,
+        batch.slots,
+        batch.saves,
+        batch.seq_lens,
+        batch.query_start_loc,
+        out,
+        qkvz.stride(0),
+        ba.stride(0),
+        batch.saves.shape[1],
+        HEADS=sizes.num_v_heads,
+        GROUP=sizes.group,
+        K_DIM=sizes.k_dim,
+        V_DIM=sizes.v_dim,
+        PADDED_K=padded_k,
+        PADDED_V=padded_v,
+        CHANNELS=sizes.channels,
+        WIDTH=sizes.width,
+        OVERLAP=overlap,
+        num_warps=max(1, min(8, padded_k * padded_v // WARP_ELEMENTS)),
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit
+def log_decay(a, decay, dt_bias):
+    """How much of a state is left, as a logarithm, of its gate `a`."""
+    x = a + dt_bias
+    return -decay * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+
+
+@triton.jit
+def silu(x):
+    """x times its sigmoid."""
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _convolve(
+    row_ptr,
+    at,
+    conv_ptr,
+    weight_ptr,
+    channels,
+    mask,
+    writes,
+    position,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Convolution and SiLU of one token's inputs, at `row_ptr + at`, which go to the slot where `writes`."""
+    new = tl.load(row_ptr + at, mask=mask, other=0.0).to(conv_ptr.dtype.element_ty)
+    total = new.to(tl.float32) * tl.load(weight_ptr + (WIDTH - 1) * CHANNELS + channels, mask=mask, other=0.0)
+    for tap in tl.static_range(WIDTH - 1):
+        there = position - (WIDTH - 1) + tap
+        old_ptrs = conv_ptr + (there + WIDTH) % WIDTH * CHANNELS + channels
+        old = tl.load(old_ptrs, mask=mask & (there >= 0), other=0.0).to(tl.float32)
+        total += old * tl.load(weight_ptr + tap * CHANNELS + channels, mask=mask, other=0.0)
+    tl.store(conv_ptr + position % WIDTH * CHANNELS + channels, new, mask=mask & writes)
+    return silu(total), new
+
+
+@triton.jit
+def _save_inputs(
+    from_ptr,
+    to_ptr,
+    new,
+    channels,
+    mask,
+    position,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Copy what a slot has of the convolution's inputs; `new` need not have arrived there."""
+    for back in tl.static_range(1, WIDTH):
+        place = (position - back + WIDTH) % WIDTH * CHANNELS
+        tl.store(to_ptr + place + channels, tl.load(from_ptr + place + channels, mask=mask, other=0.0), mask=mask)
+    tl.store(to_ptr + position % WIDTH * CHANNELS + channels, new, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_saves"],
+    do_not_specialize_on_alignment=["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _step(
+    qkvz_ptr,
+    ba_ptr,
+    conv_weight_ptr,
+    decay_ptr,
+    dt_bias_ptr,
+    norm_ptr,
+    eps,
+    recurrent_ptr,
+    conv_ptr,
+    slots_ptr,
+    saves_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    out_ptr,
+    qkvz_stride,
+    ba_stride,
+    num_saves,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0)
+    request = tl.program_id(1)
+    token = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    if tl.load(query_start_loc_ptr + request + 1) - token != 1:
+        return
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    position = tl.load(seq_lens_ptr + request) - 1
+    owner = head // GROUP
+    place = head % GROUP
+
+    # The matrix first: everything else is short.
+    k_dims = tl.arange(0, PADDED_K)
+    v_dims = tl.arange(0, PADDED_V)
+    k_mask = k_dims < K_DIM
+    v_mask = v_dims < V_DIM
+    entries = head * (V_DIM * K_DIM) + v_dims[:, None] * K_DIM + k_dims[None, :]
+    mask = v_mask[:, None] & k_mask[None, :]
+    state_ptrs = recurrent_ptr + slot * (HEADS * V_DIM * K_DIM) + entries
+    state = tl.load(state_ptrs, mask=mask & (position > 0), other=0.0).to(tl.float32)
+
+    qkvz_ptr += token * qkvz_stride + owner * (2 * K_DIM + 2 * GROUP * V_DIM)
+    slot_ptr = conv_ptr + slot * (WIDTH * CHANNELS)
+    first = owner * (2 * K_DIM + GROUP * V_DIM)
+    values = 2 * K_DIM + place * V_DIM
+    writes = place == 0
+    q, new_q = _convolve(
+        qkvz_ptr, k_dims, slot_ptr, conv_weight_ptr, first + k_dims, k_mask, writes, position, CHANNELS, WIDTH
+    )
+    k, new_k = _convolve(
+        qkvz_ptr,
+        K_DIM + k_dims,
+        slot_ptr,
+        conv_weight_ptr,
+        first + K_DIM + k_dims,
+        k_mask,
+        writes,
+        position,
+        CHANNELS,
+        WIDTH,
+    )
+    v, new_v = _convolve(
+        qkvz_ptr,
+        values + v_dims,
+        slot_ptr,
+        conv_weight_ptr,
+        first + values + v_dims,
+        v_mask,
+        True,
+        position,
+        CHANNELS,
+        WIDTH,
+    )
+    q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * (K_DIM**-0.5)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+
+    ba_ptr += token * ba_stride + owner * (2 * GROUP) + place
+    beta = tl.sigmoid(tl.load(ba_ptr).to(tl.float32))
+    a = tl.load(ba_ptr + GROUP).to(tl.float32)
+    state *= tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
+    change = (v - tl.sum(state * k[None, :], 1)) * beta
+    # Of the state before its change, so that both sums are taken in one pass.
+    o = tl.sum(state * q[None, :], 1) + change * tl.sum(k * q, 0)
+    state += change[:, None] * k[None, :]
+    kept = state.to(recurrent_ptr.dtype.element_ty)
+    tl.store(state_ptrs, kept, mask=mask)
+
+    for index in range(num_saves):
+        save_ptr = saves_ptr + (request * num_saves + index) * 2
+        if tl.load(save_ptr) == position + 1:
+            there = tl.load(save_ptr + 1).to(tl.int64)
+            tl.store(recurrent_ptr + there * (HEADS * V_DIM * K_DIM) + entries, kept, mask=mask)
+            there_ptr = conv_ptr + there * (WIDTH * CHANNELS)
+            mine = k_mask & writes
+            _save_inputs(slot_ptr, there_ptr, new_q, first + k_dims, mine, position, CHANNELS, WIDTH)
+            _save_inputs(slot_ptr, there_ptr, new_k, first + K_DIM + k_dims, mine, position, CHANNELS, WIDTH)
+            _save_inputs(slot_ptr, there_ptr, new_v, first + values + v_dims, v_mask, position, CHANNELS, WIDTH)
+
+    o *= tl.rsqrt(tl.sum(o * o, 0) / V_DIM + eps) * tl.load(norm_ptr + v_dims, mask=v_mask, other=0.0)
+    z = tl.load(qkvz_ptr + 2 * K_DIM + (GROUP + place) * V_DIM + v_dims, mask=v_mask, other=0.0).to(tl.float32)
+    out = (o * silu(z)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * (HEADS * V_DIM) + head * V_DIM + v_dims, out, mask=v_mask)

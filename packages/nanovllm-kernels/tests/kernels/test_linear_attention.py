@@ -1,0 +1,110 @@
+"""The kernels of Gated DeltaNet against the plain torch reference, computed in float32 from the same numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanovllm_kernels.linear_attention import gated_delta_net
+
+CLOSE = {torch.float32: {"atol": 3e-5, "rtol": 3e-5}, torch.float16: {"atol": 1e-2, "rtol": 1e-2}} | {
+    torch.bfloat16: {"atol": 6e-2, "rtol": 6e-2}
+}
+
+
+def check(case, *, known, close):
+    exact = replace(case, qkvz=case.qkvz.float(), ba=case.ba.float(), recurrent=case.recurrent.float())
+    expected_states, expected_inputs = exact.recurrent.clone(), case.conv.float().clone()
+    expected = gated_delta_net(
+        exact.qkvz, exact.ba, case.weights, expected_states, expected_inputs, exact.plan("torch")
+    )
+    recurrent, conv = case.recurrent.clone(), case.conv.clone()
+    found = gated_delta_net(case.qkvz, case.ba, case.weights, recurrent, conv, case.plan("triton", known=known))
+    assert found.dtype == case.qkvz.dtype
+    torch.testing.assert_close(found.float(), expected, **close)
+    # Of what no request has, NaN is left NaN.
+    torch.testing.assert_close(recurrent.float(), expected_states, equal_nan=True, **close)
+    width = conv.shape[1]
+    for (count, length), slot, saves in zip(case.lengths, case.slots, case.saves, strict=True):
+        for at, where in (*saves, (length, slot)) if count else ():
+            held = torch.arange(max(0, at - width + 1), at, device=conv.device) % width
+            assert torch.equal(conv[where, held].float(), expected_inputs[where, held])
+
+
+SHAPES = {
+    "decodes": [(1, 1), (1, 2), (1, 64), (1, 65), (1, 128)],
+    "prompts and rows without a token": [(65, 65), (0, 0), (2, 2), (0, 7), (64, 64)],
+    "chunks at odd offsets": [(3, 66), (100, 137), (2, 64), (5, 193), (190, 261)],
+    "mixed": [(1, 1), (1, 64), (1, 90), (70, 140), (3, 3)],
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES.keys())
+def test_float32(lengths, known, state_case, device):
+    known = known or None
+    check(state_case(lengths, heads=(1, 2), device=device), known=known, close=CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "width"), [((1, 3), (8, 24), 2), ((2, 2), (24, 40), 5)], ids=["narrow", "wide"]
+)
+def test_heads_of_any_size(heads, dims, width, state_case, device):
+    case = state_case(SHAPES["mixed"], heads=heads, dims=dims, width=width, device=device)
+    check(case, known=False, close=CLOSE[torch.float32])
+
+
+def check_16_bits(dtype, state_dtype, state_case, device):
+    case = state_case(SHAPES["mixed"], dtype=dtype, state_dtype=state_dtype, device=device)
+    check(case, known=False, close=CLOSE[torch.bfloat16 if state_dtype == torch.bfloat16 else dtype])
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_float16(state_dtype, state_case, device):
+    check_16_bits(torch.float16, state_dtype, state_case, device)
+
+
+# Triton's interpreter multiplies no matrices of bf16.
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16(state_dtype, state_case, device):
+    check_16_bits(torch.bfloat16, state_dtype, state_case, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_large_as_served(dtype, state_case, device):
+    lengths = [*[(1, 100 + 9 * request) for request in range(40)], (3000, 5000), (700, 700), (64, 1000)]
+    case = state_case(lengths, heads=(16, 32), dims=(128, 128), dtype=dtype, device=device)
+    close = {"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else CLOSE[dtype]
+    check(case, known=False, close=close)
+
+
+@pytest.mark.gpu
+def test_captured_for_any_lengths(state_case, device):
+    """Of as many tokens each, requests whose roles are exchanged between a capture and a replay."""
+    case = state_case([(1, 70), (1, 1), (60, 64), (2, 2)], device=device)
+    later = state_case([(60, 200), (2, 2), (1, 64), (1, 9)], device=device)
+    batch, later_batch = (each.plan("triton", known=False) for each in (case, later))
+    recurrent, conv = case.recurrent.clone(), case.conv.clone()
+    gated_delta_net(case.qkvz, case.ba, case.weights, recurrent, conv, batch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gated_delta_net(case.qkvz, case.ba, case.weights, recurrent, conv, batch)
+    for target, source in (
+        (case.qkvz, later.qkvz),
+        (case.ba, later.ba),
+        (recurrent, later.recurrent),
+        (conv, later.conv),
+        (batch.slots, later_batch.slots),
+        (batch.saves, later_batch.saves),
+        (batch.seq_lens, later_batch.seq_lens),
+        (batch.query_start_loc, later_batch.query_start_loc),
+    ):
+        target.copy_(source)
+    graph.replay()
+    states = later.recurrent.clone()
+    expected = gated_delta_net(later.qkvz, later.ba, case.weights, states, later.conv.clone(), later_batch)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(recurrent, states, equal_nan=True)

@@ -1,0 +1,377 @@
+"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): Gated DeltaNet in most layers, gated attention in the others.
+
+The whole architecture on one page: config, modules, names of the weights, spec. The head for multi-token prediction is
+loaded where a checkpoint has one, and waits for speculation. This room must not know tokens' text.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm_core.layers.attention import Heads, QKNorm, attend
+from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
+from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
+from nanovllm_core.layers.gated_attention import GatedQKVLinear
+from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
+from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.mlp import GatedMLP
+from nanovllm_core.layers.moe import Experts, Router, Routing
+from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
+from nanovllm_core.layers.weights import Slot, WeightedModule, fill_normal
+from nanovllm_core.model import BuildContext, CacheSpec, ForwardContext, ModelSpec
+from nanovllm_kernels.elementwise import sigmoid_and_mul
+from nanovllm_kernels.gemm import linear
+from nanovllm_models.checkpoint import WeightSource
+from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_rotary
+from nanovllm_models.fields import Fields
+from nanovllm_models.llama import is_redundant
+from nanovllm_models.vocabulary import read_vocabulary
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+MTP = "mtp."
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """What shapes the experts. sparse_layers: which layers have them; the others are dense."""
+
+    num_experts: int
+    intermediate_size: int
+    shared_intermediate_size: int
+    routing: Routing
+    sparse_layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3NextConfig:
+    """What shapes the model. full_layers: which layers have attention; the others are recurrent."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    full_layers: frozenset[int]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rotary: RotaryConfig
+    attention_bias: bool
+    delta: DeltaShape
+    moe: MoEConfig
+    tie_word_embeddings: bool
+
+
+def parse_config(config: Fields) -> Qwen3NextConfig:
+    """Read config.json, with the defaults that transformers has.
+
+    Raises ModelError for a field that is wrong or asks for what is not implemented.
+    """
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu")
+    if config.has("quantization_config"):
+        raise config.error("quantization_config", "absent: quantised checkpoints are not supported")
+    num_heads = config.integer("num_attention_heads", 16)
+    num_kv_heads = config.integer("num_key_value_heads", 2)
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
+    num_layers = config.integer("num_hidden_layers", 48)
+    head_dim = config.integer("head_dim", 256)
+    max_position = config.integer("max_position_embeddings", 32768)
+    eps = config.number("rms_norm_eps", 1e-6)
+    return Qwen3NextConfig(
+        vocab_size=config.integer("vocab_size", 151936),
+        hidden_size=config.integer("hidden_size", 2048),
+        intermediate_size=config.integer("intermediate_size", 5632),
+        num_hidden_layers=num_layers,
+        full_layers=_parse_full_layers(config, num_layers),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_position,
+        rms_norm_eps=eps,
+        rotary=parse_rotary(config, max_position, partial_of=head_dim, default_fraction=0.25),
+        attention_bias=config.flag("attention_bias", False),
+        delta=_parse_delta(config, eps),
+        moe=_parse_moe(config, num_layers),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+    )
+
+
+def _parse_full_layers(config: Fields, num_layers: int) -> frozenset[int]:
+    kinds = config.texts("layer_types")
+    if not kinds:
+        interval = config.integer("full_attention_interval", 4)
+        full = frozenset(index for index in range(num_layers) if (index + 1) % interval == 0)
+        if not full:
+            raise config.error("full_attention_interval", f"at most num_hidden_layers, {num_layers}")
+        return full
+    if len(kinds) != num_layers or not set(kinds) <= set(LAYER_TYPES) or LAYER_TYPES[1] not in kinds:
+        raise config.error(
+            "layer_types", f"{' or '.join(LAYER_TYPES)} for each of {num_layers} layers, the latter once or more"
+        )
+    return frozenset(index for index, kind in enumerate(kinds) if kind == LAYER_TYPES[1])
+
+
+def _parse_delta(config: Fields, eps: float) -> DeltaShape:
+    num_k_heads = config.integer("linear_num_key_heads", 16)
+    num_v_heads = config.integer("linear_num_value_heads", 32)
+    if num_v_heads % num_k_heads:
+        raise config.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_k_heads}")
+    return DeltaShape(
+        num_k_heads=num_k_heads,
+        num_v_heads=num_v_heads,
+        k_dim=config.integer("linear_key_head_dim", 128),
+        v_dim=config.integer("linear_value_head_dim", 128),
+        width=config.integer("linear_conv_kernel_dim", 4),
+        eps=eps,
+    )
+
+
+def _parse_moe(config: Fields, num_layers: int) -> MoEConfig:
+    # As published, and as transformers 5 may write it.
+    num_experts = config.integer("num_experts" if config.has("num_experts") else "num_local_experts", 512)
+    top_k = config.integer("num_experts_per_tok", 10)
+    if top_k > num_experts:
+        raise config.error("num_experts_per_tok", f"at most num_experts, {num_experts}")
+    step, dense = config.integer("decoder_sparse_step", 1), config.indices("mlp_only_layers")
+    return MoEConfig(
+        num_experts=num_experts,
+        intermediate_size=config.integer("moe_intermediate_size", 512),
+        shared_intermediate_size=config.integer("shared_expert_intermediate_size", 512),
+        routing=Routing(top_k, renormalize=config.flag("norm_topk_prob", True)),
+        sparse_layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense),
+    )
+
+
+class GatedAttention(nn.Module):
+    """Grouped-query attention with normed heads, rotated in part, and a gate for each number of its result.
+
+    In three parts, as `GatedDeltaNet`. index: which of the context's paged caches is its own.
+    """
+
+    def __init__(self, config: Qwen3NextConfig, index: int, build: BuildContext):
+        super().__init__()
+        num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        hidden_size, bias = config.hidden_size, config.attention_bias
+        self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
+        self.qkv_proj = GatedQKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, build, bias=bias)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, build, bias=bias)
+        self.q_norm, self.k_norm = (RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2))
+        gates = self.heads.num_heads * head_dim
+        self._sizes = (gates + 2 * self.heads.num_kv_heads * head_dim, gates)
+        self._index = index
+
+    def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Of what `norm` makes of x [T, hidden]: queries, keys and values [T, all heads * head_dim], and gates."""
+        qkv, gate = self.qkv_proj.forward(x, norm).split(self._sizes, -1)
+        return qkv, gate
+
+    def forward(self, qkv: Tensor, gate: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """What goes into `o_proj`, [T, query heads * head_dim]; `qkv` is overwritten."""
+        qk_norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
+        return sigmoid_and_mul(attend(self.heads.split(qkv), rotation, ctx, self._index, qk_norm), gate)
+
+
+class TokenGate(WeightedModule):
+    """How much of something each token gets: [T, hidden] -> float32 [T, 1] from 0 to 1, the same on every rank."""
+
+    def __init__(self, hidden_size: int, build: BuildContext):
+        super().__init__(build)
+        self.weight = self.allocate(1, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, 1]."""
+        return linear(x, self.weight).float().sigmoid()
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        """The weight, whole on every rank."""
+        yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Normal weights."""
+        fill_normal(self.weight, generator)
+
+
+class Qwen3NextMoE(nn.Module):
+    """Experts of which each token goes through a few, beside one that all go through, as far as its gate lets them."""
+
+    def __init__(self, config: Qwen3NextConfig, build: BuildContext):
+        super().__init__()
+        hidden_size, moe = config.hidden_size, config.moe
+        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build)
+        self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build)
+        self.shared_expert = GatedMLP(hidden_size, moe.shared_intermediate_size, build)
+        self.shared_expert_gate = TokenGate(hidden_size, build)
+
+    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """Of what `norm` makes of x, plus `residual`, which may be overwritten; all [T, hidden]."""
+        normed = norm.forward(x)
+        gate = self.shared_expert_gate.forward(normed)
+        shared = self.shared_expert.forward(normed)
+        out = self.experts.forward(normed, *self.gate.forward(normed), residual)
+        return torch.addcmul(out, shared.to(out.dtype), gate.to(out.dtype))
+
+
+class Qwen3NextLayer(nn.Module):
+    """Attention or recurrence, and feed-forward, each of the normed residual stream and added to it.
+
+    In three parts, as what lies between the attention or recurrence of two layers may be compiled as one. index: its
+    place among the layers of its kind, that is, among the caches of that kind.
+    """
+
+    def __init__(self, config: Qwen3NextConfig, index: int, build: BuildContext, *, is_full: bool, is_sparse: bool):
+        super().__init__()
+        self.is_full = is_full
+        self.is_sparse = is_sparse
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(2)
+        )
+        if is_full:
+            self.self_attn = GatedAttention(config, index, build)
+        else:
+            self.linear_attn = GatedDeltaNet(config.hidden_size, config.delta, index, build)
+        if is_sparse:
+            self.mlp = Qwen3NextMoE(config, build)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build)
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention or recurrence is done with, of the stream [T, hidden]."""
+        return (self.self_attn if self.is_full else self.linear_attn).project(x, self.input_layernorm)
+
+    def mix(self, projected: tuple[Tensor, Tensor], rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """Attention or recurrence itself."""
+        if self.is_full:
+            return self.self_attn.forward(*projected, rotation, ctx)
+        return self.linear_attn.forward(*projected, ctx)
+
+    def after(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """The residual stream behind the layer, of that result and the stream before; x may be overwritten."""
+        x = (self.self_attn.o_proj if self.is_full else self.linear_attn.out_proj).forward(mixed, x)
+        return self.mlp.forward(x, x, self.post_attention_layernorm)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What it wants cached."""
+        return self.self_attn.heads.cache_spec if self.is_full else self.linear_attn.cache_spec
+
+
+def between(
+    mixed: Tensor, x: Tensor, layer: Qwen3NextLayer, following: Qwen3NextLayer
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the attention or recurrence of one layer to that of the next: the stream, and what the next is done with."""
+    x = layer.after(mixed, x)
+    return x, *following.before(x)
+
+
+class Qwen3NextModel(nn.Module):
+    """Everything but the heads."""
+
+    def __init__(self, config: Qwen3NextConfig, build: BuildContext):
+        super().__init__()
+        rotary_dim = config.rotary.rotated(config.head_dim)
+        self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
+        counts = {True: 0, False: 0}
+        self.layers = nn.ModuleList()
+        for index in range(config.num_hidden_layers):
+            is_full, is_sparse = index in config.full_layers, index in config.moe.sparse_layers
+            self.layers.append(Qwen3NextLayer(config, counts[is_full], build, is_full=is_full, is_sparse=is_sparse))
+            counts[is_full] += 1
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
+        # What is compiled is the same for all that it is used for, so there is one for each kind of neighbours.
+        layers = [*self.layers]
+        kinds = {_kind(layer, following) for layer, following in pairwise(layers)}
+        self._between = {kind: compiled(between, LEAST_ROWS) if build.compile else between for kind in kinds}
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Token ids [T] -> hidden states [T, hidden]."""
+        rotation = self._rotary.plan(positions)
+        x = self.embed_tokens.forward(input_ids)
+        layer, *others = self.layers
+        projected = layer.before(x)
+        for following in others:
+            mixed = layer.mix(projected, rotation, ctx)
+            x, *rest = self._between[_kind(layer, following)](mixed, x, layer, following)
+            projected = tuple(rest)
+            layer = following
+        return self.norm.forward(layer.after(layer.mix(projected, rotation, ctx), x))
+
+
+def _kind(layer: Qwen3NextLayer, following: Qwen3NextLayer) -> tuple[bool, bool, bool]:
+    return layer.is_full, layer.is_sparse, following.is_full
+
+
+class MTPHead(nn.Module):
+    """What predicts a further token: its weights, which nothing runs yet.
+
+    It is to see the normed embedding of a token beside the normed hidden state before it, projected by `fc`.
+    """
+
+    def __init__(self, config: Qwen3NextConfig, build: BuildContext, *, is_sparse: bool):
+        super().__init__()
+        hidden_size = config.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            RMSNorm(hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(3)
+        )
+        self.fc = ColumnParallelLinear(2 * hidden_size, (Part("fc", hidden_size),), build)
+        index = len(config.full_layers)
+        self.layers = nn.ModuleList([Qwen3NextLayer(config, index, build, is_full=True, is_sparse=is_sparse)])
+
+
+class Qwen3NextForCausalLM(nn.Module):
+    """The model as the engine sees it; see `nanovllm_core.model.CausalLM`. make_mtp: of its head, if it has one."""
+
+    def __init__(self, config: Qwen3NextConfig, build: BuildContext, make_mtp: Callable[[], MTPHead] | None = None):
+        super().__init__()
+        self.model = Qwen3NextModel(config, build)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+        self.mtp = None if make_mtp is None else make_mtp()
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Token ids [T] -> hidden states [T, hidden]."""
+        return self.model.forward(input_ids, positions, ctx)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, hidden] -> logits [n, vocab_size]."""
+        return self.lm_head.forward(hidden)
+
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """One a layer, but for the head's."""
+        return tuple(layer.cache_spec for layer in self.model.layers)
+
+
+def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: WeightSource) -> Qwen3NextForCausalLM:
+    """Make the model on its device, weights included. Raises WeightError, ModelError."""
+    # No field of config.json says whether a checkpoint has one.
+    head = [name for name in weights.names() if name.startswith(MTP)]
+    make_mtp = None
+    if head:
+        make_mtp = partial(MTPHead, config, build, is_sparse=any(".mlp.experts." in name for name in head))
+    model = Qwen3NextForCausalLM(config, build, make_mtp)
+    weights.fill(model, is_redundant)
+    return model
+
+
+def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    config = parse_config(fields)
+    eos_token_ids = parse_eos_token_ids(path, fields)
+    return ModelSpec(
+        name=name,
+        vocab_size=config.vocab_size,
+        max_position=config.max_position_embeddings,
+        eos_token_ids=eos_token_ids,
+        dtype=parse_dtype(fields),
+        build=partial(build_qwen3_next, config=config, weights=weights),
+        vocabulary=partial(read_vocabulary, path, eos_token_ids),
+    )
