@@ -78,6 +78,7 @@ LATENT = {
     "topk_group": 2,
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
 }
 
 
@@ -105,7 +106,7 @@ TINY = {
     "Qwen3-Next, some dense": Tiny("Qwen3Next", {**DELTA, "mlp_only_layers": [1], "full_attention_interval": 2}),
     "MiniMax-M2": Tiny("MiniMaxM2", {**MINIMAX, "rotary_dim": 16}),
     "MiniMax-M2, all rotary": Tiny("MiniMaxM2", {**MINIMAX, "num_key_value_heads": 1}),
-    "DeepSeek-V3": Tiny("DeepseekV3", {**LATENT, "rope_parameters": YARN}, mtp=True),
+    "DeepSeek-V3": Tiny("DeepseekV3", {**LATENT, "rope_parameters": YARN, "num_nextn_predict_layers": 1}, mtp=True),
     "DeepSeek-V3, queries at once, all sparse": Tiny(
         "DeepseekV3", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False}
     ),
@@ -204,13 +205,13 @@ async def test_graphs_and_compiling_change_nothing(checkpoint, settings, monkeyp
 @pytest.mark.parametrize("name", OVER_FP8)
 async def test_over_an_fp8_cache_no_setting_changes_the_tokens(name, tmp_path, device):
     torch.manual_seed(list(TINY).index(name))
-    write_checkpoint(tmp_path, make_model(TINY[name]))
+    write_checkpoint(tmp_path, make_model(TINY[name]), mtp=TINY[name].mtp)
     exact = await generate(tmp_path, device, PLENTY)
     whole = await generate(tmp_path, device, {"kv_cache_dtype": "fp8", **PLENTY})
     chunked = {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 40, "depth": 1, "prefix_caching": False, **PLENTY}
     assert await generate(tmp_path, device, chunked) == whole
     assert whole != exact
-    assert sum(a[0] == b[0] for a, b in zip(whole, exact, strict=True)) >= NUM_PROMPTS * 3 // 4
+    assert sum(a[0] == b[0] for a, b in zip(whole, exact, strict=True)) > NUM_PROMPTS // 2
 
 
 async def test_a_prompt_that_begins_like_another_computes_little(tmp_path, device):
