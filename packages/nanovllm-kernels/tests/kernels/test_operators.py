@@ -23,7 +23,7 @@ def arguments():
     table = integers([[1, 2], [3, 0]])
     halves = torch.randn(64, 2048).half()
     latents, lengths = torch.randn(4, 16, 1, 24), (integers([7, 2]), starts)
-    queries = (torch.randn(3, 4, 16), torch.randn(3, 4, 8))
+    queries = (torch.randn(4, 3, 16), torch.randn(3, 4, 8))
     units = [integers([0, 1, 1]), integers([0, -1, -1]), integers([128])]
     return {
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
