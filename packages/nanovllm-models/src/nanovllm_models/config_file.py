@@ -58,20 +58,21 @@ def parse_eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(config.token_ids("eos_token_id") + more))
 
 
-def parse_rotary(config: Fields, max_position: int) -> RotaryConfig:
+def parse_rotary(
+    config: Fields, max_position: int, *, default_theta: float = DEFAULT_ROPE_THETA, partial_of: int | None = None
+) -> RotaryConfig:
     """Rotary embeddings: `rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as before.
 
+    partial_of: the head size of an architecture that may rotate a part of each head; others rotate all of it.
     Raises ModelError for a kind that is not implemented.
     """
     rope = config.fields("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
-    theta = rope.number("rope_theta", config.number("rope_theta", DEFAULT_ROPE_THETA))
-    for fields in (config, rope):
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise fields.error("partial_rotary_factor", "1: rotating a part of each head is not supported")
+    theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
+    fraction = _parse_fraction(config, rope, partial_of)
     name = "rope_type" if rope.has("rope_type") else "type"
     match rope.text(name, "default"):
         case "default":
-            return RotaryConfig(theta)
+            return RotaryConfig(theta, fraction=fraction)
         case "llama3":
             original = config.integer("original_max_position_embeddings", max_position)
             return RotaryConfig(
@@ -82,9 +83,10 @@ def parse_rotary(config: Fields, max_position: int) -> RotaryConfig:
                     high_freq_factor=rope.number("high_freq_factor"),
                     original_max_position=rope.integer("original_max_position_embeddings", original),
                 ),
+                fraction,
             )
         case "yarn":
-            return RotaryConfig(theta, _parse_yarn(config, rope, max_position))
+            return RotaryConfig(theta, _parse_yarn(config, rope, max_position), fraction)
         case _:
             raise rope.error(name, "default, llama3 or yarn")
 
@@ -107,3 +109,25 @@ def _parse_yarn(config: Fields, rope: Fields, max_position: int) -> YarnScaling:
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
     )
+
+
+def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None) -> float:
+    """How much of each head is rotated, by `partial_rotary_factor` or by `rotary_dim`."""
+    for fields in (rope, config):
+        if not fields.has("partial_rotary_factor"):
+            continue
+        fraction = fields.number("partial_rotary_factor")
+        if head_dim is None:
+            if fraction != 1.0:
+                raise fields.error("partial_rotary_factor", "1: rotating a part of each head is not supported")
+            return 1.0
+        rotary_dim = int(head_dim * fraction)
+        if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+            raise fields.error("partial_rotary_factor", f"an even part of a head of {head_dim}, or all of it")
+        return rotary_dim / head_dim
+    if head_dim is None or not config.has("rotary_dim"):
+        return 1.0
+    rotary_dim = config.integer("rotary_dim")
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise config.error("rotary_dim", f"even and at most the size of a head, {head_dim}")
+    return rotary_dim / head_dim

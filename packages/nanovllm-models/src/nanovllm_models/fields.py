@@ -87,6 +87,15 @@ class Fields:
             return tuple(value)
         raise self.error(name, "a list of strings")
 
+    def indices(self, name: str) -> tuple[int, ...]:
+        """A list of integers from 0 on, none if it is absent. Raises ModelError."""
+        value = self._values.get(name)
+        if value is None:
+            return ()
+        if isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value):
+            return tuple(value)
+        raise self.error(name, "a list of integers from 0 on")
+
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers above 0. Raises ModelError."""
         value = self._values.get(name)

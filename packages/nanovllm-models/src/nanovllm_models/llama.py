@@ -5,6 +5,7 @@ only in biases and in a norm of query and key heads, and read their config in fi
 know tokens' text.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
+from nanovllm_core.layers.moe import SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
@@ -118,14 +120,19 @@ class LlamaAttention(nn.Module):
 class LlamaLayer(nn.Module):
     """Attention and feed-forward, each of the normed residual stream and added to it.
 
-    In three parts, as what lies between the attention of two layers may be compiled as one.
+    In three parts, as what lies between the attention of two layers may be compiled as one. mlp: the feed-forward
+    layer, where it isn't a dense one.
     """
 
-    def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
+    def __init__(self, config: LlamaConfig, index: int, build: BuildContext, mlp: SparseMLP | None = None):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.self_attn = LlamaAttention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.is_sparse = mlp is not None
+        if mlp is not None:
+            self.mlp = mlp
+            return
         names = ("gate_proj", "up_proj", "down_proj")
         quantization = quantization_of(config.quantization, f"model.layers.{index}.mlp", *names)
         self.mlp = GatedMLP(
@@ -148,16 +155,24 @@ def between(attended: Tensor, x: Tensor, layer: LlamaLayer, following: LlamaLaye
     return x, following.before(x)
 
 
+# Makes the layer of an index: a LlamaLayer, or what has its three parts, `self_attn` and `is_sparse`.
+MakeLayer = Callable[[LlamaConfig, int, BuildContext], nn.Module]
+
+
 class LlamaModel(nn.Module):
     """Everything but the head."""
 
-    def __init__(self, config: LlamaConfig, build: BuildContext):
+    def __init__(self, config: LlamaConfig, build: BuildContext, make_layer: MakeLayer):
         super().__init__()
-        self._rotary = RotaryEmbedding(config.rotary, config.head_dim, config.max_position_embeddings, build.device)
+        rotary_dim = config.rotary.rotated(config.head_dim)
+        self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        self.layers = nn.ModuleList(LlamaLayer(config, index, build) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(make_layer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self._between = compiled(between, LEAST_ROWS) if build.compile else between
+        # One for layers with experts and one for those without, as each must be the same for all that it is used for.
+        self._between = {
+            sparse: compiled(between, LEAST_ROWS) if build.compile else between for sparse in (False, True)
+        }
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Token ids [T] -> hidden states [T, hidden]."""
@@ -166,7 +181,8 @@ class LlamaModel(nn.Module):
         layer, *others = self.layers
         qkv = layer.before(x)
         for following in others:
-            x, qkv = self._between(layer.self_attn.forward(qkv, rotation, ctx), x, layer, following)
+            attended = layer.self_attn.forward(qkv, rotation, ctx)
+            x, qkv = self._between[layer.is_sparse](attended, x, layer, following)
             layer = following
         return self.norm.forward(layer.after(layer.self_attn.forward(qkv, rotation, ctx), x))
 
@@ -174,9 +190,9 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """The model as the engine sees it; see `nanovllm_core.model.CausalLM`."""
 
-    def __init__(self, config: LlamaConfig, build: BuildContext):
+    def __init__(self, config: LlamaConfig, build: BuildContext, make_layer: MakeLayer = LlamaLayer):
         super().__init__()
-        self.model = LlamaModel(config, build)
+        self.model = LlamaModel(config, build, make_layer)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
 
@@ -201,15 +217,24 @@ def is_redundant(name: str) -> bool:
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
 
 
-def build_llama(build: BuildContext, *, config: LlamaConfig, weights: WeightSource) -> LlamaForCausalLM:
+def build_llama(
+    build: BuildContext, *, config: LlamaConfig, weights: WeightSource, make_layer: MakeLayer = LlamaLayer
+) -> LlamaForCausalLM:
     """Make the model on its device, weights included. Raises WeightError, ModelError."""
-    model = LlamaForCausalLM(config, build)
+    model = LlamaForCausalLM(config, build, make_layer)
     weights.fill(model, is_redundant)
     return model
 
 
-def make_spec(path: Path, fields: Fields, config: LlamaConfig, name: str, weights: WeightSource) -> ModelSpec:
-    """The spec of a model of this architecture. Raises ModelError."""
+def make_spec(
+    path: Path,
+    fields: Fields,
+    config: LlamaConfig,
+    name: str,
+    weights: WeightSource,
+    make_layer: MakeLayer = LlamaLayer,
+) -> ModelSpec:
+    """The spec of a model of this architecture. make_layer: travels by pickle with the spec. Raises ModelError."""
     eos_token_ids = parse_eos_token_ids(path, fields)
     return ModelSpec(
         name=name,
@@ -217,7 +242,7 @@ def make_spec(path: Path, fields: Fields, config: LlamaConfig, name: str, weight
         max_position=config.max_position_embeddings,
         eos_token_ids=eos_token_ids,
         dtype=parse_dtype(fields),
-        build=partial(build_llama, config=config, weights=weights),
+        build=partial(build_llama, config=config, weights=weights, make_layer=make_layer),
         vocabulary=partial(read_vocabulary, path, eos_token_ids),
     )
 

@@ -52,10 +52,15 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
-    """theta: the base of the frequencies. scaling: None for none."""
+    """theta: the base of the frequencies. scaling: None for none. fraction: how much of each head is rotated."""
 
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
+    fraction: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """How many dimensions of a head of `head_dim` are rotated, the first ones."""
+        return round(head_dim * self.fraction)
 
 
 class RotaryEmbedding:

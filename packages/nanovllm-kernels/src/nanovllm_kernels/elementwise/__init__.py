@@ -17,6 +17,7 @@ __all__ = [
     "QKNorm",
     "Rotation",
     "latent_rope_and_cache",
+    "norm_parts",
     "pack_norm",
     "plan_rotation",
     "rms_norm",
@@ -61,6 +62,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cuda:
         return _rms_norm_op(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
+
+
+def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor], eps: float) -> None:
+    """`rms_norm` of the first `sizes[0]` of each row of x, and of the `sizes[1]` behind them, each by itself, in place.
+
+    x: [T, W], rows contiguous, with any stride. weights: one a part, of its size, or what `pack_norm` made of it.
+    """
+    if x.is_cuda:
+        _norm_parts_op(x, list(sizes), *weights, eps)
+        return
+    for part, weight in zip(x.split_with_sizes([*sizes, x.shape[1] - sum(sizes)], -1), weights, strict=False):
+        part.copy_(reference.rms_norm(part, weight, eps))
 
 
 def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
@@ -172,6 +185,13 @@ def _rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 _rms_norm_op.register_fake(lambda x, weight, _eps: x.new_empty(x.shape, dtype=weight.dtype))
+
+
+@torch.library.custom_op("nanovllm::norm_parts", mutates_args=("x",))
+def _norm_parts_op(x: Tensor, sizes: list[int], first: Tensor, second: Tensor, eps: float) -> None:
+    from nanovllm_kernels.elementwise import triton_norm
+
+    triton_norm.norm_parts(x, sizes, first, second, eps)
 
 
 @torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("qkv", "kv_cache", "kv_scales"))

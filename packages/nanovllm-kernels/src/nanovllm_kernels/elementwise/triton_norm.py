@@ -42,6 +42,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def norm_parts(x: Tensor, sizes: list[int], first: Tensor, second: Tensor, eps: float) -> None:
+    """See the package's `norm_parts`."""
+    block = triton.next_power_of_2(max(sizes))
+    overlap = can_overlap_launches(x.device)
+    _norm_parts[(x.shape[0], 2)](
+        x,
+        first,
+        second,
+        x.stride(0),
+        eps,
+        FIRST=sizes[0],
+        SECOND=sizes[1],
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=_num_warps(block),
+        launch_pdl=overlap,
+    )
+
+
 def _num_warps(elements: int) -> int:
     """Eight elements a thread: one 16-byte access of a 16-bit type, twice over for the longest rows."""
     return max(1, min(16, triton.next_power_of_2(elements) // 256))
@@ -74,3 +93,34 @@ def _rms_norm(
     factor = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
     out = x * factor[:, None] * weight[None, :]
     tl.store(out_ptr + rows[:, None] * WIDTH + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_parts(
+    x_ptr,
+    first_ptr,
+    second_ptr,
+    stride_token,
+    eps,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    x_ptr += tl.program_id(0).to(tl.int64) * stride_token
+    columns = tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        _norm_in_place(x_ptr, first_ptr, columns, eps, FIRST)
+    else:
+        _norm_in_place(x_ptr + FIRST, second_ptr, columns, eps, SECOND)
+
+
+@triton.jit
+def _norm_in_place(x_ptr, weight_ptr, columns, eps, WIDTH: tl.constexpr):
+    x = tl.load(x_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    out = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
+    tl.store(x_ptr + columns, out.to(x_ptr.dtype.element_ty), mask=columns < WIDTH)

@@ -1,0 +1,283 @@
+"""Experts for many tokens on CUDA: pairs of a token and an expert sorted by expert, then two grouped products.
+
+Everything that depends on the data stays on the device: the order, which rows are whose, and the list of tiles. The
+grids depend on the number of tokens alone; the products' programs stay and take one tile after another. What a token's
+experts say is written pair by pair and added up by a kernel of its own, always in the same order. Of block FP8 weights,
+the first product's rows come quantised, and it quantises what it gives.
+
+This room must not know how experts were chosen.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.moe.tiles import GROUP, grouped_config, most_tiles
+from nanovllm_kernels.moe.triton_step import add_product, load_weight, quantize_rows
+from nanovllm_kernels.platform import can_overlap_launches, describe
+
+SORT_BLOCK = 2048
+LIST_BLOCK = 64
+SUM_BLOCK = 1024
+# So many programs for each SM; under the interpreter, where there are none to count, this many in all.
+PROGRAMS_PER_SM = 2
+
+
+def grouped_experts(
+    x: Tensor,
+    x_scales: Tensor | None,
+    w13: Tensor,
+    w2: Tensor,
+    scales13: Tensor | None,
+    scales2: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Write into `out` [T, H] what the package's `fused_experts` returns. Beside FP8 weights `x` is quantised already;
+    what the experts say is rounded to `dtype` before it is added up.
+    """
+    num_tokens, top_k = ids.shape
+    num_pairs = num_tokens * top_k
+    num_experts, hidden_size, width = w2.shape
+    quantized = x_scales is not None
+    config = grouped_config(num_pairs, num_experts, wide=x.element_size() == 4, quantized=quantized)
+    overlap = can_overlap_launches(x.device)
+    integers = {"dtype": torch.int32, "device": x.device}
+    order, starts = torch.empty(num_pairs, **integers), torch.empty(num_experts + 1, **integers)
+    tiles = torch.empty((most_tiles(num_pairs, num_experts, config.block_m) + 1, 2), **integers)
+    _sort_pairs[(num_experts,)](
+        ids, order, starts, num_pairs, BLOCK=SORT_BLOCK, OVERLAP=overlap, num_warps=8, launch_pdl=overlap
+    )
+    _list_tiles[(num_experts,)](
+        starts,
+        tiles,
+        PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        BLOCK_M=config.block_m,
+        BLOCK=LIST_BLOCK,
+        OVERLAP=overlap,
+        num_warps=1,
+        launch_pdl=overlap,
+    )
+    hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
+    hidden_scales = torch.empty((num_pairs, triton.cdiv(width, GROUP)), dtype=torch.float32, device=x.device)
+    parts = torch.empty((num_pairs, hidden_size), dtype=dtype, device=x.device)
+    programs = PROGRAMS_PER_SM * max(1, describe(x.device).num_sms)
+    products = (
+        (True, x, x_scales, w13, scales13, hidden),
+        (False, hidden, hidden_scales if quantized else None, w2, scales2, parts),
+    )
+    for gated, rows, row_scales, weight, scales, result in products:
+        columns = result.shape[1]
+        _grouped_product[(min(programs, tiles.shape[0] * triton.cdiv(columns, config.block_n)),)](
+            rows,
+            rows if row_scales is None else row_scales,
+            weight,
+            weight if scales is None else scales,
+            order,
+            starts,
+            tiles,
+            weights,
+            result,
+            hidden_scales,
+            rows.stride(0),
+            *((0, 0) if row_scales is None else row_scales.stride()),
+            WIDTH=columns,
+            K=rows.shape[1],
+            TOP_K=top_k,
+            GATED=gated,
+            QUANTIZED=quantized,
+            SWAPPED=config.swapped,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            STAGES=config.num_stages,
+            OVERLAP=overlap,
+            num_warps=config.num_warps,
+            launch_pdl=overlap,
+        )
+    _sum_pairs[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
+        parts,
+        parts if residual is None else residual,
+        out,
+        0 if residual is None else residual.stride(0),
+        WIDTH=hidden_size,
+        TOP_K=top_k,
+        RESIDUAL=residual is not None,
+        BLOCK=SUM_BLOCK,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sort_pairs(ids_ptr, order_ptr, starts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Where this program's expert begins in the order, and there its pairs, as they come."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(0)
+    begin = 0
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=0x7FFFFFFF)
+        begin += tl.sum((ids < expert).to(tl.int32), 0)
+    tl.store(starts_ptr + expert, begin)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + expert + 1, num_pairs)
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=0x7FFFFFFF)
+        mine = (ids == expert).to(tl.int32)
+        tl.store(order_ptr + begin + tl.cumsum(mine, 0) - 1, pairs, mask=mine != 0)
+        begin += tl.sum(mine, 0)
+
+
+@triton.jit
+def _list_tiles(
+    starts_ptr,
+    tiles_ptr,
+    PADDED_EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The tiles of this program's expert, each as its expert and its first row, behind those of the experts before it;
+    the first entry of all is how many there are.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(0)
+    experts = tl.arange(0, PADDED_EXPERTS)
+    real = experts <= expert
+    begins = tl.load(starts_ptr + experts, mask=real, other=0)
+    ends = tl.load(starts_ptr + experts + 1, mask=real, other=0)
+    counts = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    before = tl.sum(tl.where(experts < expert, counts, 0), 0)
+    own = tl.sum(tl.where(experts == expert, counts, 0), 0)
+    begin = tl.load(starts_ptr + expert)
+    for first in range(0, own, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        entry_ptr = tiles_ptr + 2 * (1 + before + index)
+        tl.store(entry_ptr, index * 0 + expert, mask=index < own)
+        tl.store(entry_ptr + 1, begin + index * BLOCK_M, mask=index < own)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(tiles_ptr, before + own)
+
+
+@triton.jit
+def _grouped_product(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    order_ptr,
+    starts_ptr,
+    tiles_ptr,
+    weights_ptr,
+    out_ptr,
+    out_scales_ptr,
+    x_stride,
+    x_scales_stride,
+    x_scales_step,
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """GATED: of each pair's token gate and up, to rows in the order. Else of these rows down, weighed, to each pair."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    column_tiles: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    blocks: tl.constexpr = (WIDTH + 127) // 128
+    depth: tl.constexpr = (K + 127) // 128
+    halves: tl.constexpr = 2 if GATED else 1
+    ks = tl.arange(0, BLOCK_K)[None, :]
+    num_tiles = tl.load(tiles_ptr)
+    for work in tl.range(tl.program_id(0), num_tiles * column_tiles, tl.num_programs(0)):
+        entry_ptr = tiles_ptr + 2 * (1 + work // column_tiles)
+        expert = tl.load(entry_ptr).to(tl.int64)
+        places = tl.load(entry_ptr + 1) + tl.arange(0, BLOCK_M)
+        inside = places < tl.load(starts_ptr + expert + 1)
+        pairs = tl.load(order_ptr + places, mask=inside, other=0).to(tl.int64)
+        rows = pairs // TOP_K if GATED else places.to(tl.int64)
+        begin = (work % column_tiles) * BLOCK_N
+        columns = begin + tl.arange(0, BLOCK_N)
+        own_scales_ptr = scales_ptr + (expert * halves * blocks + begin // 128) * depth
+        own_weight_ptr = weight_ptr + expert * halves * WIDTH * K
+        if SWAPPED:
+            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            x = tl.load(x_ptr + rows[:, None] * x_stride + k + ks, mask=inside[:, None] & (k + ks < K), other=0.0)
+            scale = 1.0
+            up_scale = 1.0
+            if QUANTIZED:
+                own_row_scales = x_scales_ptr + rows * x_scales_stride + (k // 128) * x_scales_step
+                row_scale = tl.load(own_row_scales, mask=inside, other=0.0)
+                scale = row_scale * tl.load(own_scales_ptr + k // 128)
+                if GATED:
+                    up_scale = row_scale * tl.load(own_scales_ptr + blocks * depth + k // 128)
+            tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
+            sums = add_product(sums, x, tile, scale, QUANTIZED, SWAPPED)
+            if GATED:
+                tile = load_weight(own_weight_ptr + WIDTH * K, columns, k + ks, WIDTH, K)
+                up = add_product(up, x, tile, up_scale, QUANTIZED, SWAPPED)
+        if GATED:
+            sums = sums * tl.sigmoid(sums) * up
+        result = sums.T if SWAPPED else sums
+        mask = inside[:, None] & (columns < WIDTH)[None, :]
+        if GATED:
+            if QUANTIZED:
+                result, out_scale = quantize_rows(tl.where(mask, result, 0.0))
+                tl.store(out_scales_ptr + places.to(tl.int64) * blocks + begin // 128, out_scale, mask=inside)
+            at = out_ptr + places[:, None].to(tl.int64) * WIDTH + columns[None, :]
+        else:
+            result *= tl.load(weights_ptr + pairs, mask=inside, other=0.0)[:, None]
+            at = out_ptr + pairs[:, None] * WIDTH + columns[None, :]
+        tl.store(at, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_pairs(
+    parts_ptr,
+    residual_ptr,
+    out_ptr,
+    residual_stride,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        total += tl.load(parts_ptr + (token * TOP_K + slot) * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * WIDTH + columns, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,130 @@
+"""Who computes what of a token, on CUDA: one program a token, the choices one after another in registers.
+
+This room must not know experts.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.moe.reference import LEAST_SUM
+from nanovllm_kernels.platform import can_overlap_launches
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: Literal["softmax", "sigmoid"],
+    renormalize: bool,
+    num_groups: int,
+    top_groups: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See the package's `route`."""
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    # Of one group nothing is masked.
+    num_groups = num_groups if top_groups < num_groups else 1
+    group_size = num_experts // num_groups
+    overlap = can_overlap_launches(logits.device)
+    _route[(num_tokens,)](
+        logits,
+        logits if bias is None else bias,
+        weights,
+        ids,
+        logits.stride(0),
+        scale,
+        NUM_GROUPS=num_groups,
+        GROUP_SIZE=group_size,
+        PADDED_GROUPS=triton.next_power_of_2(num_groups),
+        PADDED_SIZE=triton.next_power_of_2(group_size),
+        TOP_GROUPS=top_groups if num_groups > 1 else 1,
+        TOP_K=top_k,
+        PADDED_K=triton.next_power_of_2(top_k),
+        LEAST_SUM=LEAST_SUM,
+        SIGMOID=scoring == "sigmoid",
+        BIAS=bias is not None,
+        RENORMALIZE=renormalize,
+        OVERLAP=overlap,
+        num_warps=1,
+        launch_pdl=overlap,
+    )
+    return weights, ids
+
+
+@triton.jit
+def _route(
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    ids_ptr,
+    logits_stride,
+    scale,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    none: tl.constexpr = float("-inf")
+    groups = tl.arange(0, PADDED_GROUPS)
+    members = tl.arange(0, PADDED_SIZE)
+    experts = groups[:, None] * GROUP_SIZE + members[None, :]
+    inside = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
+    logits = tl.load(logits_ptr + token * logits_stride + experts, mask=inside, other=none).to(tl.float32)
+    if SIGMOID:
+        scores = tl.sigmoid(logits)
+    else:
+        powers = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+    choice = scores
+    if BIAS:
+        choice += tl.load(bias_ptr + experts, mask=inside, other=0.0)
+    choice = tl.where(inside, choice, none)
+    if TOP_GROUPS < NUM_GROUPS:
+        best = tl.max(choice, 1)
+        first = tl.min(tl.where(choice == best[:, None], members[None, :], PADDED_SIZE), 1)
+        if GROUP_SIZE > 1:
+            best += tl.max(tl.where(members[None, :] == first[:, None], none, choice), 1)
+        kept = groups < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            left = tl.where(kept, none, best)
+            group = tl.min(tl.where(left == tl.max(left, 0), groups, PADDED_GROUPS), 0)
+            kept = kept | (groups == group)
+        choice = tl.where(kept[:, None], choice, none)
+
+    slots = tl.arange(0, PADDED_K)
+    weights = tl.zeros((PADDED_K,), tl.float32)
+    ids = tl.zeros((PADDED_K,), tl.int32)
+    for slot in tl.static_range(TOP_K):
+        best = tl.max(tl.max(choice, 1), 0)
+        found = tl.min(tl.min(tl.where((choice == best) & inside, experts, NUM_GROUPS * GROUP_SIZE), 1), 0)
+        is_found = experts == found
+        weights = tl.where(slots == slot, tl.sum(tl.sum(tl.where(is_found, scores, 0.0), 1), 0), weights)
+        # Of logits that are no numbers nothing is the largest, and yet there has to be an expert.
+        ids = tl.where(slots == slot, tl.minimum(found, NUM_GROUPS * GROUP_SIZE - 1), ids)
+        choice = tl.where(is_found, none, choice)
+    if RENORMALIZE:
+        weights /= tl.sum(weights, 0) + LEAST_SUM
+    weights *= scale
+    tl.store(weights_ptr + token * TOP_K + slots, weights, mask=slots < TOP_K)
+    tl.store(ids_ptr + token * TOP_K + slots, ids, mask=slots < TOP_K)

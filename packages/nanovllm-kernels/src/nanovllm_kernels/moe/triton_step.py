@@ -1,0 +1,43 @@
+"""What both ways to run experts on CUDA do at each step along K.
+
+This room must not know which rows belong to which expert.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_weight(weight_ptr, columns, ks, WIDTH: tl.constexpr, K: tl.constexpr):
+    """Of a weight [WIDTH, K] the tile of `columns` [n] and `ks` [1, k], 0 outside."""
+    mask = (columns < WIDTH)[:, None] & (ks < K)
+    return tl.load(weight_ptr + columns[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
+
+
+@triton.jit
+def quantize_rows(x):
+    """`block_fp8.quantize_groups` of rows that are one group: e4m3, and a scale a row."""
+    x = x.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)
+    return (x * (448.0 / largest)[:, None]).to(tl.float8e4nv), largest / 448.0
+
+
+@triton.jit
+def add_product(sums, x, weight, scales, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
+    """`sums` [rows, columns] plus rows `x` times the transpose of `weight`, times `scales` [rows] where SCALED.
+
+    SWAPPED: the sums are [columns, rows].
+    """
+    if SWAPPED:
+        left = weight
+        right = x.T
+    else:
+        left = x
+        right = weight.T
+    if SCALED:
+        sums += tl.dot(left, right) * tl.expand_dims(scales, 0 if SWAPPED else 1)
+    else:
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    return sums

@@ -1,0 +1,144 @@
+"""MiniMax-M2 (https://github.com/MiniMax-AI/MiniMax-M2): heads of which half is rotated, and experts.
+
+Queries and keys are each normed as a whole, before they are heads. The config speaks of modules that predict several
+tokens (`num_mtp_modules`); the published checkpoints have no weights for them, and so has nothing here. This room must
+not know tokens' text.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from nanovllm_core.layers.attention import Heads, attend, qkv_parts
+from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm_core.layers.moe import ExpertNames, Experts, Router, Routing, SparseMLP
+from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import quantization_of
+from nanovllm_core.layers.rotary import Rotation
+from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
+from nanovllm_kernels.elementwise import norm_parts
+from nanovllm_models.checkpoint import WeightSource
+from nanovllm_models.config_file import parse_quantization, parse_rotary
+from nanovllm_models.fields import Fields
+from nanovllm_models.llama import LlamaConfig, make_spec
+
+NAMES = ExpertNames(gate="w1", up="w3", down="w2")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseConfig:
+    """What shapes the experts; their width is the `intermediate_size` of the others' config."""
+
+    num_experts: int
+    routing: Routing
+
+
+def parse_config(config: Fields) -> LlamaConfig:
+    """Read of config.json what shapes everything but the experts, with the defaults that transformers has.
+
+    Raises ModelError for a field that is wrong or asks for what is not implemented.
+    """
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu")
+    if not config.flag("use_qk_norm", True):
+        raise config.error("use_qk_norm", "true")
+    if config.text("qk_norm_type", "per_layer") != "per_layer":
+        raise config.error("qk_norm_type", "per_layer")
+    if any(kind != 1 for kind in config.indices("attn_type_list")):
+        raise config.error("attn_type_list", "1 for each layer: only full attention is supported")
+    num_heads = config.integer("num_attention_heads", 48)
+    num_kv_heads = config.integer("num_key_value_heads", 8)
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
+    head_dim = config.integer("head_dim", 128)
+    max_position = config.integer("max_position_embeddings", 196608)
+    return LlamaConfig(
+        vocab_size=config.integer("vocab_size", 200064),
+        hidden_size=config.integer("hidden_size", 3072),
+        intermediate_size=config.integer("intermediate_size", 1536),
+        num_hidden_layers=config.integer("num_hidden_layers", 62),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_position,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rotary=parse_rotary(config, max_position, default_theta=5_000_000.0, partial_of=head_dim),
+        attention_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        quantization=parse_quantization(config),
+    )
+
+
+def parse_sparse_config(config: Fields) -> SparseConfig:
+    """Read of config.json what shapes the experts. Raises ModelError."""
+    if config.text("scoring_func", "sigmoid") != "sigmoid":
+        raise config.error("scoring_func", "sigmoid")
+    if not config.flag("use_routing_bias", True):
+        raise config.error("use_routing_bias", "true")
+    num_experts = config.integer("num_local_experts", 256)
+    top_k = config.integer("num_experts_per_tok", 8)
+    if top_k > num_experts:
+        raise config.error("num_experts_per_tok", f"at most num_local_experts, {num_experts}")
+    return SparseConfig(num_experts, Routing(top_k, "sigmoid"))
+
+
+class MiniMaxM2Attention(nn.Module):
+    """Grouped-query attention, its queries and its keys normed each as one vector."""
+
+    def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
+        super().__init__()
+        num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=False)
+        name = f"model.layers.{index}.self_attn"
+        joint = quantization_of(config.quantization, name, *(part.name for part in parts))
+        output = quantization_of(config.quantization, name, "o_proj")
+        self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=joint)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build, quantization=output)
+        self.q_norm = RMSNorm(num_heads * head_dim, config.rms_norm_eps, build)
+        self.k_norm = RMSNorm(num_kv_heads * head_dim, config.rms_norm_eps, build)
+        self._index = index
+
+    def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """Of the joint projection [T, all heads * head_dim], overwritten: [T, query heads * head_dim]."""
+        heads = self.heads
+        sizes = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        norm_parts(qkv, sizes, (self.q_norm.packed, self.k_norm.packed), self.q_norm.eps)
+        return attend(heads.split(qkv), rotation, ctx, self._index)
+
+
+class MiniMaxM2Layer(nn.Module):
+    """Attention and experts; as `LlamaLayer`, with the checkpoint's names."""
+
+    is_sparse = True
+
+    def __init__(self, config: LlamaConfig, index: int, build: BuildContext, *, sparse: SparseConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.self_attn = MiniMaxM2Attention(config, index, build)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        hidden_size, num_experts, bias = config.hidden_size, sparse.num_experts, "e_score_correction_bias"
+        router = Router(hidden_size, num_experts, sparse.routing, build, correction_bias=bias)
+        quantization = NAMES.quantization_of(config.quantization, f"model.layers.{index}.block_sparse_moe.experts")
+        width = config.intermediate_size
+        experts = Experts(num_experts, hidden_size, width, build, NAMES, quantization=quantization)
+        self.block_sparse_moe = SparseMLP(router, experts)
+
+    def before(self, x: Tensor) -> Tensor:
+        """What attention is done with: [T, hidden] -> [T, all heads * head_dim]."""
+        return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
+
+    def after(self, attended: Tensor, x: Tensor) -> Tensor:
+        """The residual stream behind the layer, of attention's result and the stream before; x may be overwritten."""
+        x = self.self_attn.o_proj.forward(attended, x)
+        return self.block_sparse_moe.forward(x, x, self.post_attention_layernorm)
+
+
+def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    make_layer = partial(MiniMaxM2Layer, sparse=parse_sparse_config(fields))
+    return make_spec(path, fields, parse_config(fields), name, weights, make_layer)

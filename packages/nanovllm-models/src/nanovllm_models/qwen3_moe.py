@@ -1,0 +1,97 @@
+"""Qwen3's mixtures of experts (https://arxiv.org/abs/2505.09388): its dense layers, with experts in most.
+
+This room must not know tokens' text.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SparseMLP
+from nanovllm_core.model import BuildContext, ModelSpec
+from nanovllm_models.checkpoint import WeightSource
+from nanovllm_models.config_file import parse_quantization, parse_rotary
+from nanovllm_models.fields import Fields
+from nanovllm_models.llama import LlamaConfig, LlamaLayer, make_spec
+
+
+@dataclass(frozen=True, slots=True)
+class SparseConfig:
+    """What shapes the feed-forward parts. sparse_layers: which layers have experts; the others are dense."""
+
+    num_experts: int
+    moe_intermediate_size: int
+    routing: Routing
+    sparse_layers: frozenset[int]
+
+
+def parse_config(config: Fields) -> LlamaConfig:
+    """Read of config.json what the dense layers have too, with the defaults that transformers has.
+
+    Raises ModelError for a field that is wrong or asks for what is not implemented.
+    """
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu")
+    if config.flag("use_sliding_window", False):
+        raise config.error("use_sliding_window", "false: sliding windows are not supported")
+    hidden_size = config.integer("hidden_size", 2048)
+    num_heads = config.integer("num_attention_heads", 32)
+    num_kv_heads = config.integer("num_key_value_heads", 4)
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
+    if not config.has("head_dim") and hidden_size % num_heads:
+        raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
+    max_position = config.integer("max_position_embeddings", 32768)
+    attention_bias = config.flag("attention_bias", False)
+    return LlamaConfig(
+        vocab_size=config.integer("vocab_size", 151936),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size", 6144),
+        num_hidden_layers=config.integer("num_hidden_layers", 24),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=config.integer("head_dim", hidden_size // num_heads),
+        max_position_embeddings=max_position,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rotary=parse_rotary(config, max_position),
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=False,
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        qk_norm=True,
+        quantization=parse_quantization(config),
+    )
+
+
+def parse_sparse_config(config: Fields, num_layers: int) -> SparseConfig:
+    """Read of config.json what only experts have. Raises ModelError."""
+    # As published, and as transformers 5 writes it.
+    num_experts = config.integer("num_experts" if config.has("num_experts") else "num_local_experts", 128)
+    top_k = config.integer("num_experts_per_tok", 8)
+    if top_k > num_experts:
+        raise config.error("num_experts_per_tok", f"at most num_experts, {num_experts}")
+    step, dense = config.integer("decoder_sparse_step", 1), config.indices("mlp_only_layers")
+    return SparseConfig(
+        num_experts=num_experts,
+        moe_intermediate_size=config.integer("moe_intermediate_size", 768),
+        routing=Routing(top_k, renormalize=config.flag("norm_topk_prob", False)),
+        sparse_layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense),
+    )
+
+
+def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, sparse: SparseConfig) -> LlamaLayer:
+    """The layer of an index, with experts or without."""
+    if index not in sparse.sparse_layers:
+        return LlamaLayer(config, index, build)
+    router = Router(config.hidden_size, sparse.num_experts, sparse.routing, build)
+    quantization = STANDARD_NAMES.quantization_of(config.quantization, f"model.layers.{index}.mlp.experts")
+    width = sparse.moe_intermediate_size
+    experts = Experts(sparse.num_experts, config.hidden_size, width, build, quantization=quantization)
+    return LlamaLayer(config, index, build, SparseMLP(router, experts))
+
+
+def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    config = parse_config(fields)
+    sparse = parse_sparse_config(fields, config.num_hidden_layers)
+    return make_spec(path, fields, config, name, weights, partial(make_layer, sparse=sparse))

@@ -1,0 +1,132 @@
+"""Mixtures of experts: the same logits and greedy tokens as transformers, and checkpoints that are refused by name."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import nanovllm_models
+from nanovllm_core.layers import compiled
+from nanovllm_core.layers.weights import WeightError
+from nanovllm_models import llama
+
+PROMPTS = [[5, 17, 3, 88, 41, 2, 60], list(range(40))]
+TOLERANCE = 2e-4
+
+FAMILIES = {
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
+}
+QWEN3_8 = {"family": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24}
+QWEN3 = QWEN3_8 | {"head_dim": 16}
+MINIMAX = {"family": "minimax_m2", "num_local_experts": 8, "intermediate_size": 24, "head_dim": 16}
+VARIANTS = {
+    "qwen3_moe": QWEN3,
+    "qwen3_moe, renormalised": QWEN3 | {"norm_topk_prob": True, "attention_bias": True},
+    "qwen3_moe, every second layer, tied": QWEN3 | {"decoder_sparse_step": 2, "tie_word_embeddings": True},
+    "qwen3_moe, two dense layers, sharded": QWEN3 | {"mlp_only_layers": [0, 2], "max_shard_size": "8KB"},
+    "qwen3_moe, no head size": QWEN3_8,
+    "minimax_m2": MINIMAX | {"rotary_dim": 8},
+    "minimax_m2, whole heads, tied": MINIMAX | {"tie_word_embeddings": True, "num_experts_per_tok": 1},
+    "minimax_m2, all experts": MINIMAX | {"rotary_dim": 6, "num_experts_per_tok": 8},
+}
+
+
+def make_checkpoint(
+    path: Path, family: str, max_shard_size: str = "1GB", **fields: object
+) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    make_config, make_model = FAMILIES[family]
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 3}
+    common = {"vocab_size": 96, "hidden_size": 32, "max_position_embeddings": 128, "initializer_range": 0.2}
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    model = make_model(make_config(**({"intermediate_size": 48} | sizes | common | ends | fields))).eval()
+    with torch.no_grad():
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("bias") or "norm" in name:
+                weight.add_(torch.randn_like(weight) * 0.3)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return model
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+def test_same_logits_and_tokens_as_transformers(fields, tmp_path, session):
+    theirs = make_checkpoint(tmp_path, **fields)
+    ours = session(nanovllm_models.load(tmp_path))
+    sequences = [list(prompt) for prompt in PROMPTS]
+    new = sequences
+    for _ in range(10):
+        logits = ours.step(new)
+        for sequence, fresh, found in zip(sequences, new, logits, strict=True):
+            with torch.no_grad():
+                expected = theirs(torch.tensor([sequence])).logits[0, -len(fresh) :]
+            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+            assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()
+        new = [[int(found[-1].argmax())] for found in logits]
+        sequences = [sequence + fresh for sequence, fresh in zip(sequences, new, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe, two dense layers, sharded", "minimax_m2"])
+def test_what_is_compiled_is_compiled_once_for_each_kind_of_layer(name, tmp_path, session, monkeypatch):
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compiled, "BACKEND", counter)
+    monkeypatch.setattr(llama, "LEAST_ROWS", 9)
+    make_checkpoint(tmp_path, **VARIANTS[name])
+    spec = nanovllm_models.load(tmp_path)
+    plain, fast = session(spec), session(spec, compiled=True)
+    for index, step in enumerate(([PROMPTS[1]], [[5], PROMPTS[0]], [[6], [7]], [[1], list(range(20))])):
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            for found, expected in zip(fast.step(step), plain.step(step), strict=True):
+                torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert counter.frame_count == (2 if "dense" in name else 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "expert"),
+    [
+        (QWEN3, "model.layers.1.mlp.experts.5.up_proj.weight"),
+        (MINIMAX, "model.layers.1.block_sparse_moe.experts.5.w3.weight"),
+    ],
+    ids=["qwen3_moe", "minimax_m2"],
+)
+def test_tensors_of_experts_that_are_wrong_are_named(family, expert, tmp_path, session):
+    make_checkpoint(tmp_path, **family)
+    spec = nanovllm_models.load(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+
+    def refusal(changed: dict[str, torch.Tensor]) -> str:
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(WeightError) as caught:
+            session(spec)
+        return str(caught.value)
+
+    missing = copy.copy(tensors)
+    del missing[expert]
+    assert f"lacks 1 of {len(tensors)} tensors: {expert} [24, 32]" in refusal(missing)
+    extra = expert.replace(".5.", ".8.")
+    assert f"{extra} [24, 32] is in the checkpoint" in refusal(tensors | {extra: tensors[expert].clone()})
+    assert f"{expert} has shape [24, 31]" in refusal(tensors | {expert: torch.ones(24, 31)})
+
+
+@pytest.mark.parametrize("family", [QWEN3, MINIMAX], ids=["qwen3_moe", "minimax_m2"])
+def test_bfloat16_is_near_float32(family, tmp_path, session):
+    make_checkpoint(tmp_path, **family)
+    spec = nanovllm_models.load(tmp_path)
+    exact, coarse = session(spec).step(PROMPTS), session(spec, torch.bfloat16).step(PROMPTS)
+    # Few tokens go to other experts; of these nothing can be said.
+    near = [torch.nn.functional.cosine_similarity(a, b, dim=-1) > 0.99 for a, b in zip(coarse, exact, strict=True)]
+    assert torch.cat(near).float().mean() > 0.85
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+def test_dummy_weights_are_drawn_from_the_seed(family, tmp_path, session):
+    make_checkpoint(tmp_path, **{"qwen3_moe": QWEN3, "minimax_m2": MINIMAX}[family])
+    first, second = (
+        session(nanovllm_models.load(tmp_path, load_format="dummy", seed=seed)).step(PROMPTS)[0] for seed in (1, 2)
+    )
+    assert first.isfinite().all()
+    assert not torch.equal(first, second)
