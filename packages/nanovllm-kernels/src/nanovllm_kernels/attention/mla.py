@@ -43,7 +43,7 @@ def plan_latent_batch(
         size = tiles.number_size((dtype or kv_cache.dtype).itemsize, element_size)
         config = tiles.latent_config(num_heads, size)
         num_slots = (describe(kv_cache.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
-        num_units = tiles.choose_units(-(-num_heads // config.block_m), num_slots)
+        num_units = tiles.choose_units(-(-num_heads // config.block_m), num_slots, tiles.LATENT_UNIT_WAVES)
         units = _plan_units_op(seq_lens, query_start_loc, num_units, config.block_n)
     return AttentionBatch(
         block_tables, seq_lens, query_start_loc, max_query_len, max_seq_len, False, gathers, units, None, (), None
