@@ -58,6 +58,13 @@ KERNELS = [
         {"eps": "fp32"},
         {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
     ),
+    (
+        "elementwise.triton_norm",
+        "_norm_parts",
+        16,
+        {"eps": "fp32"},
+        {"FIRST": 6144, "SECOND": 1024, "BLOCK": 8192, "OVERLAP": True},
+    ),
     ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
     (
         "elementwise.triton_rope",
@@ -394,3 +401,78 @@ def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
     assert ".target sm_90a" in ptx
     assert "cp.async.bulk.tensor" in ptx
     return ptx
+
+
+ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "partial_ptr"], FLOAT) | (
+    dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
+)
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (8, 4)])
+def test_route(groups):
+    from nanovllm_kernels.moe import triton_route
+
+    num_groups, top_groups = groups
+    sizes = {"NUM_GROUPS": num_groups, "GROUP_SIZE": 256 // num_groups, "PADDED_GROUPS": num_groups}
+    sizes |= {"PADDED_SIZE": 256 // num_groups, "TOP_GROUPS": top_groups, "TOP_K": 8, "PADDED_K": 8}
+    kinds = {"SIGMOID": num_groups > 1, "BIAS": num_groups > 1, "RENORMALIZE": True, "OVERLAP": True}
+    types = ROUTED | {"logits_ptr": FLOAT, "bias_ptr": FLOAT, "scale": "fp32"}
+    compile_kernel(triton_route._route, types, sizes | kinds | {"LEAST_SUM": 1e-20}, num_warps=1)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("rows", "num_groups"), [(16, 8), (16, 128), (64, 128)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_for_few_tokens(gated, rows, num_groups, quantized):
+    from nanovllm_kernels.moe import tiles, triton_few
+
+    hidden_size, width = 2048, 768
+    columns, depth = (width, hidden_size) if gated else (hidden_size, width)
+    config = tiles.few_config(rows, num_groups, columns, wide=False)
+    constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "PADDED_K": 8, "ROWS": rows, "QUANTIZED": quantized}
+    constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages}
+    constants |= {"BY_EXPERT": num_groups == 128, "OVERLAP": True} | ({} if gated else {"RESIDUAL": True})
+    kernel = triton_few._few_gate_up if gated else triton_few._few_down
+    types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
+    compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
+    # Two to an SM, or loads wouldn't hide one another's latency.
+    assert compiled.metadata.shared * 2 <= SHARED_MEMORY
+    ptx = compiled.asm["ptx"]
+    assert ("wgmma.mma_async" if rows == 64 else "mma.sync") in ptx
+    assert "cp.async" in ptx
+
+
+def grouped_configs():
+    from nanovllm_kernels.moe import tiles
+
+    plain = [(config, False) for config in (*tiles.GROUPED.values(), tiles.MANY)]
+    return plain + [(config, True) for config in (*tiles.GROUPED_FP8.values(), tiles.MANY_FP8)]
+
+
+@pytest.mark.parametrize(("config", "quantized"), grouped_configs())
+@pytest.mark.parametrize("gated", [True, False])
+def test_grouped_experts(gated, config, quantized):
+    from nanovllm_kernels.moe import triton_grouped
+
+    columns, depth = (768, 2048) if gated else (2048, 768)
+    constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "GATED": gated, "QUANTIZED": quantized, "OVERLAP": True}
+    constants |= {"SWAPPED": config.swapped, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    constants |= {"BLOCK_K": config.block_k, "STAGES": config.num_stages}
+    types = ROUTED | ({"x_ptr": FP8, "weight_ptr": FP8} if quantized else {})
+    types |= {"out_ptr": FP8} if quantized and gated else {}
+    compiled = compile_kernel(triton_grouped._grouped_product, types, constants, config.num_warps, config.num_stages)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert ("e4m3.e4m3" in ptx) == quantized
+    assert "cp.async" in ptx
+
+
+def test_order_and_sum_of_experts():
+    from nanovllm_kernels.moe import triton_grouped
+
+    compile_kernel(triton_grouped._sort_pairs, ROUTED, {"BLOCK": 2048, "OVERLAP": True}, num_warps=8)
+    sizes = {"PADDED_EXPERTS": 512, "BLOCK_M": 64, "BLOCK": 64, "OVERLAP": True}
+    compile_kernel(triton_grouped._list_tiles, ROUTED, sizes, num_warps=1)
+    sizes = {"WIDTH": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
+    compile_kernel(triton_grouped._sum_pairs, {}, sizes, num_warps=4)
