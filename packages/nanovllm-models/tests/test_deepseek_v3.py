@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import nanovllm_models
 from nanovllm_core.layers import compiled
 from nanovllm_core.layers.weights import WeightError
+from nanovllm_kernels import fp8
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, quantize_groups
 from nanovllm_models import deepseek_v3
 from nanovllm_models.errors import ModelError
@@ -148,7 +149,7 @@ def test_layers_for_multi_token_prediction_are_loaded_and_change_nothing(tmp_pat
     mtp = ours.model.model.layers[3]
     assert torch.equal(mtp.eh_proj.weight.data, layer["model.layers.3.eh_proj.weight"])
     assert torch.equal(mtp.shared_head.head.weight, layer["model.layers.3.shared_head.head.weight"])
-    assert torch.equal(mtp.mlp.experts.w2[7], layer["model.layers.3.mlp.experts.7.down_proj.weight"])
+    assert torch.equal(mtp.mlp.experts.weights.w2[7], layer["model.layers.3.mlp.experts.7.down_proj.weight"])
 
 
 def test_every_tensor_must_be_there_and_no_other(tmp_path, session):
@@ -229,8 +230,8 @@ def test_block_fp8_checkpoints(tmp_path, session):
     write_checkpoint(tmp_path / "fp8", model, fp8=True, old_config=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
     ours = session(nanovllm_models.load(tmp_path / "fp8"))
-    attention = ours.model.model.layers[0].self_attn
-    for linear in (attention.kv_a_proj, attention.q_b_proj, attention.o_proj):
+    layer = ours.model.model.layers[0]
+    for linear in (layer.self_attn.kv_a_proj, layer.self_attn.q_b_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
         assert isinstance(linear.weight, BlockFP8Weight)
     twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "twin").eval()
     for name, module in twin.named_modules():
@@ -243,6 +244,22 @@ def test_block_fp8_checkpoints(tmp_path, session):
     errors = (found - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
     assert errors.quantile(0.75) < 1e-5
     assert errors.max() < 0.15
+
+
+def test_experts_of_block_fp8_checkpoints(tmp_path, session):
+    """Experts round their inputs where no hook of the twin's reaches, and the layer for further tokens is FP8 too."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(initializer_range=0.1, **TINY)
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    write_checkpoint(tmp_path / "fp8", model, fp8=True, mtp=True)
+    write_twin(tmp_path / "fp8", tmp_path / "twin")
+    exact = torch.cat(session(nanovllm_models.load(tmp_path / "twin")).step(PROMPTS))
+    ours = session(nanovllm_models.load(tmp_path / "fp8"))
+    found = torch.cat(ours.step(PROMPTS))
+    assert 2**-8 < (found - exact).norm() / exact.norm() < 0.15
+    last = ours.model.model.layers[3]
+    assert last.mlp.experts.weights.w2.dtype == last.mlp.shared_experts.down_proj.weight.data.dtype == fp8.DTYPE
+    assert last.eh_proj.weight.data.dtype == torch.float32
 
 
 def test_blocks_that_cut_rotated_rows_are_refused(tmp_path, session):

@@ -38,8 +38,10 @@ def check(batch, naive_latents):
 
 
 # Heads; key, value, latent and rotated numbers.
-@pytest.mark.parametrize("shape", [(3, 16, 16, 32, 16), (20, 24, 16, 40, 8)])
-@pytest.mark.parametrize(("dtype", "page_size"), [(torch.float32, 16), (torch.float16, 32)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "page_size"),
+    [((3, 16, 16, 32, 16), torch.float32, 16), ((20, 24, 16, 40, 8), torch.float16, 32)],
+)
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_mixed_batch(device, latent_batch, quantized_latents, naive_latents, shape, dtype, page_size, in_fp8):
     batch = latent_batch(MIXED, shape, page_size=page_size, dtype=dtype, device=device)

@@ -15,7 +15,7 @@ from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part
 from nanovllm_core.layers.mla import LatentAttention, LatentShape
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import Experts, Router, Routing
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
@@ -148,7 +148,8 @@ class DeepseekV3MoE(nn.Module):
         hidden_size, moe = config.hidden_size, config.moe
         bias = "gate.e_score_correction_bias"
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, correction_bias=bias)
-        self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build)
+        how = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
+        self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build, quantization=how)
         width = moe.num_shared_experts * moe.intermediate_size
         how = quantization_of(config.quantization, f"{name}.shared_experts", *LINEARS)
         self.shared_experts = GatedMLP(hidden_size, width, build, quantization=how)

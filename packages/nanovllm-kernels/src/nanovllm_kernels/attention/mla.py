@@ -43,7 +43,7 @@ def plan_latent_batch(
         size = tiles.number_size((dtype or kv_cache.dtype).itemsize, element_size)
         config = tiles.latent_config(num_heads, size)
         num_slots = (describe(kv_cache.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
-        num_units = tiles.choose_units(-(-num_heads // config.block_m), num_slots)
+        num_units = tiles.choose_units(-(-num_heads // config.block_m), num_slots, tiles.LATENT_UNIT_WAVES)
         units = _plan_units_op(seq_lens, query_start_loc, num_units, config.block_n)
     return AttentionBatch(
         block_tables, seq_lens, query_start_loc, max_query_len, max_seq_len, False, gathers, units, None, (), None
@@ -79,7 +79,7 @@ def latent_attention(
     to_key, to_value = expansion.split((key_dim, expanded - key_dim), 1)
     queries = torch.bmm(q[:, :, :key_dim].transpose(0, 1), to_key)
     found = _latent_attention_op(
-        queries.transpose(0, 1),
+        queries,
         q[:, :, key_dim:],
         kv_cache,
         kv_scales,
@@ -119,13 +119,13 @@ def _latent_attention_op(
 ) -> Tensor:
     """Absorbed attention of all requests but prompts that are whole in the step, whose rows hold anything.
 
-    q_latent: [T, H, L], q_rope: [T, H, R], of any strides but the last. Returns contiguous [T, H, L].
+    q_latent: contiguous [H, T, L]. q_rope: [T, H, R], the last dimension contiguous. Returns contiguous [T, H, L].
     """
     from nanovllm_kernels.attention import triton_mla_decode, triton_mla_prefill
 
     queries = (q_latent, q_rope)
     cache = (kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
-    out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    out = _empty_results(q_latent)
     if units:
         starts, owners, unit_len = units
         triton_mla_decode.paged_decode(*queries, *cache, (starts, owners, unit_len), scale, out)
@@ -134,7 +134,12 @@ def _latent_attention_op(
     return out
 
 
-_latent_attention_op.register_fake(lambda q_latent, *_: q_latent.new_empty(q_latent.shape))
+def _empty_results(q_latent: Tensor) -> Tensor:
+    num_heads, num_tokens, latent_dim = q_latent.shape
+    return q_latent.new_empty((num_tokens, num_heads, latent_dim))
+
+
+_latent_attention_op.register_fake(lambda q_latent, *_: _empty_results(q_latent))
 
 
 @torch.library.custom_op("nanovllm::gather_latents", mutates_args=())

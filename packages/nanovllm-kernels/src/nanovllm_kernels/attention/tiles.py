@@ -11,6 +11,8 @@ MIN_SPLIT_TOKENS = 256
 MIN_UNIT_TOKENS = 128
 # Of decodes, how many times over the device is filled: the last units to run are then a small part of all.
 UNIT_WAVES = 4
+# Of those over latents, whose results are wide: of 16 heads a unit's are, written and read, the bytes of 57 tokens.
+LATENT_UNIT_WAVES = 2
 MAX_SPLITS = 64
 # Without a device to ask (the interpreter) a launch is shaped as for a small one.
 INTERPRETER_SMS = 8
@@ -89,12 +91,12 @@ def choose_splits(num_tiles: int, max_seq_len: int, num_slots: int) -> int:
     return max(1, min(wanted, -(-max_seq_len // MIN_SPLIT_TOKENS), MAX_SPLITS))
 
 
-def choose_units(num_kv_heads: int, num_slots: int) -> int:
+def choose_units(num_kv_heads: int, num_slots: int, waves: int = UNIT_WAVES) -> int:
     """Into how many units of equal length a step's decodes are cut, each for every key-value head.
 
-    num_slots: tiles that the device holds at once.
+    num_slots: tiles that the device holds at once. waves: how many times over they are filled.
     """
-    return max(1, UNIT_WAVES * num_slots // num_kv_heads)
+    return max(1, waves * num_slots // num_kv_heads)
 
 
 def number_size(query_size: int, cached_size: int) -> int:

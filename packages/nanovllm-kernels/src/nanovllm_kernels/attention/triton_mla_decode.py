@@ -33,7 +33,7 @@ def paged_decode(
 ) -> None:
     """Attend for the requests of `units`, as `plan_units` made it; writes the rows of `out` that are theirs."""
     starts, owners, unit_len = units
-    _, num_heads, latent_dim = q_latent.shape
+    num_heads, num_tokens, latent_dim = q_latent.shape
     rope_dim = q_rope.shape[2]
     num_units = owners.shape[0]
     config = tiles.latent_config(num_heads, tiles.number_size(q_latent.element_size(), kv_cache.element_size()))
@@ -55,8 +55,7 @@ def paged_decode(
         partial,
         lse,
         scale * LOG2_E,
-        q_latent.stride(0),
-        q_latent.stride(1),
+        num_tokens,
         q_rope.stride(0),
         q_rope.stride(1),
         block_tables.stride(0),
@@ -79,7 +78,7 @@ def paged_decode(
 
 # A step's shape must never cost a compilation: what changes from step to step isn't specialised on.
 @triton.jit(
-    do_not_specialize=["table_stride", "latent_stride_token", "latent_stride_head"],
+    do_not_specialize=["table_stride", "num_tokens"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
 )
 def _attend_latent_unit(
@@ -97,8 +96,7 @@ def _attend_latent_unit(
     partial_ptr,
     lse_ptr,
     scale_log2,
-    latent_stride_token,
-    latent_stride_head,
+    num_tokens,
     rope_stride_token,
     rope_stride_head,
     table_stride,
@@ -137,8 +135,7 @@ def _attend_latent_unit(
         token,
         heads,
         row_mask,
-        latent_stride_token,
-        latent_stride_head,
+        num_tokens,
         rope_stride_token,
         rope_stride_head,
         scale_log2,

@@ -31,7 +31,7 @@ def paged_prefill(
     out: Tensor,
 ) -> None:
     """Attend for the requests with several queries and a context; writes the rows of `out` that are theirs."""
-    num_tokens, num_heads, latent_dim = q_latent.shape
+    num_heads, num_tokens, latent_dim = q_latent.shape
     rope_dim, num_reqs = q_rope.shape[2], seq_lens.shape[0]
     config = tiles.latent_config(num_heads, tiles.number_size(q_latent.element_size(), kv_cache.element_size()))
     tile_heads = min(tiles.next_power_of_2(num_heads), config.block_m)
@@ -59,8 +59,7 @@ def paged_prefill(
         lse,
         scale * LOG2_E,
         num_reqs,
-        q_latent.stride(0),
-        q_latent.stride(1),
+        num_tokens,
         q_rope.stride(0),
         q_rope.stride(1),
         block_tables.stride(0),
@@ -85,7 +84,7 @@ def paged_prefill(
 
 # A step's shape must never cost a compilation: what changes from step to step isn't specialised on.
 @triton.jit(
-    do_not_specialize=["num_reqs", "table_stride", "latent_stride_token", "latent_stride_head"],
+    do_not_specialize=["num_reqs", "table_stride", "num_tokens"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
 )
 def _attend_latents(
@@ -100,8 +99,7 @@ def _attend_latents(
     lse_ptr,
     scale_log2,
     num_reqs,
-    latent_stride_token,
-    latent_stride_head,
+    num_tokens,
     rope_stride_token,
     rope_stride_head,
     table_stride,
@@ -141,8 +139,7 @@ def _attend_latents(
         tokens,
         heads,
         row_mask,
-        latent_stride_token,
-        latent_stride_head,
+        num_tokens,
         rope_stride_token,
         rope_stride_head,
         scale_log2,

@@ -19,8 +19,7 @@ def load_queries(
     tokens,
     heads,
     mask,
-    latent_stride_token,
-    latent_stride_head,
+    num_tokens,
     rope_stride_token,
     rope_stride_head,
     scale_log2,
@@ -30,10 +29,13 @@ def load_queries(
     PADDED_ROPE: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """The queries' two parts, a row each of `tokens` and `heads`, and what their products are multiplied by."""
+    """The queries' two parts, a row each of `tokens` and `heads`, and what their products are multiplied by.
+
+    latent_ptr: [H, T, L], contiguous. rope_ptr: [T, H, R], by its strides.
+    """
     dims = tl.arange(0, PADDED_LATENT)
     rope_dims = tl.arange(0, PADDED_ROPE)
-    places = tokens * latent_stride_token + heads * latent_stride_head
+    places = (heads.to(tl.int64) * num_tokens + tokens) * LATENT
     rope_places = tokens * rope_stride_token + heads * rope_stride_head
     latent = tl.load(
         latent_ptr + places[:, None] + dims[None, :], mask=mask[:, None] & (dims < LATENT)[None, :], other=0.0
