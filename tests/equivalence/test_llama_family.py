@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_models import llama, load
@@ -31,8 +38,10 @@ FAMILIES = {
     "MQA, llama3 scaling": {"num_key_value_heads": 1, "rope_parameters": LLAMA3_SCALING},
     "attention and MLP bias": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "head size of its own": {"num_key_value_heads": 2, "head_dim": 32},
+    "Qwen2": {"num_key_value_heads": 2},
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 32},
 }
+CLASSES = {"Qwen2": (Qwen2Config, Qwen2ForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 # One row a prompt, so that no graphs are captured that nobody needs.
 PLENTY = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
 # Room for two or three of the sixteen: every other one is preempted again and again.
@@ -78,9 +87,7 @@ def prompts() -> list[list[int]]:
 def checkpoint(request, tmp_path_factory, reference_generate) -> tuple[Path, list[list[int]]]:
     """A tiny random model on disk, and what transformers makes of every prompt."""
     torch.manual_seed(list(FAMILIES).index(request.param))
-    make_config, make_model = LlamaConfig, LlamaForCausalLM
-    if request.param == "Qwen3":
-        make_config, make_model = Qwen3Config, Qwen3ForCausalLM
+    make_config, make_model = CLASSES.get(request.param, (LlamaConfig, LlamaForCausalLM))
     config = make_config(
         **{
             "vocab_size": VOCAB,

@@ -27,6 +27,7 @@ TOLERANCE = 1e-4
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
 
@@ -62,6 +63,14 @@ VARIANTS = {
     "llama3 scaling": {"num_key_value_heads": 2, "rope_parameters": LLAMA3},
     "biases": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "sharded": {"num_key_value_heads": 2, "max_shard_size": "8KB"},
+    "qwen2": {"family": "qwen2", "num_key_value_heads": 2},
+    "qwen2, tied, windows in no layer": {
+        "family": "qwen2",
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "max_window_layers": 3,
+    },
     "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
     "qwen3, tied, biases": {
         "family": "qwen3",

@@ -9,7 +9,9 @@ from safetensors.torch import save_file
 
 import nanovllm_models
 from nanovllm_core.layers.weights import WeightError
-from nanovllm_models import ModelError, llama, qwen3
+from nanovllm_models import ModelError, llama, qwen2, qwen3
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 def refusal(path, **options) -> str:
@@ -59,10 +61,16 @@ def test_a_broken_config_is_refused(tmp_path, content, message):
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 'type of rope_scaling of .* is "linear", but'),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor of rope_parameters of .* is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor of .* is 0.5, but must be 1"),
+        ({"quantization_config": FP8 | {"quant_method": "x" * 500}}, "quant_method of .* is .{,100}, but must be fp8"),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, 'fmt of quantization_config of .* is "e5m2", but must be one'),
+        ({"quantization_config": FP8 | {"weight_block_size": [64, 128]}}, "weight_block_size of .* must be [128, 128]"),
+        ({"quantization_config": FP8 | {"weight_block_size": None}}, "weight_block_size of .* is missing"),
+        ({"quantization_config": FP8 | {"activation_scheme": "static"}}, 'activation_scheme of .* is "static", but'),
         (
-            {"quantization_config": {"quant_method": "x" * 500}},
-            "quantization_config of .* is .{,100}, but must be absent",
+            {"quantization_config": FP8 | {"modules_to_not_convert": ["layers.*.gate"]}},
+            "modules_to_not_convert of .* must be a list of modules' names without patterns",
         ),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_w"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_field(write_config, changes, message):
@@ -113,7 +121,12 @@ def test_dummy_weights_are_drawn_from_the_seed(write_config, session):
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "beyond"), [(llama, "LlamaConfig", set()), (qwen3, "Qwen3Config", {"mlp_bias"})]
+    ("family", "config", "beyond"),
+    [
+        (llama, "LlamaConfig", set()),
+        (qwen2, "Qwen2Config", {"attention_bias", "mlp_bias", "head_dim"}),
+        (qwen3, "Qwen3Config", {"mlp_bias"}),
+    ],
 )
 def test_fields_left_out_have_the_defaults_of_transformers(write_config, family, config, beyond):
     import transformers
@@ -123,6 +136,6 @@ def test_fields_left_out_have_the_defaults_of_transformers(write_config, family,
     path = write_config()
     (path / "config.json").write_text("{}")
     ours, theirs = family.parse_config(read_fields(path / "config.json")), getattr(transformers, config)()
-    names = set(ours.__slots__) - {"rotary", "qk_norm"} - beyond
+    names = set(ours.__slots__) - {"rotary", "qk_norm", "output_bias", "quantization"} - beyond
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]

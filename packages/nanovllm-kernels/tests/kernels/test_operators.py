@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, sampling
+from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, moe, sampling
 
-ROOMS = (attention, batch, elementwise, gemm, linear_attention, sampling)
+ROOMS = (attention, batch, elementwise, gemm, linear_attention, moe, sampling)
 
 
 def integers(values, dtype=torch.int32):
@@ -26,6 +26,13 @@ def arguments():
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
         "silu_and_mul": (torch.randn(3, 16),),
         "sigmoid_and_mul": (torch.randn(3, 16), torch.randn(3, 16)),
+        "norm_parts": (torch.randn(3, 24), [16, 4], torch.randn(16), torch.randn(4), 1e-5),
+        "route": (torch.randn(3, 8), torch.randn(8), 2, "sigmoid", True, 4, 2, 1.5),
+        "fused_experts": (
+            *(torch.randn(3, 16), torch.randn(4, 8, 16), torch.randn(4, 16, 4), None, None),
+            *(torch.zeros(1, dtype=torch.int32), torch.rand(3, 2), integers([[0, 1], [2, 1], [3, 0]])),
+            torch.randn(3, 16),
+        ),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5),
         "paged_attention": (
             *(qkv[:, :2], kv_cache, None, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of every architecture: its dtype, its ends of sequence, its rotary embeddings.
+"""What a checkpoint's config.json says of every architecture: dtype, quantisation, ends of sequence, rotary embeddings.
 
 Parsed here rather than by transformers, whose import alone takes seconds. This room must not know any architecture,
 only the fields that all of them share.
@@ -8,10 +8,14 @@ from pathlib import Path
 
 import torch
 
+from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.rotary import Llama3Scaling, RotaryConfig
 from nanovllm_models.fields import Fields, read_fields
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What checkpoints call it; MiniMax the second.
+E4M3 = ("e4m3", "float8_e4m3fn")
+PATTERN_CHARACTERS = frozenset("*?[](){}|^$+\\:")
 # What transformers assumes of a checkpoint that doesn't say.
 DEFAULT_ROPE_THETA = 10000.0
 
@@ -23,6 +27,28 @@ def parse_dtype(config: Fields) -> torch.dtype:
     if dtype is None:
         raise config.error(name, f"one of {', '.join(DTYPES)}")
     return dtype
+
+
+def parse_quantization(config: Fields) -> BlockFP8 | None:
+    """How the linear weights are quantised, if they are: e4m3 in blocks of 128 x 128 is what is implemented.
+
+    Raises ModelError for any other way.
+    """
+    if not config.has("quantization_config"):
+        return None
+    fields = config.fields("quantization_config")
+    if fields.text("quant_method") != "fp8":
+        raise fields.error("quant_method", "fp8: no other quantisation is supported")
+    if fields.text("fmt", "e4m3") not in E4M3:
+        raise fields.error("fmt", f"one of {', '.join(E4M3)}")
+    if fields.text("activation_scheme", "dynamic") != "dynamic":
+        raise fields.error("activation_scheme", "dynamic: scales for activations are taken from them, not loaded")
+    if fields.integers("weight_block_size") != (128, 128):
+        raise fields.error("weight_block_size", "[128, 128]")
+    kept = fields.texts("modules_to_not_convert")
+    if any(set(name) & PATTERN_CHARACTERS for name in kept):
+        raise fields.error("modules_to_not_convert", "a list of modules' names without patterns")
+    return BlockFP8(kept)
 
 
 def parse_eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:

@@ -78,6 +78,13 @@ class Fields:
             return tuple(value)
         raise self.error(name, "a list of integers from 0 on")
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers above 0. Raises ModelError."""
+        value = self._values.get(name)
+        if isinstance(value, list) and all(type(entry) is int and entry > 0 for entry in value):
+            return tuple(value)
+        raise self.error(name, "a list of integers above 0")
+
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them, none if it is absent. Raises ModelError."""
         value = self._values.get(name)

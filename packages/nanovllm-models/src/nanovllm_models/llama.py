@@ -1,7 +1,8 @@
 """Llama (https://arxiv.org/abs/2407.21783) and what is built like it: Llama 3.x, R1-Distill-Llama, SmolLM2.
 
-The whole architecture on one page: config, modules, names of the weights, spec. Qwen3's dense models differ only in a
-norm of query and key heads and read their config in a file of their own. This room must not know tokens' text.
+The whole architecture on one page: config, modules, names of the weights, spec. Qwen2's and Qwen3's dense models differ
+only in biases and in a norm of query and key heads, and read their config in files of their own. This room must not
+know tokens' text.
 """
 
 from collections.abc import Callable
@@ -18,17 +19,22 @@ from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.moe import SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_rotary
+from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
 from nanovllm_models.vocabulary import read_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """What shapes the model. qk_norm: query and key heads go through a norm before they are rotated."""
+    """What shapes the model.
+
+    attention_bias: of queries, keys and values. output_bias: of what attention's result goes through. qk_norm: query
+    and key heads go through a norm before they are rotated.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -41,9 +47,11 @@ class LlamaConfig:
     rms_norm_eps: float
     rotary: RotaryConfig
     attention_bias: bool
+    output_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
     qk_norm: bool = False
+    quantization: BlockFP8 | None = None
 
 
 def parse_config(config: Fields) -> LlamaConfig:
@@ -53,8 +61,6 @@ def parse_config(config: Fields) -> LlamaConfig:
     """
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "absent: quantised checkpoints are not supported")
     hidden_size = config.integer("hidden_size", 4096)
     num_heads = config.integer("num_attention_heads", 32)
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -63,6 +69,7 @@ def parse_config(config: Fields) -> LlamaConfig:
     if not config.has("head_dim") and hidden_size % num_heads:
         raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
     max_position = config.integer("max_position_embeddings", 2048)
+    attention_bias = config.flag("attention_bias", False)
     return LlamaConfig(
         vocab_size=config.integer("vocab_size", 32000),
         hidden_size=hidden_size,
@@ -74,9 +81,11 @@ def parse_config(config: Fields) -> LlamaConfig:
         max_position_embeddings=max_position,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rotary=parse_rotary(config, max_position),
-        attention_bias=config.flag("attention_bias", False),
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
         mlp_bias=config.flag("mlp_bias", False),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        quantization=parse_quantization(config),
     )
 
 
@@ -87,9 +96,14 @@ class LlamaAttention(nn.Module):
         super().__init__()
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=config.attention_bias)
+        name = f"model.layers.{index}.self_attn"
+        joint = quantization_of(config.quantization, name, *(part.name for part in parts))
+        output = quantization_of(config.quantization, name, "o_proj")
         self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build, bias=config.attention_bias)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=joint)
+        self.o_proj = RowParallelLinear(
+            num_heads * head_dim, config.hidden_size, build, bias=config.output_bias, quantization=output
+        )
         self.q_norm, self.k_norm = (
             RMSNorm(head_dim, config.rms_norm_eps, build) if config.qk_norm else None for _ in range(2)
         )
@@ -115,11 +129,15 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.self_attn = LlamaAttention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        if mlp is None:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias)
-        else:
-            self.mlp = mlp
         self.is_sparse = mlp is not None
+        if mlp is not None:
+            self.mlp = mlp
+            return
+        names = ("gate_proj", "up_proj", "down_proj")
+        quantization = quantization_of(config.quantization, f"model.layers.{index}.mlp", *names)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias, quantization=quantization
+        )
 
     def before(self, x: Tensor) -> Tensor:
         """What attention is done with: [T, hidden] -> [T, all heads * head_dim]."""

@@ -15,15 +15,16 @@ from nanovllm_core.layers.attention import Heads, attend, qkv_parts
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.moe import ExpertNames, Experts, Router, Routing, SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import quantization_of
 from nanovllm_core.layers.rotary import Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import norm_parts
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_rotary
+from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
 from nanovllm_models.llama import LlamaConfig, make_spec
 
-NAMES = ExpertNames("w1", "w3", "w2")
+NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,6 @@ def parse_config(config: Fields) -> LlamaConfig:
         raise config.error("qk_norm_type", "per_layer")
     if any(kind != 1 for kind in config.indices("attn_type_list")):
         raise config.error("attn_type_list", "1 for each layer: only full attention is supported")
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "absent: quantised checkpoints are not supported")
     num_heads = config.integer("num_attention_heads", 48)
     num_kv_heads = config.integer("num_key_value_heads", 8)
     if num_heads % num_kv_heads:
@@ -67,8 +66,10 @@ def parse_config(config: Fields) -> LlamaConfig:
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rotary=parse_rotary(config, max_position, default_theta=5_000_000.0, partial_of=head_dim),
         attention_bias=False,
+        output_bias=False,
         mlp_bias=False,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        quantization=parse_quantization(config),
     )
 
 
@@ -92,9 +93,12 @@ class MiniMaxM2Attention(nn.Module):
         super().__init__()
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=False)
+        name = f"model.layers.{index}.self_attn"
+        joint = quantization_of(config.quantization, name, *(part.name for part in parts))
+        output = quantization_of(config.quantization, name, "o_proj")
         self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=joint)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build, quantization=output)
         self.q_norm = RMSNorm(num_heads * head_dim, config.rms_norm_eps, build)
         self.k_norm = RMSNorm(num_kv_heads * head_dim, config.rms_norm_eps, build)
         self._index = index
@@ -117,11 +121,12 @@ class MiniMaxM2Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.self_attn = MiniMaxM2Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        bias = "e_score_correction_bias"
-        self.block_sparse_moe = SparseMLP(
-            Router(config.hidden_size, sparse.num_experts, sparse.routing, build, correction_bias=bias),
-            Experts(sparse.num_experts, config.hidden_size, config.intermediate_size, build, NAMES),
-        )
+        hidden_size, num_experts, bias = config.hidden_size, sparse.num_experts, "e_score_correction_bias"
+        router = Router(hidden_size, num_experts, sparse.routing, build, correction_bias=bias)
+        quantization = NAMES.quantization_of(config.quantization, f"model.layers.{index}.block_sparse_moe.experts")
+        width = config.intermediate_size
+        experts = Experts(num_experts, hidden_size, width, build, NAMES, quantization=quantization)
+        self.block_sparse_moe = SparseMLP(router, experts)
 
     def before(self, x: Tensor) -> Tensor:
         """What attention is done with: [T, hidden] -> [T, all heads * head_dim]."""

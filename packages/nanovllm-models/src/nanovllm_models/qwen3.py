@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nanovllm_core.model import ModelSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_rotary
+from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
 from nanovllm_models.llama import LlamaConfig, make_spec
 
@@ -21,13 +21,12 @@ def parse_config(config: Fields) -> LlamaConfig:
         raise config.error("hidden_act", "silu")
     if config.flag("use_sliding_window", False):
         raise config.error("use_sliding_window", "false: sliding windows are not supported")
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "absent: quantised checkpoints are not supported")
     num_heads = config.integer("num_attention_heads", 32)
     num_kv_heads = config.integer("num_key_value_heads", 32)
     if num_heads % num_kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
     max_position = config.integer("max_position_embeddings", 32768)
+    attention_bias = config.flag("attention_bias", False)
     return LlamaConfig(
         vocab_size=config.integer("vocab_size", 151936),
         hidden_size=config.integer("hidden_size", 4096),
@@ -39,10 +38,12 @@ def parse_config(config: Fields) -> LlamaConfig:
         max_position_embeddings=max_position,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rotary=parse_rotary(config, max_position),
-        attention_bias=config.flag("attention_bias", False),
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
         mlp_bias=False,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         qk_norm=True,
+        quantization=parse_quantization(config),
     )
 
 

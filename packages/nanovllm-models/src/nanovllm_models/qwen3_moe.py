@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nanovllm_core.layers.moe import Experts, Router, Routing, SparseMLP
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SparseMLP
 from nanovllm_core.model import BuildContext, ModelSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_rotary
+from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
 from nanovllm_models.llama import LlamaConfig, LlamaLayer, make_spec
 
@@ -34,8 +34,6 @@ def parse_config(config: Fields) -> LlamaConfig:
         raise config.error("hidden_act", "silu")
     if config.flag("use_sliding_window", False):
         raise config.error("use_sliding_window", "false: sliding windows are not supported")
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "absent: quantised checkpoints are not supported")
     hidden_size = config.integer("hidden_size", 2048)
     num_heads = config.integer("num_attention_heads", 32)
     num_kv_heads = config.integer("num_key_value_heads", 4)
@@ -44,6 +42,7 @@ def parse_config(config: Fields) -> LlamaConfig:
     if not config.has("head_dim") and hidden_size % num_heads:
         raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
     max_position = config.integer("max_position_embeddings", 32768)
+    attention_bias = config.flag("attention_bias", False)
     return LlamaConfig(
         vocab_size=config.integer("vocab_size", 151936),
         hidden_size=hidden_size,
@@ -55,10 +54,12 @@ def parse_config(config: Fields) -> LlamaConfig:
         max_position_embeddings=max_position,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rotary=parse_rotary(config, max_position),
-        attention_bias=config.flag("attention_bias", False),
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
         mlp_bias=False,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         qk_norm=True,
+        quantization=parse_quantization(config),
     )
 
 
@@ -83,7 +84,9 @@ def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, sparse: 
     if index not in sparse.sparse_layers:
         return LlamaLayer(config, index, build)
     router = Router(config.hidden_size, sparse.num_experts, sparse.routing, build)
-    experts = Experts(sparse.num_experts, config.hidden_size, sparse.moe_intermediate_size, build)
+    quantization = STANDARD_NAMES.quantization_of(config.quantization, f"model.layers.{index}.mlp.experts")
+    width = sparse.moe_intermediate_size
+    experts = Experts(sparse.num_experts, config.hidden_size, width, build, quantization=quantization)
     return LlamaLayer(config, index, build, SparseMLP(router, experts))
 
 

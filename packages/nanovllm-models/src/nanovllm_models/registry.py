@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from nanovllm_core.model import ModelSpec
-from nanovllm_models import llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
+from nanovllm_models import llama, minimax_m2, qwen2, qwen3, qwen3_moe, qwen3_next
 from nanovllm_models.checkpoint import RandomWeights, WeightSource, find_checkpoint
 from nanovllm_models.default_model import is_default_model
 from nanovllm_models.errors import ModelError
@@ -29,6 +29,7 @@ class BuildSpec(Protocol):
 
 FAMILIES: dict[str, BuildSpec] = {
     "LlamaForCausalLM": llama.build_spec,
+    "Qwen2ForCausalLM": qwen2.build_spec,
     "Qwen3ForCausalLM": qwen3.build_spec,
     "Qwen3MoeForCausalLM": qwen3_moe.build_spec,
     "Qwen3NextForCausalLM": qwen3_next.build_spec,

@@ -12,20 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import BlockFP8, quantization_of, randomize_blocks
 from nanovllm_core.layers.weights import Slot, WeightedModule, fill_normal
 from nanovllm_core.model import BuildContext
+from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import PackedWeight, logits
-from nanovllm_kernels.moe import Routing, fused_experts, route
+from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
+from nanovllm_kernels.moe import Routing, fused_experts, pack_experts, route
 
-__all__ = ["ExpertNames", "Experts", "Router", "Routing", "SparseMLP"]
+__all__ = ["STANDARD_NAMES", "ExpertNames", "Experts", "Router", "Routing", "SparseMLP"]
 
 
 class ExpertNames(NamedTuple):
     """What a checkpoint calls the three linears of an expert."""
 
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
+    gate: str
+    up: str
+    down: str
+
+    def quantization_of(self, quantization: BlockFP8 | None, prefix: str) -> BlockFP8 | None:
+        """How the experts of the module `prefix` are quantised, if at all: as the first of them is.
+
+        Raises ValueError when some of its linears are and others aren't.
+        """
+        return quantization_of(quantization, f"{prefix}.0", *self)
+
+
+STANDARD_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 
 
 class Router(WeightedModule):
@@ -72,7 +85,8 @@ class Experts(WeightedModule):
     """Gated feed-forward layers, of which each token goes through a few: [T, hidden_size] -> [T, hidden_size].
 
     Each rank has an even share of every expert's width. The checkpoint has three linears an expert, each copied
-    straight to its place. Raises ValueError when the ranks can't share the width evenly.
+    straight to its place. quantization: how their weights are stored, if not in the model's dtype.
+    Raises ValueError when the ranks can't share the width evenly, or a quantised weight's blocks.
     """
 
     def __init__(
@@ -81,15 +95,29 @@ class Experts(WeightedModule):
         hidden_size: int,
         intermediate_size: int,
         build: BuildContext,
-        names: ExpertNames = ExpertNames(),  # noqa: B008 - immutable
+        names: ExpertNames = STANDARD_NAMES,
+        *,
+        quantization: BlockFP8 | None = None,
     ):
         super().__init__(build)
         self._parallel = build.parallel
         self._names = names
         self._shape = (intermediate_size, hidden_size)
         self._share = build.parallel.share(intermediate_size, "the width of an expert")
-        self.w13 = self.allocate(num_experts, 2 * self._share, hidden_size)
-        self.w2 = self.allocate(num_experts, hidden_size, self._share)
+        if quantization is not None and build.parallel.size > 1 and self._share % GROUP:
+            ranks = build.parallel.size
+            raise ValueError(
+                f"an expert is {intermediate_size} wide, whose FP8 blocks of {GROUP} {ranks} ranks can't split"
+            )
+        dtype = build.dtype if quantization is None else DTYPE
+        w13 = torch.empty((num_experts, 2 * self._share, hidden_size), dtype=dtype, device=build.device)
+        w2 = torch.empty((num_experts, hidden_size, self._share), dtype=dtype, device=build.device)
+        scales13 = scales2 = None
+        if quantization is not None:
+            width, depth = _num_groups(self._share), _num_groups(hidden_size)
+            scales13 = torch.empty((num_experts, 2, width, depth), dtype=torch.float32, device=build.device)
+            scales2 = torch.empty((num_experts, depth, width), dtype=torch.float32, device=build.device)
+        self.weights = pack_experts(w13, w2, scales13, scales2)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
         """The experts `ids` of x, weighted and summed, plus `residual` [T, hidden_size], which may be overwritten.
@@ -98,30 +126,57 @@ class Experts(WeightedModule):
         """
         # A residual that every rank holds is added on one only, since the ranks' results are summed.
         mine = residual if self._parallel.rank == 0 else None
-        part = fused_experts(x, self.w13, self.w2, weights, ids, mine)
+        part = fused_experts(x, self.weights, weights, ids, mine)
         return self._parallel.all_reduce(part if residual is None else part.to(residual.dtype))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """Three weights an expert."""
+        """Three weights an expert, each with its scales if it is quantised."""
+        w13, w2, scales13, scales2, _ = self.weights
+        halves = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
-        for expert in range(self.w13.shape[0]):
-            for half, part in enumerate((self._names.gate, self._names.up)):
-                slot = Slot((width, hidden_size), partial(self._copy_rows, expert, half))
-                yield f"{name}.{expert}.{part}.weight", slot
-            slot = Slot((hidden_size, width), partial(self._copy_down, expert))
-            yield f"{name}.{expert}.{self._names.down}.weight", slot
+        rows, columns = (width, hidden_size), (hidden_size, width)
+        for expert in range(w2.shape[0]):
+            gate, up, down = (f"{name}.{expert}.{part}.weight" for part in self._names)
+            yield gate, self._slot(rows, halves, (expert, 0), 0)
+            yield up, self._slot(rows, halves, (expert, 1), 0)
+            yield down, self._slot(columns, w2, (expert,), 1)
+            if scales13 is not None and scales2 is not None:
+                row_blocks, column_blocks = _blocks(rows), _blocks(columns)
+                yield f"{gate}_scale_inv", self._slot(row_blocks, scales13, (expert, 0), 0)
+                yield f"{up}_scale_inv", self._slot(row_blocks, scales13, (expert, 1), 0)
+                yield f"{down}_scale_inv", self._slot(column_blocks, scales2, (expert,), 1)
 
-    def _copy_rows(self, expert: int, half: int, tensor: Tensor) -> None:
-        rows = self.w13[expert].narrow(0, half * self._share, self._share)
-        rows.copy_(tensor.narrow(0, self._parallel.rank * self._share, self._share))
-
-    def _copy_down(self, expert: int, tensor: Tensor) -> None:
-        self.w2[expert].copy_(tensor.narrow(1, self._parallel.rank * self._share, self._share))
+    def _slot(self, shape: tuple[int, int], target: Tensor, index: tuple[int, ...], dim: int) -> Slot:
+        """For a tensor of `shape`, of which this rank's share along `dim` goes to `target[index]`."""
+        copy = partial(_copy_share, target, index, dim, self._parallel.rank)
+        return Slot(shape, copy, DTYPE if target.dtype == DTYPE else None)
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights."""
-        fill_normal(self.w13, generator)
-        fill_normal(self.w2, generator)
+        """Normal weights, or what they come to when they are quantised."""
+        w13, w2, scales13, scales2, _ = self.weights
+        if scales13 is None or scales2 is None:
+            fill_normal(w13, generator)
+            fill_normal(w2, generator)
+            return
+        for expert in range(w13.shape[0]):
+            for numbers, scales in zip(w13[expert].chunk(2), scales13[expert], strict=True):
+                randomize_blocks(BlockFP8Weight(numbers, scales), generator)
+            randomize_blocks(BlockFP8Weight(w2[expert], scales2[expert]), generator)
+
+
+def _copy_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int, tensor: Tensor) -> None:
+    # Of many thousands of slots each makes its view when its tensor comes.
+    own = target[index]
+    size = own.shape[dim]
+    own.copy_(tensor.narrow(dim, rank * size, size))
+
+
+def _num_groups(size: int) -> int:
+    return -(-size // GROUP)
+
+
+def _blocks(shape: tuple[int, int]) -> tuple[int, int]:
+    return _num_groups(shape[0]), _num_groups(shape[1])
 
 
 class SparseMLP(nn.Module):

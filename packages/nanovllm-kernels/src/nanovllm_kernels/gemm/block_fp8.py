@@ -1,19 +1,23 @@
 """Linear layers whose weights are e4m3 with one float32 scale a block of 128 x 128, as DeepSeek-V3 publishes them.
 
 DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3. What is multiplied by them is quantised on its way:
-each row in groups of 128 along K, each with a scale of its own. Sums are float32. This room must not know which layer
-a weight belongs to.
+each row in groups of 128 along K, each with a scale of its own. Sums are float32. On CUDA a layer's half (norm,
+quantisation, product, gate or residual) is one Triton kernel for up to 16 rows, two up to 128, and behind them cuBLAS,
+where it takes the shape, between kernels of ours; all of them are one custom operator, also to torch.compile. This room
+must not know which layer a weight belongs to.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import block_fp8_reference as reference
-from nanovllm_kernels.platform import has_fp8
+from nanovllm_kernels.gemm import tiles
+from nanovllm_kernels.platform import describe, has_fp8
 
 GROUP = reference.GROUP
 # cuBLAS reads a weight's scales in fours along K.
@@ -25,11 +29,14 @@ class BlockFP8Weight(NamedTuple):
 
     data: float8_e4m3fn [N, K], contiguous. scales: float32 [ceil(N / block_rows), ceil(K / 128)], one a block of
     `block_rows` rows and 128 columns. block_rows: 128, or less where rows of several blocks of 128 were put together.
+    counters: int32 zeros, where a kernel may split the weight; every launch leaves them so, and only one at a time may
+    use them.
     """
 
     data: Tensor
     scales: Tensor
     block_rows: int = GROUP
+    counters: Tensor | None = None
 
 
 def empty_weight(num_rows: int, width: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
@@ -43,7 +50,10 @@ def empty_weight(num_rows: int, width: int, block_rows: int, device: torch.devic
     padded = -(-groups // SCALES_STEP) * SCALES_STEP
     scales = torch.zeros((-(-num_rows // block_rows), padded), dtype=torch.float32, device=device)
     data = torch.empty((num_rows, width), dtype=DTYPE, device=device)
-    return BlockFP8Weight(data, scales.narrow(1, 0, groups), block_rows)
+    counters = None
+    if device.type == "cuda":
+        counters = torch.zeros(tiles.num_fp8_counters(num_rows), dtype=torch.int32, device=device)
+    return BlockFP8Weight(data, scales.narrow(1, 0, groups), block_rows, counters)
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,6 +63,8 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     `x` is about their product. A scale is the largest magnitude / 448, but never 0; a number that isn't finite makes
     NaN of its group or a part of it.
     """
+    if x.is_cuda:
+        return _quantize_groups_op(x)
     return reference.quantize_groups(x)
 
 
@@ -67,7 +79,7 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(weight: BlockFP8Weight) -> Tensor:
     """Numbers times scales: float32 [N, K]."""
-    return reference.dequantize_blocks(*weight)
+    return reference.dequantize_blocks(weight.data, weight.scales, weight.block_rows)
 
 
 def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -75,7 +87,9 @@ def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residu
 
     Rounded once, to the dtype of `residual`, without one to that of `x`. `residual` may be overwritten.
     """
-    sums = reference.project(*quantize_groups(x), *weight)
+    if x.is_cuda:
+        return _block_fp8_linear_op(x, None, 0.0, *weight, bias, residual, False)
+    sums = reference.project(*quantize_groups(x), weight.data, weight.scales, weight.block_rows)
     if bias is not None:
         sums += bias
     return sums.to(x.dtype) if residual is None else residual.add_(sums)
@@ -84,7 +98,12 @@ def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residu
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: BlockFP8Weight, bias: Tensor | None = None
 ) -> Tensor:
-    """`linear` of `x` [T, K] after `rms_norm` with `norm_weight`, as made by `pack_norm`: [T, N]."""
+    """`linear` of `x` [T, K] after `rms_norm` with `norm_weight`, as made by `pack_norm`: [T, N].
+
+    On CUDA of the dtype of `norm_weight`, and the normed rows aren't rounded but to e4m3.
+    """
+    if x.is_cuda:
+        return _block_fp8_linear_op(x, norm_weight, eps, *weight, bias, None, False)
     return linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
@@ -92,4 +111,107 @@ def norm_gate_up(
     x: Tensor, norm_weight: Tensor, eps: float, weight: BlockFP8Weight, bias: Tensor | None = None
 ) -> Tensor:
     """`silu_and_mul` of `norm_linear`: [T, K] -> [T, I] with a weight [2 I, K], the gate's rows first."""
+    if x.is_cuda:
+        return _block_fp8_linear_op(x, norm_weight, eps, *weight, bias, None, True)
     return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias))
+
+
+@torch.library.custom_op("nanovllm::quantize_groups", mutates_args=())
+def _quantize_groups_op(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `quantize_groups`."""
+    from nanovllm_kernels.gemm import triton_block_fp8
+
+    return triton_block_fp8.quantize_groups(x if x.stride(1) == 1 else x.contiguous(), None, 0.0)
+
+
+@_quantize_groups_op.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    scales = x.new_empty((-(-x.shape[1] // GROUP), x.shape[0]), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=DTYPE), scales.t()
+
+
+@torch.library.custom_op("nanovllm::block_fp8_linear", mutates_args=())
+def _block_fp8_linear_op(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    data: Tensor,
+    scales: Tensor,
+    block_rows: int,
+    counters: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+) -> Tensor:
+    """Rows `x` [M, K], normed if there is a weight for it and quantised, times the transpose of a block FP8 weight
+    [N, K] plus `bias`, gated (then N is 2 I and the result [M, I]) or not, plus `residual`; rounded once (by cuBLAS
+    and between what follows it once more), to the dtype of `residual`, else of `norm_weight`, else of `x`.
+    """
+    from nanovllm_kernels.gemm import triton_block_fp8
+
+    out = _empty_product(x, norm_weight, data, residual, gated)
+    num_rows = x.shape[0]
+    if num_rows == 0:
+        return out
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    x_scales = None
+    if num_rows > tiles.FUSED_FP8_ROWS:
+        rows, x_scales = triton_block_fp8.quantize_groups(rows, norm_weight, eps)
+        norm_weight = None
+        dtype = out.dtype if residual is None else x.dtype
+        if num_rows > tiles.OWN_FP8_ROWS and dtype == torch.bfloat16 and _library_takes(data, scales, block_rows):
+            sums = _library_product(rows, x_scales, data, scales)
+            if bias is not None:
+                sums += bias
+            if gated:
+                return silu_and_mul(sums)
+            return sums if residual is None else residual + sums
+    may_split = counters is not None and norm_weight is None and not gated
+    config = tiles.block_fp8_config(num_rows, out.shape[1], scales.shape[1], splits=may_split)
+    weight = (data, scales, block_rows, counters)
+    triton_block_fp8.project(rows, x_scales, norm_weight, eps, *weight, bias, residual, out, config, gated=gated)
+    return out
+
+
+def _empty_product(x: Tensor, norm_weight: Tensor | None, data: Tensor, residual: Tensor | None, gated: bool) -> Tensor:
+    columns = data.shape[0] // 2 if gated else data.shape[0]
+    like = next(tensor for tensor in (residual, norm_weight, x) if tensor is not None)
+    return x.new_empty((x.shape[0], columns), dtype=like.dtype)
+
+
+_block_fp8_linear_op.register_fake(
+    lambda x, norm_weight, _eps, data, _scales, _block_rows, _counters, _bias, residual, gated: _empty_product(
+        x, norm_weight, data, residual, gated
+    )
+)
+
+
+def _library_takes(data: Tensor, scales: Tensor, block_rows: int) -> bool:
+    """Whether cuBLAS multiplies by this weight: whole blocks, scales laid out as `empty_weight` does, and Hopper, whose
+    tensor cores alone it does it for.
+    """
+    num_columns, width = data.shape
+    whole = block_rows == GROUP and num_columns % GROUP == 0 and width % GROUP == 0
+    laid_out = scales.stride() == (-(-scales.shape[1] // SCALES_STEP) * SCALES_STEP, 1)
+    return whole and laid_out and describe(data.device).capability == (9, 0)
+
+
+def _library_product(rows: Tensor, x_scales: Tensor, data: Tensor, scales: Tensor) -> Tensor:
+    """bf16 [M, N]. cuBLAS wants rows in fours, and a weight's scales in fours along K."""
+    num_rows = rows.shape[0]
+    missing = -num_rows % SCALES_STEP
+    if missing:
+        # What these rows come to is cut off again.
+        rows = torch.cat((rows.view(torch.uint8), rows[:missing].view(torch.uint8))).view(DTYPE)
+        x_scales = torch.cat((x_scales.t(), x_scales.t()[:, :missing]), 1).t()
+    stride = scales.stride(0)
+    out = functional.scaled_mm(
+        rows,
+        data.t(),
+        x_scales,
+        functional.ScalingType.BlockWise1x128,
+        scales.as_strided((stride, scales.shape[0]), (1, stride)),
+        functional.ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return out[:num_rows]

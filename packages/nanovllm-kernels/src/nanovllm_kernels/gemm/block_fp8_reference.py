@@ -25,8 +25,18 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.nn.functional.pad(wide, (0, groups * GROUP - width))
     wide = wide.reshape(num_rows, groups, GROUP)
     largest = wide.abs().amax(-1).clamp_(min=LEAST)
-    numbers = (wide * (LARGEST / largest).unsqueeze(-1)).to(fp8.DTYPE).view(num_rows, groups * GROUP)
-    return numbers[:, :width].contiguous(), (largest / LARGEST).t().contiguous().t()
+    inverse, scales = _scales(largest)
+    numbers = (wide * inverse.unsqueeze(-1)).to(fp8.DTYPE).view(num_rows, groups * GROUP)
+    return numbers[:, :width].contiguous(), scales.t().contiguous().t()
+
+
+def _scales(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """What numbers of at most `largest` are to be multiplied by to end at 448, and what undoes it.
+
+    Both are rounded once: by a scalar torch would divide in two steps.
+    """
+    limit = torch.full_like(largest, LARGEST)
+    return limit / largest, largest / limit
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,8 +45,9 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(weight.float(), (0, -width % GROUP, 0, -rows % GROUP))
     blocks = padded.view(padded.shape[0] // GROUP, GROUP, -1, GROUP)
     largest = blocks.abs().amax((1, 3)).clamp_(min=LEAST)
-    numbers = (blocks * (LARGEST / largest)[:, None, :, None]).to(fp8.DTYPE).view(padded.shape)
-    return numbers[:rows, :width].contiguous(), largest / LARGEST
+    inverse, scales = _scales(largest)
+    numbers = (blocks * inverse[:, None, :, None]).to(fp8.DTYPE).view(padded.shape)
+    return numbers[:rows, :width].contiguous(), scales
 
 
 def dequantize_groups(numbers: Tensor, scales: Tensor) -> Tensor:

@@ -127,3 +127,57 @@ def can_split(num_columns: int, width: int) -> bool:
 def num_counters(num_columns: int) -> int:
     """How many tiles a launch may have at most."""
     return max(-(-most // config.block_m) * (num_columns // config.block_n) for most, config in SPLITS.items())
+
+
+class BlockFP8Config(NamedTuple):
+    """How one launch over block FP8 is tiled: rows, columns of a tile (pairs of them when gated), parts of K, warps,
+    tiles on their way at once. A tile's depth is a group's.
+    """
+
+    block_m: int
+    block_n: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+# Up to so many rows are quantised by the kernel that multiplies them.
+FUSED_FP8_ROWS = 16
+# Behind so many rows the product is the library's, where it takes it.
+OWN_FP8_ROWS = 128
+# A launch is to have so many CTAs, about two an SM, each with so many groups of K at least.
+FP8_CTAS = 256
+LEAST_GROUPS = 4
+MOST_FP8_SPLITS = 8
+NARROWEST_FP8 = 16
+FP8_ROWS = {
+    16: BlockFP8Config(16, 32, 1, 4, 8),
+    32: BlockFP8Config(32, 32, 1, 4, 8),
+    64: BlockFP8Config(64, 32, 1, 4, 8),
+    128: BlockFP8Config(64, 64, 1, 4, 6),
+}
+FP8_MANY = BlockFP8Config(128, 128, 1, 8, 4)
+
+
+def block_fp8_config(num_rows: int, num_columns: int, groups: int, *, splits: bool) -> BlockFP8Config:
+    """The tiling for a weight of `num_columns` (pairs of them when gated) and `groups` of 128 along K.
+
+    splits: whether K may be split. Not measured on a GPU yet: chosen to have enough bytes on their way.
+    """
+    config = next((config for most, config in FP8_ROWS.items() if num_rows <= most), FP8_MANY)
+    if num_rows > OWN_FP8_ROWS:
+        return config
+    row_tiles = -(-num_rows // config.block_m)
+    while not splits and config.block_n > NARROWEST_FP8 and row_tiles * (num_columns // config.block_n) < FP8_CTAS // 2:
+        config = config._replace(block_n=config.block_n // 2)
+    ctas = row_tiles * -(-num_columns // config.block_n)
+    while splits and ctas * config.splits < FP8_CTAS and config.splits < MOST_FP8_SPLITS:
+        if groups < 2 * config.splits * LEAST_GROUPS:
+            break
+        config = config._replace(splits=config.splits * 2)
+    return config
+
+
+def num_fp8_counters(num_columns: int) -> int:
+    """How many tiles a launch that splits K may have at most."""
+    return max(-(-most // config.block_m) * -(-num_columns // config.block_n) for most, config in FP8_ROWS.items())

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nanovllm_kernels.elementwise import silu_and_mul
+from nanovllm_kernels.gemm import block_fp8, linear
 
 # Beneath any sum of scores that a token can have; keeps the division from 0 / 0.
 LEAST_SUM = 1e-20
@@ -29,6 +29,17 @@ class _Routing(Protocol):
     def top_groups(self) -> int: ...
     @property
     def scale(self) -> float: ...
+
+
+class _Experts(Protocol):
+    @property
+    def w13(self) -> Tensor: ...
+    @property
+    def w2(self) -> Tensor: ...
+    @property
+    def scales13(self) -> Tensor | None: ...
+    @property
+    def scales2(self) -> Tensor | None: ...
 
 
 def route(logits: Tensor, routing: _Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -54,18 +65,30 @@ def _mask_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
     return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-def fused_experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
+def fused_experts(x: Tensor, experts: _Experts, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
     """See the package's `fused_experts`."""
     num_tokens, top_k = ids.shape
+    hidden_size = experts.w2.shape[1]
     chosen, order = ids.flatten().sort(stable=True)
     tokens = order // top_k
-    rows = x.to(w13.dtype).index_select(0, tokens)
-    experts, counts = chosen.unique_consecutive(return_counts=True)
-    outs: list[Tensor] = []
-    for expert, own in zip(experts.tolist(), rows.split(counts.tolist()), strict=True):
-        outs.append(functional.linear(silu_and_mul(functional.linear(own, w13[expert])), w2[expert]))
-    sums = torch.cat(outs).float().mul_(weights.flatten().index_select(0, order).unsqueeze(1))
+    rows = x.index_select(0, tokens)
+    hit, counts = chosen.unique_consecutive(return_counts=True)
+    parts = [
+        _run_expert(own, experts, expert) for expert, own in zip(hit.tolist(), rows.split(counts.tolist()), strict=True)
+    ]
+    said = torch.cat(parts).float().mul_(weights.flatten().index_select(0, order).unsqueeze(1))
     if residual is not None and residual.dtype == torch.float32:
-        return residual.index_add_(0, tokens, sums)
-    total = torch.zeros((num_tokens, w2.shape[1])).index_add_(0, tokens, sums)
+        return residual.index_add_(0, tokens, said)
+    total = said.new_zeros((num_tokens, hidden_size)).index_add_(0, tokens, said)
     return total.to(x.dtype) if residual is None else residual.add_(total)
+
+
+def _run_expert(x: Tensor, experts: _Experts, expert: int) -> Tensor:
+    """Rows of one expert, [n, H] -> [n, H]."""
+    w13, w2 = experts.w13[expert], experts.w2[expert]
+    if experts.scales13 is None or experts.scales2 is None:
+        return linear(silu_and_mul(linear(x, w13)), w2)
+    # Each half's blocks begin with it.
+    gate, up = (block_fp8.BlockFP8Weight(*half) for half in zip(w13.chunk(2), experts.scales13[expert], strict=True))
+    hidden = silu_and_mul(torch.cat((block_fp8.linear(x, gate), block_fp8.linear(x, up)), -1))
+    return block_fp8.linear(hidden, block_fp8.BlockFP8Weight(w2, experts.scales2[expert]))

@@ -10,6 +10,10 @@ from typing import NamedTuple
 FEW_TOKENS = 64
 # Programs that such a launch should have at least: two for each SM of the largest GPUs, and a few.
 ENOUGH_PROGRAMS = 288
+# Else its tiles have so few columns, the fewest that tensor cores take; of more rows than SHORT_ROWS they have at most
+# twice as many, or two of them wouldn't fit an SM.
+LEAST_COLUMNS = 16
+SHORT_ROWS = 16
 # Of a block FP8 weight the tiles are as deep as a scale's reach.
 GROUP = 128
 
@@ -36,10 +40,15 @@ class GroupedConfig(NamedTuple):
     swapped: bool
 
 
-def few_config(num_groups: int, num_columns: int, *, wide: bool) -> FewConfig:
-    """The tiling of `num_columns` results a row for `num_groups` experts. wide: numbers of 4 bytes."""
-    block_n = next((n for n in (64, 32) if num_groups * -(-num_columns // n) >= ENOUGH_PROGRAMS), 16)
-    return FewConfig(block_n, 32 if wide else 128, 4, 2 if wide else 4)
+def few_config(num_rows: int, num_groups: int, num_columns: int, *, wide: bool) -> FewConfig:
+    """The tiling of `num_columns` results a row for `num_groups` experts, `num_rows` rows a tile. wide: numbers of 4
+    bytes.
+    """
+    sizes = (64, 32) if num_rows <= SHORT_ROWS else (32,)
+    block_n = next((n for n in sizes if num_groups * -(-num_columns // n) >= ENOUGH_PROGRAMS), LEAST_COLUMNS)
+    if wide:
+        return FewConfig(block_n, 32, 4, 2)
+    return FewConfig(block_n, 128, 4, 4 if num_rows <= SHORT_ROWS else 3)
 
 
 # By the most rows that an expert has on average.
@@ -70,3 +79,8 @@ def grouped_config(num_pairs: int, num_experts: int, *, wide: bool, quantized: b
 def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     """How many tiles of `block_m` rows there may be, each of one expert's rows."""
     return min(num_pairs, num_pairs // block_m + min(num_experts, num_pairs))
+
+
+def num_counters(num_columns: int) -> int:
+    """How many tiles of columns a launch for few tokens may have at most."""
+    return -(-num_columns // LEAST_COLUMNS)

@@ -53,7 +53,7 @@ def few_experts(
         "OVERLAP": overlap,
         "launch_pdl": overlap,
     }
-    config = few_config(num_groups, width, wide=x.element_size() == 4)
+    config = few_config(rows, num_groups, width, wide=x.element_size() == 4)
     _few_gate_up[(triton.cdiv(width, config.block_n), num_groups)](
         x,
         w13,
@@ -70,7 +70,7 @@ def few_experts(
         num_warps=config.num_warps,
         **shared,
     )
-    config = few_config(num_groups, hidden_size, wide=x.element_size() == 4)
+    config = few_config(rows, num_groups, hidden_size, wide=x.element_size() == 4)
     _few_down[(triton.cdiv(hidden_size, config.block_n), num_groups)](
         hidden,
         w2,
@@ -150,27 +150,27 @@ def _few_gate_up(
         ks = tl.arange(0, BLOCK_K)[None, :]
         blocks: tl.constexpr = (WIDTH + 127) // 128
         depth: tl.constexpr = (K + 127) // 128
-        scales_ptr += (expert * 2 * blocks + begin // 128) * depth
-        x_ptr += tokens[:, None] * x_stride + ks
-        weight_ptr += expert * 2 * WIDTH * K
+        own_scales_ptr = scales_ptr + (expert * 2 * blocks + begin // 128) * depth
+        own_weight_ptr = weight_ptr + expert * 2 * WIDTH * K
+        rows_ptr = x_ptr + tokens[:, None] * x_stride + ks
         gate = tl.zeros((ROWS, BLOCK_N), tl.float32)
         up = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            x = tl.load(x_ptr + k, mask=inside[:, None] & (k + ks < K), other=0.0)
-            gate_tile = load_weight(weight_ptr, columns, k + ks, WIDTH, K)
-            up_tile = load_weight(weight_ptr + WIDTH * K, columns, k + ks, WIDTH, K)
+            x = tl.load(rows_ptr + k, mask=inside[:, None] & (k + ks < K), other=0.0)
+            gate_tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
+            up_tile = load_weight(own_weight_ptr + WIDTH * K, columns, k + ks, WIDTH, K)
             if QUANTIZED:
-                x, scale = quantize_rows(x)
-                gate_scale = scale * tl.load(scales_ptr + k // 128)
-                up_scale = scale * tl.load(scales_ptr + blocks * depth + k // 128)
-                gate = add_product(gate, x, gate_tile, gate_scale, True, False)
-                up = add_product(up, x, up_tile, up_scale, True, False)
+                numbers, scale = quantize_rows(x)
+                gate_scale = scale * tl.load(own_scales_ptr + k // 128)
+                up_scale = scale * tl.load(own_scales_ptr + blocks * depth + k // 128)
+                gate = add_product(gate, numbers, gate_tile, gate_scale, True, False)
+                up = add_product(up, numbers, up_tile, up_scale, True, False)
             else:
                 gate = add_product(gate, x, gate_tile, 1.0, False, False)
                 up = add_product(up, x, up_tile, 1.0, False, False)
         out = gate * tl.sigmoid(gate) * up
-        out_ptr += (tokens * TOP_K + places)[:, None] * WIDTH + columns[None, :]
-        tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
+        at = out_ptr + (tokens * TOP_K + places)[:, None] * WIDTH + columns[None, :]
+        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -212,15 +212,15 @@ def _few_down(
         inside = (places < TOP_K)[:, None]
         ks = tl.arange(0, BLOCK_K)[None, :]
         depth: tl.constexpr = (K + 127) // 128
-        scales_ptr += (expert * ((WIDTH + 127) // 128) + begin // 128) * depth
-        weight_ptr += expert * WIDTH * K
+        own_scales_ptr = scales_ptr + (expert * ((WIDTH + 127) // 128) + begin // 128) * depth
+        own_weight_ptr = weight_ptr + expert * WIDTH * K
         sums = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             x = tl.load(x_ptr + pairs * K + k + ks, mask=inside & (k + ks < K), other=0.0)
-            tile = load_weight(weight_ptr, columns, k + ks, WIDTH, K)
+            tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
             if QUANTIZED:
-                x, scale = quantize_rows(x)
-                sums = add_product(sums, x, tile, scale * tl.load(scales_ptr + k // 128), True, False)
+                numbers, scale = quantize_rows(x)
+                sums = add_product(sums, numbers, tile, scale * tl.load(own_scales_ptr + k // 128), True, False)
             else:
                 sums = add_product(sums, x, tile, 1.0, False, False)
         tl.store(partial_ptr + pairs * WIDTH + columns[None, :], sums, mask=inside & real)
@@ -231,12 +231,12 @@ def _few_down(
         mask = (tokens < num_tokens)[:, None] & real
         total = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for slot in tl.static_range(TOP_K):
-            pairs = tokens * TOP_K + slot
-            weight = tl.load(weights_ptr + pairs, mask=tokens < num_tokens, other=0.0)
-            places_of = partial_ptr + pairs[:, None] * WIDTH + columns[None, :]
-            total += weight[:, None] * tl.load(places_of, mask=mask, other=0.0, cache_modifier=".cg")
+            own = tokens * TOP_K + slot
+            weight = tl.load(weights_ptr + own, mask=tokens < num_tokens, other=0.0)
+            at = partial_ptr + own[:, None] * WIDTH + columns[None, :]
+            total += weight[:, None] * tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
         if RESIDUAL:
             added = residual_ptr + tokens[:, None] * residual_stride + columns[None, :]
             total += tl.load(added, mask=mask, other=0.0).to(tl.float32)
-        out_ptr += tokens[:, None] * WIDTH + columns[None, :]
-        tl.store(out_ptr, total.to(out_ptr.dtype.element_ty), mask=mask)
+        out = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + tokens[:, None] * WIDTH + columns[None, :], out, mask=mask)

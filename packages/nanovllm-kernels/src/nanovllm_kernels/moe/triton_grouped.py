@@ -23,8 +23,8 @@ from nanovllm_kernels.platform import can_overlap_launches, describe
 SORT_BLOCK = 2048
 LIST_BLOCK = 64
 SUM_BLOCK = 1024
-# Under the interpreter there are no SMs to count.
-LEAST_PROGRAMS = 8
+# So many programs for each SM; under the interpreter, where there are none to count, this many in all.
+PROGRAMS_PER_SM = 2
 
 
 def grouped_experts(
@@ -38,8 +38,11 @@ def grouped_experts(
     ids: Tensor,
     residual: Tensor | None,
     out: Tensor,
+    dtype: torch.dtype,
 ) -> None:
-    """Write into `out` [T, H] what the package's `fused_experts` returns; of FP8 weights `x` is quantised already."""
+    """Write into `out` [T, H] what the package's `fused_experts` returns. Beside FP8 weights `x` is quantised already;
+    what the experts say is rounded to `dtype` before it is added up.
+    """
     num_tokens, top_k = ids.shape
     num_pairs = num_tokens * top_k
     num_experts, hidden_size, width = w2.shape
@@ -62,16 +65,15 @@ def grouped_experts(
         num_warps=1,
         launch_pdl=overlap,
     )
-    numbers = {"dtype": x.dtype if quantized else out.dtype if residual is None else x.dtype, "device": x.device}
-    hidden = torch.empty((num_pairs, width), **numbers)
+    hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     hidden_scales = torch.empty((num_pairs, triton.cdiv(width, GROUP)), dtype=torch.float32, device=x.device)
-    # Rounded to 16 bits where the numbers before them were.
-    parts = torch.empty((num_pairs, hidden_size), dtype=torch.bfloat16 if quantized else x.dtype, device=x.device)
-    programs = max(LEAST_PROGRAMS, describe(x.device).num_sms)
-    for gated, rows, row_scales, weight, scales, result in (
+    parts = torch.empty((num_pairs, hidden_size), dtype=dtype, device=x.device)
+    programs = PROGRAMS_PER_SM * max(1, describe(x.device).num_sms)
+    products = (
         (True, x, x_scales, w13, scales13, hidden),
-        (False, hidden, hidden_scales, w2, scales2, parts),
-    ):
+        (False, hidden, hidden_scales if quantized else None, w2, scales2, parts),
+    )
+    for gated, rows, row_scales, weight, scales, result in products:
         columns = result.shape[1]
         _grouped_product[(min(programs, tiles.shape[0] * triton.cdiv(columns, config.block_n)),)](
             rows,
@@ -147,8 +149,8 @@ def _list_tiles(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """This program's expert's tiles, each its expert and its first row, behind those of the experts before it; the first
-    entry of all is how many there are.
+    """The tiles of this program's expert, each as its expert and its first row, behind those of the experts before it;
+    the first entry of all is how many there are.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -230,8 +232,8 @@ def _grouped_product(
             scale = 1.0
             up_scale = 1.0
             if QUANTIZED:
-                at = x_scales_ptr + rows * x_scales_stride + (k // 128) * x_scales_step
-                row_scale = tl.load(at, mask=inside, other=0.0)
+                own_row_scales = x_scales_ptr + rows * x_scales_stride + (k // 128) * x_scales_step
+                row_scale = tl.load(own_row_scales, mask=inside, other=0.0)
                 scale = row_scale * tl.load(own_scales_ptr + k // 128)
                 if GATED:
                     up_scale = row_scale * tl.load(own_scales_ptr + blocks * depth + k // 128)
@@ -242,20 +244,17 @@ def _grouped_product(
                 up = add_product(up, x, tile, up_scale, QUANTIZED, SWAPPED)
         if GATED:
             sums = sums * tl.sigmoid(sums) * up
-        if SWAPPED:
-            sums = sums.T
+        result = sums.T if SWAPPED else sums
         mask = inside[:, None] & (columns < WIDTH)[None, :]
         if GATED:
             if QUANTIZED:
-                # As rounded as if it had been written and read.
-                sums = tl.where(mask, sums, 0.0).to(tl.bfloat16)
-                sums, scale = quantize_rows(sums)
-                tl.store(out_scales_ptr + places.to(tl.int64) * blocks + begin // 128, scale, mask=inside)
+                result, out_scale = quantize_rows(tl.where(mask, result, 0.0))
+                tl.store(out_scales_ptr + places.to(tl.int64) * blocks + begin // 128, out_scale, mask=inside)
             at = out_ptr + places[:, None].to(tl.int64) * WIDTH + columns[None, :]
         else:
-            sums *= tl.load(weights_ptr + pairs, mask=inside, other=0.0)[:, None]
+            result *= tl.load(weights_ptr + pairs, mask=inside, other=0.0)[:, None]
             at = out_ptr + pairs[:, None] * WIDTH + columns[None, :]
-        tl.store(at, sums.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(at, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

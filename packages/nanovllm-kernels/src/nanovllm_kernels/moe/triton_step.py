@@ -26,13 +26,18 @@ def quantize_rows(x):
 
 @triton.jit
 def add_product(sums, x, weight, scales, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
-    """`sums` [rows, columns] plus rows `x` times the transpose of `weight`, times `scales` [rows] where SCALED. SWAPPED:
-    the sums are [columns, rows].
+    """`sums` [rows, columns] plus rows `x` times the transpose of `weight`, times `scales` [rows] where SCALED.
+
+    SWAPPED: the sums are [columns, rows].
     """
-    if SCALED:
-        if SWAPPED:
-            return sums + tl.dot(weight, x.T) * scales[None, :]
-        return sums + tl.dot(x, weight.T) * scales[:, None]
     if SWAPPED:
-        return tl.dot(weight, x.T, sums, input_precision="ieee")
-    return tl.dot(x, weight.T, sums, input_precision="ieee")
+        left = weight
+        right = x.T
+    else:
+        left = x
+        right = weight.T
+    if SCALED:
+        sums += tl.dot(left, right) * tl.expand_dims(scales, 0 if SWAPPED else 1)
+    else:
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    return sums

@@ -1,0 +1,369 @@
+"""Block FP8 on CUDA: rows quantised in groups of 128, and their product with a weight in blocks of 128.
+
+For a few rows one kernel does all of a layer's half: it norms and quantises the rows as it goes along K, since a tile
+is just one group of each row, and ends with the gate or the residual. The norm's factor is one number a row: neither a
+group's e4m3 numbers nor the order of their sizes depend on it, so that it may come last. Every CTA quantises the same
+rows again, which is hidden behind the weight's way through memory while they are few; more are quantised beforehand.
+Within a group tensor cores add up; across groups sums are float32, as their accumulators are too narrow for more.
+A weight of few columns is split along K as in `triton_split`. This room must not know which layer a weight belongs to.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.fp8 import DTYPE
+from nanovllm_kernels.gemm.block_fp8_reference import GROUP
+from nanovllm_kernels.gemm.tiles import BlockFP8Config
+from nanovllm_kernels.platform import can_overlap_launches
+
+# Of a row without a norm a program quantises so many groups.
+GROUPS_A_PROGRAM = 8
+# Tiles of the weight that are asked for before the kernel ahead has ended.
+EARLY_TILES = 4
+
+
+def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """See `block_fp8.quantize_groups`; of `x` after RMSNorm where there is a weight for it."""
+    num_rows, width = x.shape
+    groups = triton.cdiv(width, GROUP)
+    numbers = torch.empty((num_rows, width), dtype=DTYPE, device=x.device)
+    scales = torch.empty((groups, num_rows), dtype=torch.float32, device=x.device)
+    together = triton.next_power_of_2(groups) if norm_weight is not None else min(GROUPS_A_PROGRAM, groups)
+    together = triton.next_power_of_2(together)
+    overlap = can_overlap_launches(x.device)
+    _quantize_groups[(num_rows, triton.cdiv(groups, together))](
+        x,
+        x if norm_weight is None else norm_weight,
+        numbers,
+        scales,
+        num_rows,
+        x.stride(0),
+        eps,
+        K=width,
+        GROUPS=groups,
+        TOGETHER=together,
+        GROUP=GROUP,
+        NORM=norm_weight is not None,
+        OVERLAP=overlap,
+        num_warps=max(1, min(16, together * GROUP // 256)),
+        launch_pdl=overlap,
+    )
+    return numbers, scales.t()
+
+
+def project(
+    x: Tensor,
+    x_scales: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    data: Tensor,
+    scales: Tensor,
+    block_rows: int,
+    counters: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    config: BlockFP8Config,
+    *,
+    gated: bool,
+) -> None:
+    """Write into `out` [M, N] the product of rows and a weight, with what stands around it.
+
+    x: e4m3 [M, K] with `x_scales`, or without them numbers that are quantised here, after a norm if there is a weight
+    for it. counters: zeros, one a tile, where `config` splits K; left so.
+    """
+    num_rows, width = x.shape
+    num_columns = out.shape[1]
+    column_tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
+    partial = out
+    if config.splits > 1:
+        shape = (row_tiles * column_tiles, config.splits, config.block_m, config.block_n)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    overlap = can_overlap_launches(x.device)
+    _project[(column_tiles, row_tiles, config.splits)](
+        x,
+        x if x_scales is None else x_scales,
+        x if norm_weight is None else norm_weight,
+        data,
+        scales,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        partial,
+        out if counters is None else counters,
+        num_rows,
+        num_columns,
+        x.stride(0),
+        0 if x_scales is None else x_scales.stride(0),
+        0 if x_scales is None else x_scales.stride(1),
+        scales.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        K=width,
+        GROUPS=triton.cdiv(width, GROUP),
+        GROUP=GROUP,
+        BLOCK_ROWS=block_rows,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        SPLITS=config.splits,
+        STAGES=config.num_stages,
+        EARLY=min(EARLY_TILES, -(-triton.cdiv(width, GROUP) // config.splits)),
+        ALIGNED=block_rows % config.block_n == 0 and (not gated or num_columns % config.block_n == 0),
+        QUANTIZED=x_scales is not None,
+        NORM=norm_weight is not None,
+        GATED=gated,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit
+def _quantize(x, axis: tl.constexpr):
+    """Numbers under 448 of float32 `x`, and the scales of its groups, which lie along `axis`."""
+    largest = tl.maximum(tl.max(tl.abs(x), axis), 1e-10)
+    # Divisions that round as the reference's do.
+    inverse = tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest)
+    scales = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+    return (x * tl.expand_dims(inverse, axis)).to(tl.float8e4nv), scales
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_groups(
+    x_ptr,
+    norm_ptr,
+    numbers_ptr,
+    scales_ptr,
+    num_rows,
+    x_stride,
+    eps,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
+    ks = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + row * x_stride + ks, mask=ks < K, other=0.0).to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / K + eps)
+        x *= factor * tl.load(norm_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
+    numbers, scales = _quantize(x, 1)
+    tl.store(numbers_ptr + row * K + ks, numbers, mask=ks < K)
+    tl.store(scales_ptr + groups.to(tl.int64) * num_rows + row, scales, mask=groups < GROUPS)
+
+
+@triton.jit
+def _fetch(pointers):
+    """Have the lines at `pointers` brought to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _fetch_tiles(weight_ptr, rows, valid, first, K: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
+    """Ask for the first TILES tiles of the weight's `rows`, one line of each row a tile."""
+    for tile in tl.static_range(TILES):
+        ks = (first + tile) * GROUP
+        _fetch(weight_ptr + tl.where(valid & (ks < K), rows * K + ks, 0))
+
+
+@triton.jit
+def _load_rows(
+    x_ptr,
+    x_scales_ptr,
+    norm_ptr,
+    places,
+    inside,
+    is_row,
+    K: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """One group of each row: e4m3 numbers [M, 128], their scales [M], and the sums of squares before a norm."""
+    # What lies behind the end of a row is another one's.
+    tile = tl.load(x_ptr + places, mask=inside & (places < K), other=0.0)
+    if QUANTIZED:
+        scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
+        return tile, scales, tl.zeros_like(scales)
+    wide = tile.to(tl.float32)
+    squares = tl.sum(wide * wide, 1)
+    if NORM:
+        wide *= tl.load(norm_ptr + places, mask=places < K, other=0.0).to(tl.float32)
+    numbers, scales = _quantize(wide, 1)
+    return numbers, scales, squares
+
+
+@triton.jit
+def _multiply(
+    numbers,
+    x_scales,
+    weight_ptr,
+    scales_ptr,
+    scales_stride,
+    first,
+    num_columns,
+    places,
+    K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """One group of rows times those of a tile's columns, which are the weight's rows from `first` on: [M, N]."""
+    begin = tl.program_id(0) * BLOCK_N
+    columns = begin + tl.arange(0, BLOCK_N)
+    valid = columns < num_columns
+    rows = (first + columns)[:, None].to(tl.int64)
+    weight = tl.load(weight_ptr + rows * K + places, mask=valid[:, None] & (places < K), other=0.0)
+    products = tl.dot(numbers, weight.T)
+    if ALIGNED:
+        scale = tl.load(scales_ptr + ((first + begin) // BLOCK_ROWS).to(tl.int64) * scales_stride)
+        return products * (x_scales * scale)[:, None]
+    blocks = ((first + columns) // BLOCK_ROWS).to(tl.int64)
+    return products * x_scales[:, None] * tl.load(scales_ptr + blocks * scales_stride, mask=valid, other=0.0)[None, :]
+
+
+@triton.jit
+def _finish(sums, factor, bias_ptr, first, num_columns, BLOCK_N: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr):
+    """`sums` [M, N] times the norm's `factor` [M], plus the bias from `first` on."""
+    if NORM:
+        sums *= factor[:, None]
+    if BIAS:
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        bias = tl.load(bias_ptr + first + columns, mask=columns < num_columns, other=0.0)
+        sums += bias[None, :].to(tl.float32)
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _project(
+    x_ptr,
+    x_scales_ptr,
+    norm_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    num_rows,
+    num_columns,
+    x_stride,
+    x_scales_stride,
+    x_scales_group_stride,
+    scales_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    span: tl.constexpr = (GROUPS + SPLITS - 1) // SPLITS
+    split = tl.program_id(2)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row, wide_rows = rows < num_rows, rows.to(tl.int64)
+    if OVERLAP:
+        valid, wide_columns = columns < num_columns, columns.to(tl.int64)
+        _fetch_tiles(weight_ptr, wide_columns, valid, split * span, K, GROUP, EARLY)
+        if GATED:
+            _fetch_tiles(weight_ptr, num_columns + wide_columns, valid, split * span, K, GROUP, EARLY)
+        gdc_wait()
+    x_ptr += wide_rows[:, None] * x_stride
+    x_scales_ptr += wide_rows * x_scales_stride
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for group in tl.range(split * span, min(split * span + span, GROUPS), num_stages=STAGES):
+        places = group * GROUP + tl.arange(0, GROUP)[None, :]
+        group_ptr = x_scales_ptr + group * x_scales_group_stride
+        numbers, x_scales, more = _load_rows(
+            x_ptr, group_ptr, norm_ptr, places, is_row[:, None], is_row, K, QUANTIZED, NORM
+        )
+        squares += more
+        sums += _multiply(
+            numbers,
+            x_scales,
+            weight_ptr,
+            scales_ptr + group,
+            scales_stride,
+            0,
+            num_columns,
+            places,
+            K,
+            BLOCK_ROWS,
+            BLOCK_N,
+            ALIGNED,
+        )
+        if GATED:
+            up_sums += _multiply(
+                numbers,
+                x_scales,
+                weight_ptr,
+                scales_ptr + group,
+                scales_stride,
+                num_columns,
+                num_columns,
+                places,
+                K,
+                BLOCK_ROWS,
+                BLOCK_N,
+                ALIGNED,
+            )
+    if OVERLAP:
+        gdc_launch_dependents()
+
+    is_last = True
+    if SPLITS > 1:
+        tile_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        partial_ptr += tile_index.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + in_tile
+        tl.store(partial_ptr + split * (BLOCK_M * BLOCK_N), sums)
+        # Every thread's sums must be there before one of them says so.
+        tl.debug_barrier()
+        is_last = tl.atomic_add(counter_ptr + tile_index, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        if SPLITS > 1:
+            tl.store(counter_ptr + tile_index, 0)
+            sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for other in tl.static_range(SPLITS):
+                sums += tl.load(partial_ptr + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+        factor = tl.rsqrt(squares / K + eps)
+        sums = _finish(sums, factor, bias_ptr, 0, num_columns, BLOCK_N, NORM, BIAS)
+        if GATED:
+            up_sums = _finish(up_sums, factor, bias_ptr, num_columns, num_columns, BLOCK_N, NORM, BIAS)
+            sums = sums * tl.sigmoid(sums) * up_sums
+        mask = is_row[:, None] & (columns < num_columns)[None, :]
+        wide_rows = wide_rows[:, None]
+        if RESIDUAL:
+            added = residual_ptr + wide_rows * residual_stride + columns[None, :]
+            sums += tl.load(added, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + wide_rows * num_columns + columns[None, :], sums.to(out_ptr.dtype.element_ty), mask=mask)

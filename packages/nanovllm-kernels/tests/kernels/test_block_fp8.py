@@ -1,0 +1,186 @@
+"""Block FP8 on CUDA against the reference, over everything that stands around the product."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from nanovllm_kernels import gemm
+from nanovllm_kernels.gemm import block_fp8, tiles
+from nanovllm_kernels.gemm import block_fp8_reference as reference
+from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, quantize_blocks
+
+OPS = torch.ops.nanovllm
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+
+
+def make_weight(num_rows, width, device, block_rows=128):
+    """In the layout of `empty_weight`, with scales of their own for each block and counters."""
+    data, scales = quantize_blocks(torch.randn(num_rows, width, device=device) * 0.1)
+    groups = scales.shape[1]
+    laid_out = torch.full((-(-num_rows // block_rows), -(-groups // 4) * 4), torch.nan, device=device)
+    laid_out[:, :groups] = torch.rand((laid_out.shape[0], groups), device=device) * 1e-3 + 1e-4
+    counters = torch.zeros(tiles.num_fp8_counters(num_rows), dtype=torch.int32, device=device)
+    return BlockFP8Weight(data, laid_out[:, :groups], block_rows, counters)
+
+
+def quantize(x):
+    """The kernels' rounding, in float64 what it comes to."""
+    return reference.dequantize_groups(*reference.quantize_groups(x)).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 300), (5, 48), (2, 1300), (0, 256)])
+def test_groups_are_quantised_as_by_the_reference(device, dtype, num_rows, width):
+    x = torch.randn(num_rows, width + 16, device=device).to(dtype)[:, :width]
+    x[1:2, :128] = 0
+    expected, expected_scales = reference.quantize_groups(x)
+    found, scales = OPS.quantize_groups(x)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+    assert scales.t().is_contiguous()
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 256), (3, 300), (2, 1300)])
+def test_normed_groups(device, num_rows, width):
+    from nanovllm_kernels.gemm import triton_block_fp8
+
+    x, norm = torch.randn(num_rows, width, device=device) * 30, torch.rand(width, device=device) + 0.5
+    found = reference.dequantize_groups(*triton_block_fp8.quantize_groups(x, norm, 1e-5))
+    normed = functional.rms_norm(x, (width,), norm, 1e-5)
+    # Half a step of e4m3.
+    torch.testing.assert_close(found, normed, rtol=0.07, atol=1e-2)
+    assert (found - quantize(normed)).norm() < 1e-2 * normed.norm()
+
+
+def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, block_rows=128, stream=None):
+    """`x` is a view of longer rows; `num_columns` is that of the result. stream: the dtype of `x` and the residual."""
+
+    def draw(*shape, dtype=dtype):
+        return torch.randn(shape, device=device).to(dtype)
+
+    rows = num_columns * (2 if gated else 1)
+    x, weight = (
+        draw(num_rows, width + 16, dtype=stream or dtype)[:, :width],
+        make_weight(rows, width, device, block_rows),
+    )
+    norm_weight, bias_vector = draw(width), draw(rows)
+    added = draw(num_rows, num_columns, dtype=stream or dtype)
+    numbers = x.double()
+    if norm and num_rows <= tiles.FUSED_FP8_ROWS:
+        factor = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + 1e-5)
+        numbers = quantize(x.float() * norm_weight.float()) * factor
+    elif norm:
+        numbers = quantize(functional.rms_norm(x.float(), (width,), norm_weight.float(), 1e-5))
+    else:
+        numbers = quantize(x)
+    expected = numbers @ block_fp8.dequantize(weight).double().T
+    if bias:
+        expected += bias_vector.double()
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = functional.silu(gate) * up
+    if residual:
+        expected += added.double()
+    arguments = (
+        x,
+        norm_weight if norm else None,
+        1e-5,
+        *weight,
+        bias_vector if bias else None,
+        added if residual else None,
+        gated,
+    )
+    actual = OPS.block_fp8_linear(*arguments)
+    assert not weight.counters.any()
+    assert torch.equal(OPS.block_fp8_linear(*arguments), actual)
+    assert actual.dtype == (added.dtype if residual else dtype)
+    assert actual.shape == expected.shape
+    tolerance = TOLERANCE[dtype]
+    if norm and num_rows > tiles.FUSED_FP8_ROWS:
+        # A norm rounded otherwise puts a few numbers on the other side of e4m3's middles.
+        tolerance = 1e-2
+    assert (actual.double() - expected).norm() <= tolerance * (expected.norm() + expected.numel() ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 5, 17])
+def test_what_stands_around_the_product(device, dtype, num_rows):
+    for norm, gated, residual in itertools.product((False, True), repeat=3):
+        check(num_rows, 96, 300, dtype, device, norm=norm, bias=residual, residual=residual, gated=gated)
+
+
+def test_a_stream_in_float32(device):
+    for norm, residual in ((True, False), (False, True)):
+        settings = {"norm": norm, "bias": False, "residual": residual, "gated": norm}
+        check(3, 64, 256, torch.bfloat16, device, **settings, stream=torch.float32)
+
+
+@pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (37, 100), (200, 130), (72, 513)])
+@pytest.mark.parametrize("block_rows", [128, 8])
+def test_odd_sizes(device, num_columns, width, block_rows):
+    for num_rows, gated in ((2, False), (20, True)):
+        settings = {"norm": False, "bias": True, "residual": True, "gated": gated}
+        check(num_rows, num_columns, width, torch.float32, device, **settings, block_rows=block_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_split(device, num_rows):
+    config = tiles.block_fp8_config(num_rows, 64, 17, splits=True)
+    assert config.splits == 4
+    settings = {"norm": False, "bias": True, "residual": True, "gated": False}
+    check(num_rows, 64, 17 * 128, torch.float32, device, **settings)
+
+
+@pytest.mark.parametrize("num_rows", [70, 130])
+def test_many_rows(device, num_rows):
+    settings = {"norm": False, "bias": False, "residual": False, "gated": False}
+    check(num_rows, 136, 200, torch.float32, device, **settings)
+
+
+def test_no_rows(device):
+    weight = make_weight(64, 128, device)
+    out = OPS.block_fp8_linear(torch.empty(0, 128, device=device), None, 0.0, *weight, None, None, False)
+    assert out.shape == (0, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 17, 32, 64, 100, 128, 129, 131, 500, 2048])
+def test_large(device, num_rows):
+    for num_columns, width in [(4096, 4096), (1024, 2048), (2112, 7168), (7168, 2048), (14336, 4096)]:
+        for gated in (False, True):
+            settings = {"norm": gated, "bias": True, "residual": not gated, "gated": gated}
+            check(num_rows, num_columns, width, torch.bfloat16, device, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 48, 300])
+def test_a_chain_in_a_graph(device, num_rows):
+    """Each launch may begin before the one ahead of it has ended: what it reads of that must be the finished thing."""
+    torch.manual_seed(0)
+    width = 1024
+    norm_weight = torch.ones(width, device=device, dtype=torch.bfloat16)
+    weights = [(make_weight(4 * width, width, device), make_weight(width, 2 * width, device)) for _ in range(32)]
+    start = torch.randn(num_rows, width, device=device).to(torch.bfloat16)
+
+    def run(*, synchronized):
+        x = start
+        for up, down in weights:
+            hidden = gemm.norm_gate_up(x, norm_weight, 1e-5, up)
+            if synchronized:
+                torch.cuda.synchronize()
+            x = gemm.linear(hidden, down, None, x)
+            if synchronized:
+                torch.cuda.synchronize()
+        return x
+
+    expected = run(synchronized=True)
+    assert torch.equal(run(synchronized=False), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(synchronized=False)
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)

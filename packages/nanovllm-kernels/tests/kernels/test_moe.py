@@ -1,0 +1,186 @@
+"""The kernels of mixtures of experts against plain torch, over all that they can be asked for."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.elementwise import norm_parts, rms_norm
+from nanovllm_kernels.gemm import block_fp8
+from nanovllm_kernels.moe import PackedExperts, Routing, _fused_experts_op, _route_op, reference, tiles
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def check_route(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
+    groups = routing.num_groups, routing.top_groups
+    weights, ids = _route_op(logits, bias, routing.top_k, routing.scoring, routing.renormalize, *groups, routing.scale)
+    expected_weights, expected_ids = reference.route(logits, routing, bias)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(2, "softmax", renormalize=False),
+        Routing(3, "softmax"),
+        Routing(1, "sigmoid", scale=2.5),
+        Routing(8, "sigmoid", num_groups=4, top_groups=2),
+        Routing(5, "sigmoid", num_groups=2, top_groups=1, scale=2.5),
+        Routing(4, "softmax", num_groups=8, top_groups=5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_experts", [24, 64])
+def test_route(routing, num_experts, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        # Logits that differ in bf16 too.
+        order = torch.rand((3, num_experts + 5), device=device).argsort(-1)
+        logits = ((order - 10) / 8).to(dtype)[:, :num_experts]
+        bias = torch.rand(num_experts, device=device) * 0.01
+        check_route(logits, routing, bias)
+        if routing.num_groups == 1:
+            check_route(logits, routing, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", [128, 256, 512])
+@pytest.mark.parametrize("num_tokens", [1, 5000])
+def test_route_large(num_tokens, num_experts, device):
+    logits, bias = torch.randn(num_tokens, num_experts, device=device), torch.randn(num_experts, device=device)
+    for routing in (Routing(8), Routing(10, "sigmoid"), Routing(8, "sigmoid", True, 8, 4, 2.5)):
+        check_route(logits, routing, bias)
+
+
+def test_logits_that_are_no_numbers_give_experts_that_exist(device):
+    logits = torch.full((2, 20), torch.nan, device=device)
+    logits[1] = torch.arange(20, device=device) / 4
+    for groups in ((1, 1), (4, 2)):
+        _, ids = _route_op(logits, None, 3, "sigmoid", True, *groups, 1.0)
+        assert ((ids[0] >= 0) & (ids[0] < 20)).all()
+        assert ids[1].tolist() == [19, 18, 17]
+
+
+def check_experts(
+    num_tokens: int,
+    num_experts: int,
+    hidden_size: int,
+    width: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    residual: torch.dtype | None = None,
+    quantized: bool = False,
+    favourite: bool = False,
+) -> None:
+    """favourite: all tokens choose the same experts. `x` is a view of longer rows."""
+    generator = torch.Generator(device).manual_seed(num_tokens * 31 + width)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    x = draw(num_tokens, hidden_size + 16).to(dtype)[:, :hidden_size]
+    w13, w2 = draw(num_experts, 2 * width, hidden_size) * 0.2, draw(num_experts, hidden_size, width) * 0.2
+    scales13 = scales2 = None
+    if quantized:
+        gates = [block_fp8.quantize_blocks(half) for weight in w13 for half in weight.chunk(2)]
+        w13 = torch.stack([numbers for numbers, _ in gates]).view(num_experts, 2 * width, hidden_size)
+        scales13 = torch.stack([scales for _, scales in gates]).unflatten(0, (num_experts, 2))
+        downs = [block_fp8.quantize_blocks(weight) for weight in w2]
+        w2, scales2 = (torch.stack(parts) for parts in zip(*downs, strict=True))
+    else:
+        w13, w2 = w13.to(dtype), w2.to(dtype)
+    scores = draw(num_tokens, num_experts)
+    weights, ids = scores.topk(top_k, -1)
+    ids = (ids[:1].expand(num_tokens, -1) if favourite else ids).int().contiguous()
+    added = None if residual is None else draw(num_tokens, hidden_size).to(residual)
+    counters = torch.zeros(tiles.num_counters(hidden_size), dtype=torch.int32, device=device)
+    arguments = (w13, w2, scales13, scales2)
+    results = [_fused_experts_op(x, *arguments, counters, weights, ids, added) for _ in range(2)]
+    assert torch.equal(*results)
+    assert not counters.any()
+    assert results[0].dtype == (x.dtype if residual is None else residual)
+    wide = None if added is None else added.double()
+    if quantized:
+        experts = PackedExperts(*arguments, None)
+        expected = reference.fused_experts(x.float(), experts, weights, ids, None)
+        expected = expected + (0 if added is None else added.float())
+    else:
+        experts = PackedExperts(w13.double(), w2.double(), None, None, None)
+        expected = reference.fused_experts(x.double(), experts, weights, ids, wide)
+    # Of e4m3 a number that is rounded the other way differs by one part in 8; these are few.
+    tolerance = TOLERANCE[dtype] + (0.02 if quantized else 0.0)
+    assert (results[0].double() - expected).norm() < tolerance * expected.norm()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 4, 1), (2, 16, 3), (3, 5, 3), (20, 6, 2)])
+@pytest.mark.parametrize(("hidden_size", "width"), [(32, 24), (40, 80)])
+def test_few_tokens(num_tokens, num_experts, top_k, hidden_size, width, device):
+    dtype, residual = (torch.float16, torch.float32) if width == 24 else (torch.float32, None)
+    check_experts(num_tokens, num_experts, hidden_size, width, top_k, dtype, device, residual=residual)
+
+
+@pytest.fixture
+def few_are_fewer(monkeypatch):
+    monkeypatch.setattr(tiles, "FEW_TOKENS", 2)
+
+
+@pytest.mark.usefixtures("few_are_fewer")
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(5, 20, 2), (15, 2, 2), (24, 1, 1), (40, 2, 2), (70, 2, 2)], ids=str
+)
+def test_many_tokens(num_tokens, num_experts, top_k, device):
+    check_experts(num_tokens, num_experts, 48, 40, top_k, torch.float16, device)
+    if num_tokens < 20:
+        check_experts(num_tokens, num_experts, 48, 40, top_k, torch.float32, device, residual=torch.float32)
+
+
+def test_many_tokens_of_one_expert(device):
+    check_experts(tiles.FEW_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
+
+
+def test_many_tiles_and_blocks_of_pairs(device, monkeypatch):
+    from nanovllm_kernels.moe import triton_grouped
+
+    monkeypatch.setattr(triton_grouped, "SORT_BLOCK", 64)
+    monkeypatch.setattr(triton_grouped, "LIST_BLOCK", 2)
+    monkeypatch.setattr(triton_grouped, "SUM_BLOCK", 16)
+    check_experts(100, 4, 32, 24, 2, torch.float16, device)
+
+
+@pytest.mark.usefixtures("few_are_fewer")
+@pytest.mark.parametrize(("num_tokens", "favourite"), [(1, False), (2, True), (7, False), (70, True), (140, False)])
+def test_fp8(num_tokens, favourite, device):
+    residual = torch.float32 if favourite else None
+    for hidden_size, width in ((48, 40), (200, 144)) if num_tokens < 10 else ((130, 40),):
+        check_experts(
+            *(num_tokens, 3, hidden_size, width, 2, torch.float32, device),
+            residual=residual,
+            quantized=True,
+            favourite=favourite,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 33, 64, 65, 200, 1000, 4000])
+@pytest.mark.parametrize(
+    ("num_experts", "hidden_size", "width", "top_k"), [(128, 2048, 768, 8), (512, 2048, 512, 10), (64, 3072, 1536, 8)]
+)
+def test_large(num_tokens, num_experts, hidden_size, width, top_k, quantized, device):
+    check_experts(num_tokens, num_experts, hidden_size, width, top_k, torch.bfloat16, device, quantized=quantized)
+
+
+@pytest.mark.parametrize(("sizes", "width"), [((48, 16), 100), ((96, 32), 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_norms_of_parts_of_a_row(sizes, width, dtype, device):
+    x = torch.randn((3, width + 8), device=device).to(dtype)[:, :width]
+    first, second = (torch.randn(size, device=device).to(dtype) for size in sizes)
+    expected = x.clone()
+    begin, end = sizes[0], sum(sizes)
+    expected[:, :begin] = rms_norm(x[:, :begin], first, 1e-5)
+    expected[:, begin:end] = rms_norm(x[:, begin:end], second, 1e-5)
+    torch.ops.nanovllm.norm_parts(x, list(sizes), first, second, 1e-5)
+    torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-5)
+    assert norm_parts(x, sizes, (first, second), 1e-5) is None

@@ -1,0 +1,174 @@
+"""Mixtures of experts in plain torch against loops over tokens in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_kernels.elementwise import norm_parts, pack_norm
+from nanovllm_kernels.gemm import block_fp8
+from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_experts, route, tiles
+
+
+def route_naively(logits: Tensor, routing: Routing, bias: Tensor | None) -> list[dict[int, float]]:
+    """Of each token the weights by expert."""
+    found = []
+    for row in logits.double():
+        scores = row.softmax(-1) if routing.scoring == "softmax" else row.sigmoid()
+        choice = (scores if bias is None else scores + bias.double()).tolist()
+        size = len(choice) // routing.num_groups
+        groups = [range(begin, begin + size) for begin in range(0, len(choice), size)]
+        groups.sort(key=lambda group: -sum(sorted(choice[i] for i in group)[-2:]))
+        eligible = [i for group in groups[: routing.top_groups] for i in group]
+        chosen = sorted(eligible, key=lambda i: -choice[i])[: routing.top_k]
+        total = sum(scores[i].item() for i in chosen) if routing.renormalize else 1.0
+        found.append({i: scores[i].item() / total * routing.scale for i in chosen})
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_tokens=st.integers(1, 5),
+    groups=st.sampled_from([(1, 1, 8), (4, 2, 3), (2, 2, 6), (8, 3, 1), (3, 1, 5)]),
+    scoring=st.sampled_from(["softmax", "sigmoid"]),
+    renormalize=st.booleans(),
+    scale=st.sampled_from([1.0, 2.5]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+def test_route(num_tokens, groups, scoring, renormalize, scale, with_bias, seed):
+    num_groups, top_groups, size = groups
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn((num_tokens, num_groups * size), generator=generator) * 2
+    bias = torch.randn(num_groups * size, generator=generator) if with_bias else None
+    top_k = 1 + seed % (top_groups * size)
+    routing = Routing(top_k, scoring, renormalize, num_groups, top_groups, scale)
+    weights, ids = route(logits, routing, bias)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    assert weights.shape == ids.shape == (num_tokens, top_k)
+    for expected, own_weights, own_ids in zip(
+        route_naively(logits, routing, bias), weights.tolist(), ids.tolist(), strict=True
+    ):
+        found = dict(zip(own_ids, own_weights, strict=True))
+        assert found.keys() == expected.keys()
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_scores_that_are_all_zero_are_no_division_by_it():
+    weights, _ = route(torch.full((1, 4), -1e4), Routing(2, "sigmoid"))
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
+def run_naively(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (own_weights, own_ids) in enumerate(zip(weights.double(), ids.tolist(), strict=True)):
+        for weight, expert in zip(own_weights, own_ids, strict=True):
+            gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
+            out[token] += weight * (w2[expert].double() @ (functional.silu(gate) * up))
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(1, 20),
+    num_experts=st.integers(1, 9),
+    sizes=st.sampled_from([(8, 6), (33, 16), (16, 40)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    float32_x=st.booleans(),
+    residual=st.sampled_from([None, "same", "float32"]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_fused_experts(num_tokens, num_experts, sizes, dtype, float32_x, residual, seed):
+    hidden_size, width = sizes
+    torch.manual_seed(seed)
+    w13, w2 = torch.randn(num_experts, 2 * width, hidden_size) * 0.3, torch.randn(num_experts, hidden_size, width) * 0.3
+    w13, w2 = w13.to(dtype), w2.to(dtype)
+    x = torch.randn(num_tokens, hidden_size).to(dtype)
+    weights, ids = torch.rand(num_tokens, num_experts).topk(1 + seed % num_experts)
+    expected = run_naively(x, w13, w2, weights, ids)
+    x = x.float() if float32_x else x
+    added = None
+    if residual is not None:
+        added = torch.randn(num_tokens, hidden_size).to(x.dtype if residual == "same" else torch.float32)
+        expected += added.double()
+    out = fused_experts(x, pack_experts(w13, w2), weights, ids.int(), added)
+    assert out.dtype == (x.dtype if added is None else added.dtype)
+    tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    assert (out.double() - expected).norm() < tolerance * (expected.norm() + 1)
+
+
+def quantized_experts(num_experts: int, hidden_size: int, width: int) -> tuple[PackedExperts, Tensor, Tensor]:
+    """Of random weights, and what they were rounded to."""
+    w13, scales13, w2, scales2, plain13, plain2 = [], [], [], [], [], []
+    for _ in range(num_experts):
+        halves = [block_fp8.quantize_blocks(torch.randn(width, hidden_size) * 0.2) for _ in range(2)]
+        down = block_fp8.quantize_blocks(torch.randn(hidden_size, width) * 0.2)
+        w13.append(torch.cat([numbers for numbers, _ in halves]))
+        scales13.append(torch.stack([scales for _, scales in halves]))
+        w2.append(down[0])
+        scales2.append(down[1])
+        plain13.append(torch.cat([block_fp8.dequantize(block_fp8.BlockFP8Weight(*half)) for half in halves]))
+        plain2.append(block_fp8.dequantize(block_fp8.BlockFP8Weight(*down)))
+    packed = pack_experts(torch.stack(w13), torch.stack(w2), torch.stack(scales13), torch.stack(scales2))
+    return packed, torch.stack(plain13), torch.stack(plain2)
+
+
+@pytest.mark.parametrize(("hidden_size", "width"), [(40, 24), (130, 200)])
+def test_experts_in_block_fp8(hidden_size, width):
+    experts, w13, w2 = quantized_experts(4, hidden_size, width)
+    x = torch.randn(7, hidden_size)
+    weights, ids = torch.rand(7, 4).topk(2)
+
+    def rounded(rows: Tensor) -> Tensor:
+        numbers, scales = block_fp8.quantize_groups(rows)
+        return numbers.float() * scales.repeat_interleave(128, 1)[:, : rows.shape[1]]
+
+    expected = torch.zeros(7, hidden_size)
+    for token in range(7):
+        for weight, expert in zip(weights[token], ids[token], strict=True):
+            gate, up = (rounded(x[token : token + 1]) @ w13[expert].T).chunk(2, -1)
+            expected[token] += weight * (rounded(functional.silu(gate) * up) @ w2[expert].T)[0]
+    torch.testing.assert_close(fused_experts(x, experts, weights, ids.int()), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_compiler_sees_the_same_functions():
+    w13, w2, bias = torch.randn(6, 32, 16), torch.randn(6, 16, 16), torch.randn(6)
+    routing = Routing(2, "sigmoid", num_groups=2, top_groups=1)
+
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = route(logits, routing, bias)
+        return fused_experts(x, pack_experts(w13, w2), weights, ids, x)
+
+    x, logits = torch.randn(5, 16), torch.randn(5, 6)
+    expected = layer(x.clone(), logits)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, logits), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_parts_of_a_row(dtype):
+    x, first, second = (torch.randn(shape).to(dtype) for shape in [(3, 20), (8,), (6,)])
+    expected = torch.cat(
+        (
+            functional.rms_norm(x[:, :8].double(), (8,), first.double(), 1e-5),
+            functional.rms_norm(x[:, 8:14].double(), (6,), second.double(), 1e-5),
+            x[:, 14:].double(),
+        ),
+        -1,
+    )
+    for weights in ((first, second), (pack_norm(first), pack_norm(second))):
+        found = x.clone()
+        norm_parts(found, (8, 6), weights, 1e-5)
+        torch.testing.assert_close(found.double(), expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_pairs", "num_experts"), [(1, 1), (7, 128), (600, 8), (4096, 256), (9, 3)])
+def test_the_list_of_tiles_has_room_for_the_worst_case(num_pairs, num_experts):
+    for block_m in (16, 128):
+        # One expert has what the others, with one pair each, leave.
+        others = min(num_experts - 1, num_pairs - 1)
+        worst = others + -(-(num_pairs - others) // block_m)
+        even = num_experts * -(-(num_pairs // num_experts) // block_m)
+        assert tiles.most_tiles(num_pairs, num_experts, block_m) >= max(worst, min(even, num_pairs))

@@ -1,0 +1,82 @@
+"""A block FP8 checkpoint through the whole engine: the greedy tokens of transformers with the same numbers.
+
+There the weights are float32 and the inputs of linears are rounded by hooks. One number in tens of thousands lies so
+near the middle between two of e4m3's that the order of a float32 sum decides, and changes what follows by as much as
+the rounding does: hence not every prompt must agree.
+"""
+
+import asyncio
+import random
+
+import pytest
+import torch
+from tiny_checkpoints import write_checkpoint, write_twin
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_kernels.gemm.block_fp8 import GROUP, quantize_groups
+from nanovllm_models import load
+
+VOCAB, NUM_PROMPTS, OUTPUT = 131, 16, 16
+SETTINGS = {
+    "all at once": {},
+    "chunked, depth 1, no prefix cache": {"max_num_batched_tokens": 40, "depth": 1, "prefix_caching": False},
+}
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 30))] for _ in range(NUM_PROMPTS)]
+
+
+def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    numbers, scales = quantize_groups(inputs[0].flatten(0, -2))
+    wide = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : numbers.shape[1]]
+    return (wide.view(inputs[0].shape),)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, reference_generate):
+    """A tiny model, and what transformers makes of every prompt with the same weights and with its inputs rounded."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.4,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    path = tmp_path_factory.mktemp("fp8")
+    write_checkpoint(path / "fp8", Qwen3ForCausalLM(config), fp8=True)
+    write_twin(path / "fp8", path / "twin")
+    twin = AutoModelForCausalLM.from_pretrained(path / "twin").eval()
+    for name, module in twin.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(round_input)
+    return path / "fp8", [reference_generate(twin, prompt, OUTPUT) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+async def test_tokens_equal_those_of_rounded_inputs(checkpoint, settings, device):
+    path, expected = checkpoint
+    config = EngineConfig(
+        device=device, dtype=torch.float32, num_blocks=200, max_num_seqs=NUM_PROMPTS, **SETTINGS[settings]
+    )
+    engine = await AsyncEngine.start(load(path), config)
+
+    async def ask(index: int, prompt: list[int]) -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+        outputs = engine.generate(Request(f"r{index}", prompt, sampling))
+        return [token async for output in outputs for token in output.new_token_ids]
+
+    try:
+        found = await asyncio.gather(*(ask(index, prompt) for index, prompt in enumerate(prompts())))
+    finally:
+        await engine.stop()
+    assert sum(map(list.__eq__, found, expected)) >= NUM_PROMPTS * 3 // 4
