@@ -4,7 +4,7 @@ The whole architecture on one page: config, modules, names of the weights, spec.
 loaded where a checkpoint has one, and waits for speculation. This room must not know tokens' text.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,14 +20,12 @@ from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, TokenGate
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
-from nanovllm_core.layers.weights import Slot, WeightedModule, fill_normal
 from nanovllm_core.model import BuildContext, CacheSpec, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import sigmoid_and_mul
-from nanovllm_kernels.gemm import linear
 from nanovllm_kernels.gemm.block_fp8 import GROUP
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
@@ -189,26 +187,6 @@ class GatedAttention(nn.Module):
         """What goes into `o_proj`, [T, query heads * head_dim]; `qkv` is overwritten."""
         qk_norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
         return sigmoid_and_mul(attend(self.heads.split(qkv), rotation, ctx, self._index, qk_norm), gate)
-
-
-class TokenGate(WeightedModule):
-    """How much of something each token gets: [T, hidden] -> float32 [T, 1] from 0 to 1, the same on every rank."""
-
-    def __init__(self, hidden_size: int, build: BuildContext):
-        super().__init__(build)
-        self.weight = self.allocate(1, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, 1]."""
-        return linear(x, self.weight).float().sigmoid()
-
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """The weight, whole on every rank."""
-        yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
-
-    def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights."""
-        fill_normal(self.weight, generator)
 
 
 class Qwen3NextMoE(nn.Module):

@@ -16,11 +16,11 @@ from nanovllm_core.layers.quantization import BlockFP8, quantization_of, randomi
 from nanovllm_core.layers.weights import Slot, WeightedModule, fill_normal
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.fp8 import DTYPE
-from nanovllm_kernels.gemm import PackedWeight, logits
+from nanovllm_kernels.gemm import PackedWeight, linear, logits
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 from nanovllm_kernels.moe import Routing, fused_experts, pack_experts, route
 
-__all__ = ["STANDARD_NAMES", "ExpertNames", "Experts", "Router", "Routing", "SparseMLP"]
+__all__ = ["STANDARD_NAMES", "ExpertNames", "Experts", "Router", "Routing", "SparseMLP", "TokenGate"]
 
 
 class ExpertNames(NamedTuple):
@@ -192,3 +192,23 @@ class SparseMLP(nn.Module):
         if norm is not None:
             x = norm.forward(x)
         return self.experts.forward(x, *self.gate.forward(x), residual)
+
+
+class TokenGate(WeightedModule):
+    """How much of something each token gets: [T, hidden] -> float32 [T, 1] from 0 to 1, the same on every rank."""
+
+    def __init__(self, hidden_size: int, build: BuildContext):
+        super().__init__(build)
+        self.weight = self.allocate(1, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, 1]."""
+        return linear(x, self.weight).float().sigmoid()
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        """The weight, whole on every rank."""
+        yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Normal weights."""
+        fill_normal(self.weight, generator)
