@@ -44,6 +44,7 @@ STATES = (
     | {"recurrent_ptr": FLOAT, "eps": "fp32"}
 )
 DELTA_HEADS = {"HEADS": 32, "GROUP": 2, "K_DIM": 128, "V_DIM": 128}
+DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True}
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
 CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
 
@@ -84,19 +85,19 @@ KERNELS = [
         "_step",
         8,
         STATES,
-        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True},
+        DELTA_STEP | {"BLOCK_V": 128, "BLOCKS": 1},
     ),
     (
         "linear_attention.triton_step",
         "_step",
-        8,
+        4,
         STATES | {"recurrent_ptr": BFLOAT},
-        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True},
+        DELTA_STEP | {"BLOCK_V": 32, "BLOCKS": 4},
     ),
     (
         "linear_attention.triton_chunk",
         "_convolve",
-        4,
+        8,
         STATES,
         {"GROUP": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "CHANNELS": 8192, "WIDTH": 4},
     ),
@@ -121,7 +122,7 @@ KERNELS = [
         STATES,
         DELTA_HEADS | {"PADDED_K": 128, "VALUES": 32, "CHANNELS": 8192},
     ),
-    ("linear_attention.triton_chunk", "_norm_and_gate", 4, STATES, DELTA_HEADS | {"PADDED_V": 128}),
+    ("linear_attention.triton_chunk", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
         "batch.triton_batch",
         "_build_inputs",
