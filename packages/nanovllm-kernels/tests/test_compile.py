@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 
 import pytest
 
@@ -233,6 +234,58 @@ def test_split(num_rows):
     assert "cp.async" in ptx[ptx.index("griddepcontrol.wait") :]
 
 
+@pytest.mark.parametrize("num_rows", [1, 32, 64, 128, 256])
+@pytest.mark.parametrize(("num_columns", "gated"), [(1024, False), (4096, False), (14336, True)])
+def test_block_fp8(num_rows, num_columns, gated):
+    from nanovllm_kernels.gemm import tiles, triton_block_fp8
+
+    groups = 32
+    config = tiles.block_fp8_config(num_rows, num_columns, groups, gated=gated, may_split=not gated)
+    fused = num_rows <= tiles.FUSED_FP8_ROWS
+    constants = {
+        "K": groups * 128,
+        "GROUPS": groups,
+        "GROUP": 128,
+        "BLOCK_ROWS": 128,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SPLITS": config.splits,
+        "STAGES": config.num_stages,
+        "EARLY": min(triton_block_fp8.EARLY_TILES, groups // config.splits),
+        "ALIGNED": True,
+        "SWAP": config.block_m < triton_block_fp8.SWAPPED_BELOW,
+        "QUANTIZED": not fused,
+        "NORM": fused and gated,
+        "GATED": gated,
+        "BIAS": False,
+        "RESIDUAL": not gated,
+        "OVERLAP": True,
+    }
+    types = {"weight_ptr": FP8, "scales_ptr": FLOAT, "partial_ptr": FLOAT, "counter_ptr": INT32, "eps": "fp32"}
+    types |= {"x_ptr": BFLOAT if fused else FP8, "x_scales_ptr": BFLOAT if fused else FLOAT}
+    compiled = compile_kernel(triton_block_fp8._project, types, constants, config.num_warps, config.num_stages)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    ptx = compiled.asm["ptx"]
+    # Not turned into float16 first.
+    assert re.search(r"wgmma\.mma_async.*\.e4m3\.e4m3", ptx)
+    assert "cvt.rn.f16x2.e4m3x2" not in ptx
+    assert "prefetch.global.L2" in ptx[: ptx.index("griddepcontrol.wait")]
+    assert "cp.async" in ptx[ptx.index("griddepcontrol.wait") :]
+    # Sixteen bytes a copy.
+    assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)
+
+
+def test_quantize_groups():
+    from nanovllm_kernels.gemm import triton_block_fp8
+
+    types = {"numbers_ptr": FP8, "scales_ptr": FLOAT, "eps": "fp32"}
+    sizes = {"GROUP": 128, "OVERLAP": True}
+    for groups, norm in ((56, True), (8, False)):
+        shape = {"K": groups * 128, "GROUPS": groups, "TOGETHER": 1 << (groups - 1).bit_length(), "NORM": norm}
+        compiled = compile_kernel(triton_block_fp8._quantize_groups, types, sizes | shape, num_warps=8)
+        assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+
+
 def test_merging():
     from nanovllm_kernels.attention import triton_decode, triton_prefill
 
@@ -314,17 +367,20 @@ def test_experts_for_few_tokens(gated, rows, num_groups, quantized):
 
     hidden_size, width = 2048, 768
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    config = tiles.few_config(rows, num_groups, columns, wide=False)
+    config = tiles.few_config(rows, num_groups, columns, wide=False, quantized=quantized)
     constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "PADDED_K": 8, "ROWS": rows, "QUANTIZED": quantized}
     constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages}
-    constants |= {"BY_EXPERT": num_groups == 128, "OVERLAP": True} | ({} if gated else {"RESIDUAL": True})
+    constants |= {"SWAPPED": config.swapped, "BY_EXPERT": num_groups == 128, "OVERLAP": True} | (
+        {} if gated else {"RESIDUAL": True}
+    )
     kernel = triton_few._few_gate_up if gated else triton_few._few_down
     types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     # Two to an SM, or loads wouldn't hide one another's latency.
     assert compiled.metadata.shared * 2 <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
-    assert ("wgmma.mma_async" if rows == 64 else "mma.sync") in ptx
+    assert ("wgmma.mma_async" if rows == 64 or quantized else "mma.sync") in ptx
+    assert ("e4m3.e4m3" in ptx) == quantized
     assert "cp.async" in ptx
 
 

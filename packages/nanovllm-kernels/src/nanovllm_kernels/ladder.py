@@ -21,7 +21,7 @@ from torch.nn import functional
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import paged_attention, plan_batch
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
-from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
+from nanovllm_kernels.gemm import block_fp8, linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
 from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_experts, route
 from nanovllm_kernels.platform import describe, has_cuda, has_cute, has_flash_attention
 from nanovllm_kernels.sampling import sample
@@ -294,6 +294,32 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
             yield Work(f"{shapes.name} {name}, {num_rows} rows{suffix}", make, cost, "TB/s", cost)
 
 
+def block_fp8_linears(num_rows: int) -> Iterator[Work]:
+    """Products with block FP8 weights of an 8B model and of DeepSeek-R1, what is multiplied quantised on its way: as
+    chosen for so many rows. Few rows cost the weight.
+    """
+    for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
+        few = num_rows <= tiles.OWN_FP8_ROWS
+        cost, unit = (columns * width, "TB/s") if few else (2 * num_rows * columns * width, "TFLOP/s")
+
+        def make(_: int, columns: int = columns, width: int = width) -> Callable[[], object]:
+            weight = block_fp8.empty_weight(columns, width, block_fp8.GROUP, torch.device("cuda"))
+            numbers, scales = block_fp8.quantize_blocks(random(columns, width))
+            weight.data.copy_(numbers)
+            weight.scales.copy_(scales)
+            x = random(num_rows, width)
+            return lambda: block_fp8.linear(x, weight)
+
+        yield Work(f"block FP8 {columns} x {width}, {num_rows} rows", make, cost, unit, columns * width)
+
+    def make_rows(_: int) -> Callable[[], object]:
+        x = random(num_rows, 4096)
+        return lambda: block_fp8.quantize_groups(x)
+
+    cost = num_rows * 4096 * 3
+    yield Work(f"quantize_groups {num_rows} x 4096", make_rows, cost, "GB/s", cost)
+
+
 @dataclass(frozen=True)
 class Mixture:
     """A model's experts: how many, how many a token goes to, and their widths."""
@@ -425,6 +451,8 @@ def ladder() -> Iterator[Work]:
     for shapes in SHAPES:
         for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             yield from projections(shapes, num_rows)
+    for num_rows in (1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 4096):
+        yield from block_fp8_linears(num_rows)
     yield from mixtures()
     for batch, vocab_size in ((1, 151_936), (128, 131_072), (256, 151_936)):
         yield from sampling(batch, vocab_size)

@@ -150,6 +150,13 @@ def test_many_tiles_and_blocks_of_pairs(device, monkeypatch):
     check_experts(100, 4, 32, 24, 2, torch.float16, device)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_fp8_for_few_tokens_with_columns_and_rows_in_each_others_place(num_tokens, device, monkeypatch):
+    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 2)
+    assert tiles.few_config(16, 2, 130, wide=False, quantized=True).swapped
+    check_experts(num_tokens, 3, 130, 40, 2, torch.float32, device, quantized=True)
+
+
 @pytest.mark.usefixtures("few_are_fewer")
 @pytest.mark.parametrize(("num_tokens", "favourite"), [(1, False), (2, True), (7, False), (70, True), (140, False)])
 def test_fp8(num_tokens, favourite, device):
