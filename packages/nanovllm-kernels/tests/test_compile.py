@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 
 import pytest
 
@@ -63,6 +64,13 @@ KERNELS = [
         8,
         {"eps": "fp32"},
         {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
+    ),
+    (
+        "elementwise.triton_norm",
+        "_norm_parts",
+        16,
+        {"eps": "fp32"},
+        {"FIRST": 6144, "SECOND": 1024, "BLOCK": 8192, "OVERLAP": True},
     ),
     ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
     ("elementwise.triton_activation", "_sigmoid_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
@@ -277,6 +285,58 @@ def test_split(num_rows):
     assert "cp.async" in ptx[ptx.index("griddepcontrol.wait") :]
 
 
+@pytest.mark.parametrize("num_rows", [1, 32, 64, 128, 256])
+@pytest.mark.parametrize(("num_columns", "gated"), [(1024, False), (4096, False), (14336, True)])
+def test_block_fp8(num_rows, num_columns, gated):
+    from nanovllm_kernels.gemm import tiles, triton_block_fp8
+
+    groups = 32
+    config = tiles.block_fp8_config(num_rows, num_columns, groups, gated=gated, may_split=not gated)
+    fused = num_rows <= tiles.FUSED_FP8_ROWS
+    constants = {
+        "K": groups * 128,
+        "GROUPS": groups,
+        "GROUP": 128,
+        "BLOCK_ROWS": 128,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SPLITS": config.splits,
+        "STAGES": config.num_stages,
+        "EARLY": min(triton_block_fp8.EARLY_TILES, groups // config.splits),
+        "ALIGNED": True,
+        "SWAP": config.block_m < triton_block_fp8.SWAPPED_BELOW,
+        "QUANTIZED": not fused,
+        "NORM": fused and gated,
+        "GATED": gated,
+        "BIAS": False,
+        "RESIDUAL": not gated,
+        "OVERLAP": True,
+    }
+    types = {"weight_ptr": FP8, "scales_ptr": FLOAT, "partial_ptr": FLOAT, "counter_ptr": INT32, "eps": "fp32"}
+    types |= {"x_ptr": BFLOAT if fused else FP8, "x_scales_ptr": BFLOAT if fused else FLOAT}
+    compiled = compile_kernel(triton_block_fp8._project, types, constants, config.num_warps, config.num_stages)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    ptx = compiled.asm["ptx"]
+    # Not turned into float16 first.
+    assert re.search(r"wgmma\.mma_async.*\.e4m3\.e4m3", ptx)
+    assert "cvt.rn.f16x2.e4m3x2" not in ptx
+    assert "prefetch.global.L2" in ptx[: ptx.index("griddepcontrol.wait")]
+    assert "cp.async" in ptx[ptx.index("griddepcontrol.wait") :]
+    # Sixteen bytes a copy.
+    assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)
+
+
+def test_quantize_groups():
+    from nanovllm_kernels.gemm import triton_block_fp8
+
+    types = {"numbers_ptr": FP8, "scales_ptr": FLOAT, "eps": "fp32"}
+    sizes = {"GROUP": 128, "OVERLAP": True}
+    for groups, norm in ((56, True), (8, False)):
+        shape = {"K": groups * 128, "GROUPS": groups, "TOGETHER": 1 << (groups - 1).bit_length(), "NORM": norm}
+        compiled = compile_kernel(triton_block_fp8._quantize_groups, types, sizes | shape, num_warps=8)
+        assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+
+
 def test_merging():
     from nanovllm_kernels.attention import triton_decode, triton_prefill
 
@@ -331,3 +391,81 @@ def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
     assert ".target sm_90a" in ptx
     assert "cp.async.bulk.tensor" in ptx
     return ptx
+
+
+ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "partial_ptr"], FLOAT) | (
+    dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
+)
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (8, 4)])
+def test_route(groups):
+    from nanovllm_kernels.moe import triton_route
+
+    num_groups, top_groups = groups
+    sizes = {"NUM_GROUPS": num_groups, "GROUP_SIZE": 256 // num_groups, "PADDED_GROUPS": num_groups}
+    sizes |= {"PADDED_SIZE": 256 // num_groups, "TOP_GROUPS": top_groups, "TOP_K": 8, "PADDED_K": 8}
+    kinds = {"SIGMOID": num_groups > 1, "BIAS": num_groups > 1, "RENORMALIZE": True, "OVERLAP": True}
+    types = ROUTED | {"logits_ptr": FLOAT, "bias_ptr": FLOAT, "scale": "fp32"}
+    compile_kernel(triton_route._route, types, sizes | kinds | {"LEAST_SUM": 1e-20}, num_warps=1)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("rows", "num_groups"), [(16, 8), (64, 128)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_for_few_tokens(gated, rows, num_groups, quantized):
+    from nanovllm_kernels.moe import tiles, triton_few
+
+    hidden_size, width = 2048, 768
+    columns, depth = (width, hidden_size) if gated else (hidden_size, width)
+    config = tiles.few_config(rows, num_groups, columns, wide=False, quantized=quantized)
+    constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "PADDED_K": 8, "ROWS": rows, "QUANTIZED": quantized}
+    constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages}
+    constants |= {"SWAPPED": config.swapped, "BY_EXPERT": num_groups == 128, "OVERLAP": True} | (
+        {} if gated else {"RESIDUAL": True}
+    )
+    kernel = triton_few._few_gate_up if gated else triton_few._few_down
+    types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
+    compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
+    # Two to an SM, or loads wouldn't hide one another's latency.
+    assert compiled.metadata.shared * 2 <= SHARED_MEMORY
+    ptx = compiled.asm["ptx"]
+    assert ("wgmma.mma_async" if rows == 64 or quantized else "mma.sync") in ptx
+    assert ("e4m3.e4m3" in ptx) == quantized
+    assert "cp.async" in ptx
+
+
+def grouped_configs():
+    from nanovllm_kernels.moe import tiles
+
+    plain = [(config, False) for config in (*tiles.GROUPED.values(), tiles.MANY)]
+    return plain + [(config, True) for config in (*tiles.GROUPED_FP8.values(), tiles.MANY_FP8)]
+
+
+@pytest.mark.parametrize(("config", "quantized"), grouped_configs())
+@pytest.mark.parametrize("gated", [True, False])
+def test_grouped_experts(gated, config, quantized):
+    from nanovllm_kernels.moe import triton_grouped
+
+    columns, depth = (768, 2048) if gated else (2048, 768)
+    constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "GATED": gated, "QUANTIZED": quantized, "OVERLAP": True}
+    constants |= {"SWAPPED": config.swapped, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    constants |= {"BLOCK_K": config.block_k, "STAGES": config.num_stages}
+    types = ROUTED | ({"x_ptr": FP8, "weight_ptr": FP8} if quantized else {})
+    types |= {"out_ptr": FP8} if quantized and gated else {}
+    compiled = compile_kernel(triton_grouped._grouped_product, types, constants, config.num_warps, config.num_stages)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert ("e4m3.e4m3" in ptx) == quantized
+    assert "cp.async" in ptx
+
+
+def test_order_and_sum_of_experts():
+    from nanovllm_kernels.moe import triton_grouped
+
+    compile_kernel(triton_grouped._sort_pairs, ROUTED, {"BLOCK": 2048, "OVERLAP": True}, num_warps=8)
+    sizes = {"PADDED_EXPERTS": 512, "BLOCK_M": 64, "BLOCK": 64, "OVERLAP": True}
+    compile_kernel(triton_grouped._list_tiles, ROUTED, sizes, num_warps=1)
+    sizes = {"WIDTH": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
+    compile_kernel(triton_grouped._sum_pairs, {}, sizes, num_warps=4)

@@ -1,18 +1,22 @@
 """Mixtures of experts: the same logits and greedy tokens as transformers, and checkpoints that are refused by name."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import write_checkpoint, write_twin
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nanovllm_models
 from nanovllm_core.layers import compiled
 from nanovllm_core.layers.weights import WeightError
-from nanovllm_models import llama
+from nanovllm_kernels.gemm.block_fp8 import GROUP, quantize_groups
+from nanovllm_models import llama, minimax_m2, qwen3_moe
+from nanovllm_models.fields import read_fields
 
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], list(range(40))]
 TOLERANCE = 2e-4
@@ -130,3 +134,93 @@ def test_dummy_weights_are_drawn_from_the_seed(family, tmp_path, session):
     )
     assert first.isfinite().all()
     assert not torch.equal(first, second)
+
+
+def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    x, *others = inputs
+    numbers, scales = quantize_groups(x.flatten(0, -2))
+    wide = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[-1]]
+    return (wide.view(x.shape), *others)
+
+
+class RoundingExperts(torch.nn.Module):
+    """Transformers' experts, the inputs of their linears rounded."""
+
+    def __init__(self, plain: torch.nn.Module):
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        (rounded,) = round_input(self, (x,))
+        out = torch.zeros_like(x)
+        for expert in ids.unique().tolist():
+            tokens, slots = torch.where(ids == expert)
+            gate, up = (rounded[tokens] @ self.plain.gate_up_proj[expert].T).chunk(2, -1)
+            (hidden,) = round_input(self, (torch.nn.functional.silu(gate) * up,))
+            out.index_add_(0, tokens, hidden @ self.plain.down_proj[expert].T * weights[tokens, slots, None])
+        return out
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe, two dense layers, sharded", "minimax_m2"])
+def test_fp8_checkpoints_give_the_logits_of_their_float32_twin(name, tmp_path, session):
+    fields = {key: value for key, value in VARIANTS[name].items() if key != "max_shard_size"}
+    model = make_checkpoint(tmp_path / "plain", **fields | {"hidden_size": 96, "initializer_range": 0.1})
+    write_checkpoint(tmp_path / "fp8", model, fp8=True, old_config=True)
+    write_twin(tmp_path / "fp8", tmp_path / "twin")
+    ours = session(nanovllm_models.load(tmp_path / "fp8"))
+    twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "twin").eval()
+    for module in [module for module in twin.modules() if hasattr(module, "experts")]:
+        module.experts = RoundingExperts(module.experts)
+    for part, module in twin.named_modules():
+        if part.endswith("_proj"):
+            module.register_forward_pre_hook(round_input)
+    prompts = [[first, 95 - 2 * first, 40 + first] for first in range(32)]
+    with torch.no_grad():
+        expected = twin(torch.tensor(prompts)).logits
+    errors = (torch.stack(ours.step(prompts)) - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
+    # See `test_fp8_checkpoints`: few prompts have a number that the order of a sum decides, or a choice of experts.
+    assert errors.quantile(0.6) < 1e-4
+    assert errors.max() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (QWEN3, {"num_experts_per_tok": 9}, "num_experts_per_tok of .* is 9, but must be at most num_experts, 8"),
+        (QWEN3, {"decoder_sparse_step": 0}, "decoder_sparse_step of .* is 0, but must be an integer above 0"),
+        (QWEN3, {"mlp_only_layers": [-1]}, "mlp_only_layers of .*, but must be a list of integers from 0 on"),
+        (QWEN3, {"use_sliding_window": True}, "use_sliding_window of .* is true, but must be false"),
+        (MINIMAX, {"num_experts_per_tok": 9}, "num_experts_per_tok of .* is 9, but must be at most num_local_experts"),
+        (MINIMAX, {"scoring_func": "softmax"}, 'scoring_func of .* is "softmax", but must be sigmoid'),
+        (MINIMAX, {"use_routing_bias": False}, "use_routing_bias of .* is false, but must be true"),
+        (MINIMAX, {"qk_norm_type": "per_head"}, 'qk_norm_type of .* is "per_head", but must be per_layer'),
+        (MINIMAX, {"use_qk_norm": False}, "use_qk_norm of .* is false, but must be true"),
+        (MINIMAX, {"attn_type_list": [1, 0, 1]}, "attn_type_list of .*, but must be 1 for each layer"),
+        (MINIMAX, {"rope_parameters": None, "rotary_dim": 7}, "rotary_dim of .* is 7, but must be even"),
+        (MINIMAX, {"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor of .* is 0.2, but must"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_field(family, changes, message, tmp_path):
+    make_checkpoint(tmp_path, **family)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(nanovllm_models.ModelError, match=message):
+        nanovllm_models.load(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "config"), [(qwen3_moe, "Qwen3MoeConfig"), (minimax_m2, "MiniMaxM2Config")])
+def test_fields_left_out_have_the_defaults_of_transformers(family, config, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    fields = read_fields(tmp_path / "config.json")
+    ours, theirs = family.parse_config(fields), getattr(transformers, config)()
+    names = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"} | {
+        *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    }
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
+    sparse = family.parse_sparse_config(fields, *([24] if family is qwen3_moe else []))
+    assert (sparse.num_experts, sparse.routing.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+    if family is qwen3_moe:
+        assert sparse.moe_intermediate_size == theirs.moe_intermediate_size
+        assert sparse.routing.renormalize == theirs.norm_topk_prob
+        assert sparse.sparse_layers == frozenset(range(24))

@@ -21,8 +21,9 @@ from torch.nn import functional
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import paged_attention, plan_batch
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
-from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
+from nanovllm_kernels.gemm import block_fp8, linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
 from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net, plan_states
+from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_experts, route
 from nanovllm_kernels.platform import describe, has_cuda, has_cute, has_flash_attention
 from nanovllm_kernels.sampling import sample
 
@@ -295,6 +296,106 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
             yield Work(f"{shapes.name} {name}, {num_rows} rows{suffix}", make, cost, "TB/s", cost)
 
 
+def block_fp8_linears(num_rows: int) -> Iterator[Work]:
+    """Products with block FP8 weights of an 8B model and of DeepSeek-R1, what is multiplied quantised on its way: as
+    chosen for so many rows. Few rows cost the weight.
+    """
+    for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
+        few = num_rows <= tiles.OWN_FP8_ROWS
+        cost, unit = (columns * width, "TB/s") if few else (2 * num_rows * columns * width, "TFLOP/s")
+
+        def make(_: int, columns: int = columns, width: int = width) -> Callable[[], object]:
+            weight = block_fp8.empty_weight(columns, width, block_fp8.GROUP, torch.device("cuda"))
+            numbers, scales = block_fp8.quantize_blocks(random(columns, width))
+            weight.data.copy_(numbers)
+            weight.scales.copy_(scales)
+            x = random(num_rows, width)
+            return lambda: block_fp8.linear(x, weight)
+
+        yield Work(f"block FP8 {columns} x {width}, {num_rows} rows", make, cost, unit, columns * width)
+
+    def make_rows(_: int) -> Callable[[], object]:
+        x = random(num_rows, 4096)
+        return lambda: block_fp8.quantize_groups(x)
+
+    cost = num_rows * 4096 * 3
+    yield Work(f"quantize_groups {num_rows} x 4096", make_rows, cost, "GB/s", cost)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A model's experts: how many, how many a token goes to, and their widths."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    width: int
+
+
+MIXTURES = (Mixture("30B-A3B", 128, 8, 2048, 768), Mixture("M2", 256, 8, 3072, 1536))
+
+
+def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
+    """Experts of normal numbers in bf16, or of any but NaN in FP8."""
+    shapes = (
+        (mixture.num_experts, 2 * mixture.width, mixture.hidden),
+        (mixture.num_experts, mixture.hidden, mixture.width),
+    )
+    if not in_fp8:
+        return pack_experts(*(random(*shape) for shape in shapes))
+    numbers = (torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF) for shape in shapes)
+    rows, columns = -(-mixture.width // 128), -(-mixture.hidden // 128)
+    scales13 = torch.rand(mixture.num_experts, 2, rows, columns, device="cuda")
+    scales2 = torch.rand(mixture.num_experts, columns, rows, device="cuda")
+    return pack_experts(*(part.view(fp8.DTYPE) for part in numbers), scales13, scales2)
+
+
+def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
+    """Experts that tokens choose at random; the cost is the weights of those that any is expected to choose, or for
+    many tokens the operations.
+    """
+    size = mixture.hidden * mixture.width
+
+    def make(_: int) -> Callable[[], object]:
+        packed = random_experts(mixture, in_fp8=in_fp8)
+        x, residual = random(num_tokens, mixture.hidden), random(num_tokens, mixture.hidden)
+        logits = torch.randn(num_tokens, mixture.num_experts, device="cuda")
+        weights, ids = route(logits, Routing(mixture.top_k))
+        return lambda: fused_experts(x, packed, weights, ids, residual)
+
+    hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens)
+    read = 3 * hit * size * (1 if in_fp8 else 2)
+    whole = 3 * mixture.num_experts * size * (1 if in_fp8 else 2)
+    name = f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens"
+    if num_tokens > 1024:
+        return Work(name, make, 6 * num_tokens * mixture.top_k * size, "TFLOP/s", whole)
+    return Work(name, make, read, "TB/s", whole)
+
+
+def routing(mixture: Mixture, num_tokens: int) -> Work:
+    """The choice of experts, whose cost is its logits."""
+
+    def make(_: int) -> Callable[[], object]:
+        logits = torch.randn(num_tokens, mixture.num_experts, device="cuda")
+        bias = torch.randn(mixture.num_experts, device="cuda")
+        return lambda: route(logits, Routing(mixture.top_k, "sigmoid"), bias)
+
+    cost = 4 * num_tokens * mixture.num_experts
+    return Work(f"route {mixture.name}, {num_tokens} tokens", make, cost, "GB/s", cost)
+
+
+def mixtures() -> Iterator[Work]:
+    """Mixtures of experts, from one token to many."""
+    for mixture in MIXTURES:
+        for num_tokens in (1, 4, 16, 64, 256, 1024, 8192):
+            yield routing(mixture, num_tokens)
+            yield experts(mixture, num_tokens, in_fp8=False)
+            yield experts(mixture, num_tokens, in_fp8=True)
+    # Of DeepSeek-V3's widths, about 32 rows each.
+    yield experts(Mixture("of 16", 16, 1, 7168, 2048), 512, in_fp8=True)
+
+
 def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
     """Greedy, plain and filtered draws from float32 logits: steep ones, and ones of which top-p keeps most."""
     ones = torch.ones(batch, device="cuda")
@@ -399,6 +500,9 @@ def ladder() -> Iterator[Work]:
         for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             yield from projections(shapes, num_rows)
     yield from delta_nets()
+    for num_rows in (1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 4096):
+        yield from block_fp8_linears(num_rows)
+    yield from mixtures()
     for batch, vocab_size in ((1, 151_936), (128, 131_072), (256, 151_936)):
         yield from sampling(batch, vocab_size)
 

@@ -94,7 +94,6 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
     )
     actual = OPS.block_fp8_linear(*arguments)
     assert not weight.counters.any()
-    assert torch.equal(OPS.block_fp8_linear(*arguments), actual)
     assert actual.dtype == (added.dtype if residual else dtype)
     assert actual.shape == expected.shape
     tolerance = TOLERANCE[dtype]
@@ -104,9 +103,8 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
     assert (actual.double() - expected).norm() <= tolerance * (expected.norm() + expected.numel() ** 0.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 5, 17])
-def test_what_stands_around_the_product(device, dtype, num_rows):
+@pytest.mark.parametrize(("num_rows", "dtype"), [(5, torch.float32), (1, torch.bfloat16), (17, torch.float32)])
+def test_what_stands_around_the_product(device, num_rows, dtype):
     for norm, gated, residual in itertools.product((False, True), repeat=3):
         check(num_rows, 96, 300, dtype, device, norm=norm, bias=residual, residual=residual, gated=gated)
 
@@ -127,10 +125,16 @@ def test_odd_sizes(device, num_columns, width, block_rows):
 
 @pytest.mark.parametrize("num_rows", [1, 40])
 def test_split(device, num_rows):
-    config = tiles.block_fp8_config(num_rows, 64, 17, splits=True)
+    config = tiles.block_fp8_config(num_rows, 64, 17, gated=False, may_split=True)
     assert config.splits == 4
     settings = {"norm": False, "bias": True, "residual": True, "gated": False}
     check(num_rows, 64, 17 * 128, torch.float32, device, **settings)
+
+
+def test_splitting_gives_the_same_each_time(device):
+    x, weight = torch.randn(3, 17 * 128, device=device), make_weight(64, 17 * 128, device)
+    first, second = (OPS.block_fp8_linear(x, None, 0.0, *weight, None, None, False) for _ in range(2))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("num_rows", [70, 130])

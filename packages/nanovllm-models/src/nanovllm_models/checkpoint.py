@@ -45,7 +45,10 @@ class Checkpoint:
         return frozenset(found)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, on the CPU, as stored. Raises ModelError when a file can't be read."""
+        """Names and tensors, on the CPU, as stored: views of a file that is mapped while it is read, file after file.
+
+        Raises ModelError when a file can't be read.
+        """
         bar = tqdm(
             desc="Loading weights", unit=" tensors", disable=None if self.progress is None else not self.progress
         )

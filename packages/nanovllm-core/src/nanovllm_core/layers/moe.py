@@ -45,7 +45,8 @@ class Router(WeightedModule):
     """Says which experts a token goes to: [T, hidden_size] -> weights float32 [T, k], ids int32 [T, k].
 
     The same on every rank. correction_bias: where the checkpoint has one, its name beside this module, that is,
-    "gate.name" for a tensor within a module "gate" and "name" for one next to it.
+    "gate.name" for a tensor within a module "gate" and "name" for one next to it. in_float32: the checkpoint keeps the
+    weight in float32 whatever the model's dtype.
     """
 
     def __init__(
@@ -56,19 +57,21 @@ class Router(WeightedModule):
         build: BuildContext,
         *,
         correction_bias: str | None = None,
+        in_float32: bool = False,
     ):
         super().__init__(build)
         self._routing = routing
         self._bias_name = correction_bias
-        # So few numbers decide so much that a CPU, whose bf16 products are rounded, keeps them in float32.
-        dtype = build.dtype if build.device.type == "cuda" else torch.float32
+        # So few numbers decide so much that a CPU, whose bf16 products are rounded, keeps them in float32 anyway.
+        dtype = torch.float32 if in_float32 or build.device.type == "cpu" else build.dtype
         self.weight = torch.empty((num_experts, hidden_size), dtype=dtype, device=build.device)
         self.bias = None if correction_bias is None else torch.zeros(num_experts, device=build.device)
         self._packed = PackedWeight(self.weight, blocked=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] -> weights and ids, each [T, k]."""
-        return route(logits(x, self._packed, self.weight), self._routing, self.bias)
+        rows = x.float() if self.weight.dtype == torch.float32 else x
+        return route(logits(rows, self._packed, self.weight), self._routing, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, and the bias if there is one, whole on every rank."""

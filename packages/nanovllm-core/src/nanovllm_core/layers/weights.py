@@ -94,6 +94,8 @@ def load_weights(
             raise WeightError(f"tensor {name} is of {_name(tensor.dtype)}, but the model expects {wanted}")
         slot.copy(tensor)
         filled.add(name)
+        # While the next one is read, this one's memory, or its whole file's where that is mapped, is free again.
+        del tensor
     missing = [name for name in slots if name not in filled]
     if missing:
         shown = ", ".join(f"{name} {list(slots[name].shape)}" for name in missing[:NAMES_SHOWN])

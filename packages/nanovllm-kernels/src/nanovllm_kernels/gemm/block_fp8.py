@@ -166,8 +166,8 @@ def _block_fp8_linear_op(
             if gated:
                 return silu_and_mul(sums)
             return sums if residual is None else residual + sums
-    may_split = counters is not None and norm_weight is None and not gated
-    config = tiles.block_fp8_config(num_rows, out.shape[1], scales.shape[1], splits=may_split)
+    may_split = counters is not None and norm_weight is None
+    config = tiles.block_fp8_config(num_rows, out.shape[1], scales.shape[1], gated=gated, may_split=may_split)
     weight = (data, scales, block_rows, counters)
     triton_block_fp8.project(rows, x_scales, norm_weight, eps, *weight, bias, residual, out, config, gated=gated)
     return out

@@ -145,37 +145,34 @@ class BlockFP8Config(NamedTuple):
 FUSED_FP8_ROWS = 16
 # Behind so many rows the product is the library's, where it takes it.
 OWN_FP8_ROWS = 128
-# A launch is to have so many CTAs, about two an SM, each with so many groups of K at least.
+# K is split until there are so many CTAs, about two an SM, while each has so many groups of K.
 FP8_CTAS = 256
 LEAST_GROUPS = 4
 MOST_FP8_SPLITS = 8
-NARROWEST_FP8 = 16
+# Pairs of tiles, when gated, are on their way at once for as long as two CTAs find room on an SM.
+GATED_FP8_STAGES = 4
+# By the most rows. Not measured on a GPU yet, but chosen to have 64 KiB or more of a weight on their way to each SM.
 FP8_ROWS = {
-    16: BlockFP8Config(16, 32, 1, 4, 8),
-    32: BlockFP8Config(32, 32, 1, 4, 8),
+    16: BlockFP8Config(16, 64, 1, 4, 6),
+    32: BlockFP8Config(32, 64, 1, 4, 6),
     64: BlockFP8Config(64, 32, 1, 4, 8),
-    128: BlockFP8Config(64, 64, 1, 4, 6),
+    OWN_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
 }
 FP8_MANY = BlockFP8Config(128, 128, 1, 8, 4)
 
 
-def block_fp8_config(num_rows: int, num_columns: int, groups: int, *, splits: bool) -> BlockFP8Config:
-    """The tiling for a weight of `num_columns` (pairs of them when gated) and `groups` of 128 along K.
-
-    splits: whether K may be split. Not measured on a GPU yet: chosen to have enough bytes on their way.
-    """
-    config = next((config for most, config in FP8_ROWS.items() if num_rows <= most), FP8_MANY)
+def block_fp8_config(num_rows: int, num_columns: int, groups: int, *, gated: bool, may_split: bool) -> BlockFP8Config:
+    """The tiling for a weight of `num_columns` (pairs of them when gated) and `groups` of 128 along K."""
     if num_rows > OWN_FP8_ROWS:
-        return config
-    row_tiles = -(-num_rows // config.block_m)
-    while not splits and config.block_n > NARROWEST_FP8 and row_tiles * (num_columns // config.block_n) < FP8_CTAS // 2:
-        config = config._replace(block_n=config.block_n // 2)
-    ctas = row_tiles * -(-num_columns // config.block_n)
-    while splits and ctas * config.splits < FP8_CTAS and config.splits < MOST_FP8_SPLITS:
-        if groups < 2 * config.splits * LEAST_GROUPS:
-            break
-        config = config._replace(splits=config.splits * 2)
-    return config
+        return FP8_MANY._replace(block_n=64) if gated else FP8_MANY
+    config = next(config for most, config in FP8_ROWS.items() if num_rows <= most)
+    if gated:
+        return config._replace(num_stages=GATED_FP8_STAGES)
+    ctas = -(-num_rows // config.block_m) * -(-num_columns // config.block_n)
+    splits = 1
+    while may_split and ctas * splits < FP8_CTAS and splits < MOST_FP8_SPLITS and groups >= 2 * splits * LEAST_GROUPS:
+        splits *= 2
+    return config._replace(splits=splits)
 
 
 def num_fp8_counters(num_columns: int) -> int:

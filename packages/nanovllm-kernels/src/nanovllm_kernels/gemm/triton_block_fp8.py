@@ -23,6 +23,8 @@ from nanovllm_kernels.platform import can_overlap_launches
 
 # Of a row without a norm a program quantises so many groups.
 GROUPS_A_PROGRAM = 8
+# Hopper's e4m3 products have 64 rows: with fewer rows in a tile the weight is the left operand.
+SWAPPED_BELOW = 64
 # Tiles of the weight that are asked for before the kernel ahead has ended.
 EARLY_TILES = 4
 
@@ -114,6 +116,7 @@ def project(
         STAGES=config.num_stages,
         EARLY=min(EARLY_TILES, -(-triton.cdiv(width, GROUP) // config.splits)),
         ALIGNED=block_rows % config.block_n == 0 and (not gated or num_columns % config.block_n == 0),
+        SWAP=config.block_m < SWAPPED_BELOW,
         QUANTIZED=x_scales is not None,
         NORM=norm_weight is not None,
         GATED=gated,
@@ -187,8 +190,7 @@ def _load_rows(
     x_ptr,
     x_scales_ptr,
     norm_ptr,
-    places,
-    inside,
+    line,
     is_row,
     K: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -196,14 +198,15 @@ def _load_rows(
 ):
     """One group of each row: e4m3 numbers [M, 128], their scales [M], and the sums of squares before a norm."""
     # What lies behind the end of a row is another one's.
-    tile = tl.load(x_ptr + places, mask=inside & (places < K), other=0.0)
+    tile = tl.load(x_ptr + line[None, :], mask=is_row[:, None] & (line < K)[None, :], other=0.0)
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
         return tile, scales, tl.zeros_like(scales)
     wide = tile.to(tl.float32)
     squares = tl.sum(wide * wide, 1)
     if NORM:
-        wide *= tl.load(norm_ptr + places, mask=places < K, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + line, mask=line < K, other=0.0)
+        wide *= norm.to(tl.float32)[None, :]
     numbers, scales = _quantize(wide, 1)
     return numbers, scales, squares
 
@@ -217,36 +220,67 @@ def _multiply(
     scales_stride,
     first,
     num_columns,
-    places,
+    line,
     K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
-    """One group of rows times those of a tile's columns, which are the weight's rows from `first` on: [M, N]."""
+    """One group of rows times those of a tile's columns, which are the weight's rows from `first` on: [M, N], or
+    [N, M] where the weight is to be the left operand.
+    """
     begin = tl.program_id(0) * BLOCK_N
     columns = begin + tl.arange(0, BLOCK_N)
     valid = columns < num_columns
     rows = (first + columns)[:, None].to(tl.int64)
-    weight = tl.load(weight_ptr + rows * K + places, mask=valid[:, None] & (places < K), other=0.0)
-    products = tl.dot(numbers, weight.T)
+    mask = valid[:, None] & (line < K)[None, :]
+    weight = tl.load(weight_ptr + rows * K + line[None, :], mask=mask, other=0.0)
     if ALIGNED:
-        scale = tl.load(scales_ptr + ((first + begin) // BLOCK_ROWS).to(tl.int64) * scales_stride)
-        return products * (x_scales * scale)[:, None]
-    blocks = ((first + columns) // BLOCK_ROWS).to(tl.int64)
-    return products * x_scales[:, None] * tl.load(scales_ptr + blocks * scales_stride, mask=valid, other=0.0)[None, :]
+        scales = tl.load(scales_ptr + ((first + begin) // BLOCK_ROWS).to(tl.int64) * scales_stride)
+    else:
+        blocks = ((first + columns) // BLOCK_ROWS).to(tl.int64)
+        scales = tl.load(scales_ptr + blocks * scales_stride, mask=valid, other=0.0)
+        scales = scales[:, None] if SWAP else scales[None, :]
+    if SWAP:
+        products = tl.dot(weight, numbers.T) * (x_scales[None, :] * scales)
+    else:
+        products = tl.dot(numbers, weight.T) * (x_scales[:, None] * scales)
+    return products
 
 
 @triton.jit
-def _finish(sums, factor, bias_ptr, first, num_columns, BLOCK_N: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr):
-    """`sums` [M, N] times the norm's `factor` [M], plus the bias from `first` on."""
+def _finish(
+    sums,
+    squares,
+    width,
+    eps,
+    bias_ptr,
+    first,
+    num_columns,
+    BLOCK_N: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """`sums` [M, N] under the norm of rows of `width` whose squares add up to `squares` [M]; with the bias from `first`
+    on.
+    """
     if NORM:
-        sums *= factor[:, None]
+        sums *= tl.rsqrt(squares / width + eps)[:, None]
     if BIAS:
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         bias = tl.load(bias_ptr + first + columns, mask=columns < num_columns, other=0.0)
         sums += bias[None, :].to(tl.float32)
     return sums
+
+
+@triton.jit
+def _store(sums, residual_ptr, residual_stride, out_ptr, rows, columns, num_columns, mask, RESIDUAL: tl.constexpr):
+    """Write `sums` plus the residual to their place in `out`."""
+    if RESIDUAL:
+        residual = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
+        sums += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + rows[:, None] * num_columns + columns[None, :], sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -279,6 +313,7 @@ def _project(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SWAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
@@ -299,15 +334,13 @@ def _project(
         gdc_wait()
     x_ptr += wide_rows[:, None] * x_stride
     x_scales_ptr += wide_rows * x_scales_stride
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+    up_sums = tl.zeros_like(sums)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for group in tl.range(split * span, min(split * span + span, GROUPS), num_stages=STAGES):
-        places = group * GROUP + tl.arange(0, GROUP)[None, :]
+        line = group * GROUP + tl.arange(0, GROUP)
         group_ptr = x_scales_ptr + group * x_scales_group_stride
-        numbers, x_scales, more = _load_rows(
-            x_ptr, group_ptr, norm_ptr, places, is_row[:, None], is_row, K, QUANTIZED, NORM
-        )
+        numbers, x_scales, more = _load_rows(x_ptr, group_ptr, norm_ptr, line, is_row, K, QUANTIZED, NORM)
         squares += more
         sums += _multiply(
             numbers,
@@ -317,11 +350,12 @@ def _project(
             scales_stride,
             0,
             num_columns,
-            places,
+            line,
             K,
             BLOCK_ROWS,
             BLOCK_N,
             ALIGNED,
+            SWAP,
         )
         if GATED:
             up_sums += _multiply(
@@ -332,12 +366,15 @@ def _project(
                 scales_stride,
                 num_columns,
                 num_columns,
-                places,
+                line,
                 K,
                 BLOCK_ROWS,
                 BLOCK_N,
                 ALIGNED,
+                SWAP,
             )
+    if SWAP:
+        sums, up_sums = sums.T, up_sums.T
     if OVERLAP:
         gdc_launch_dependents()
 
@@ -356,14 +393,9 @@ def _project(
             sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for other in tl.static_range(SPLITS):
                 sums += tl.load(partial_ptr + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-        factor = tl.rsqrt(squares / K + eps)
-        sums = _finish(sums, factor, bias_ptr, 0, num_columns, BLOCK_N, NORM, BIAS)
+        sums = _finish(sums, squares, K, eps, bias_ptr, 0, num_columns, BLOCK_N, NORM, BIAS)
         if GATED:
-            up_sums = _finish(up_sums, factor, bias_ptr, num_columns, num_columns, BLOCK_N, NORM, BIAS)
+            up_sums = _finish(up_sums, squares, K, eps, bias_ptr, num_columns, num_columns, BLOCK_N, NORM, BIAS)
             sums = sums * tl.sigmoid(sums) * up_sums
         mask = is_row[:, None] & (columns < num_columns)[None, :]
-        wide_rows = wide_rows[:, None]
-        if RESIDUAL:
-            added = residual_ptr + wide_rows * residual_stride + columns[None, :]
-            sums += tl.load(added, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + wide_rows * num_columns + columns[None, :], sums.to(out_ptr.dtype.element_ty), mask=mask)
+        _store(sums, residual_ptr, residual_stride, out_ptr, wide_rows, columns, num_columns, mask, RESIDUAL)

@@ -1,0 +1,149 @@
+"""Experts and routers: where checkpoints' tensors go, on one rank and on several."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nanovllm_core.layers.moe import STANDARD_NAMES, ExpertNames, Experts, Router, Routing, SparseMLP
+from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import BlockFP8
+from nanovllm_core.layers.weights import WeightError, fill_random, load_weights
+from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, dequantize, quantize_blocks
+
+NUM_EXPERTS, HIDDEN, WIDTH = 4, 8, 12
+ROUTING = Routing(2, "sigmoid")
+NAMES = ExpertNames("w1", "w3", "w2")
+
+
+def expert_tensors(prefix: str, names: ExpertNames = STANDARD_NAMES, width: int = WIDTH) -> dict[str, Tensor]:
+    shapes = {names.gate: (width, HIDDEN), names.up: (width, HIDDEN), names.down: (HIDDEN, width)}
+    return {
+        f"{prefix}.{expert}.{name}.weight": torch.randn(shape)
+        for expert in range(NUM_EXPERTS)
+        for name, shape in shapes.items()
+    }
+
+
+def run(x: Tensor, weights: Tensor, ids: Tensor, tensors: dict[str, Tensor], names: ExpertNames) -> Tensor:
+    out = torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
+            gate, up, down = (tensors[f"experts.{expert}.{name}.weight"] for name in names)
+            out[token] += weight * (down @ (functional.silu(gate @ x[token]) * (up @ x[token])))
+    return out
+
+
+@pytest.fixture
+def routed() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, and weights and ids of their experts."""
+    weights, ids = torch.rand(5, NUM_EXPERTS).topk(2)
+    return torch.randn(5, HIDDEN), weights, ids.int()
+
+
+@pytest.mark.parametrize("names", [STANDARD_NAMES, NAMES])
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_have_an_even_share_of_every_experts_width(names, size, ranks, routed):
+    x, weights, ids = routed
+    tensors = expert_tensors("experts", names)
+    residual, total = torch.randn(5, HIDDEN), torch.zeros(5, HIDDEN)
+    for build in ranks(size):
+        experts = Experts(NUM_EXPERTS, HIDDEN, WIDTH, build, names)
+        load_weights(nn.ModuleDict({"experts": experts}), reversed(tensors.items()))
+        total += experts.forward(x, weights, ids, residual.clone())
+    torch.testing.assert_close(total, run(x, weights, ids, tensors, names) + residual, rtol=1e-4, atol=1e-4)
+
+
+def test_widths_that_ranks_cannot_share_are_refused(ranks):
+    with pytest.raises(ValueError, match="the width of an expert is 10"):
+        Experts(NUM_EXPERTS, HIDDEN, 10, ranks(3)[0])
+    with pytest.raises(ValueError, match="192 wide, whose FP8 blocks of 128 2 ranks can't split"):
+        Experts(NUM_EXPERTS, HIDDEN, 192, ranks(2)[0], quantization=BlockFP8())
+
+
+@pytest.mark.parametrize(("size", "width"), [(1, 150), (2, 256)])
+def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, routed):
+    x, weights, ids = routed
+    plain, stored = expert_tensors("experts", width=width), {}
+    for name, tensor in plain.items():
+        numbers, scales = quantize_blocks(tensor)
+        stored |= {name: numbers, f"{name}_scale_inv": scales.bfloat16()}
+        plain[name] = dequantize(BlockFP8Weight(numbers, scales.bfloat16().float()))
+    total = torch.zeros(5, HIDDEN)
+    for build in ranks(size):
+        experts = Experts(NUM_EXPERTS, HIDDEN, width, build, quantization=BlockFP8())
+        load_weights(nn.ModuleDict({"experts": experts}), stored.items())
+        assert experts.weights.w13.dtype == torch.float8_e4m3fn
+        total += experts.forward(x, weights, ids)
+    expected = run(x, weights, ids, plain, STANDARD_NAMES)
+    # What is multiplied is rounded to e4m3 too.
+    assert (total - expected).norm() < 0.08 * expected.norm()
+    del stored["experts.2.up_proj.weight_scale_inv"]
+    with pytest.raises(WeightError, match=r"lacks 1 of 24 .*: experts\.2\.up_proj\.weight_scale_inv \[2, 1\]"):
+        load_weights(nn.ModuleDict({"experts": experts}), stored.items())
+
+
+@pytest.mark.parametrize(
+    ("bias", "name"),
+    [("gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias"), ("bias", "mlp.bias"), (None, None)],
+)
+def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
+    router = Router(HIDDEN, NUM_EXPERTS, ROUTING, build, correction_bias=bias)
+    mlp = SparseMLP(router, Experts(NUM_EXPERTS, HIDDEN, WIDTH, build))
+    tensors = expert_tensors("mlp.experts") | {"mlp.gate.weight": torch.randn(NUM_EXPERTS, HIDDEN)}
+    if name is not None:
+        tensors[name] = torch.randn(NUM_EXPERTS) * 2
+    load_weights(nn.ModuleDict({"mlp": mlp}), tensors.items())
+    norm = RMSNorm(HIDDEN, 1e-6, build)
+    fill_random(norm, 0)
+    x, residual = torch.randn(6, HIDDEN), torch.randn(6, HIDDEN)
+    scores = (x @ tensors["mlp.gate.weight"].T).sigmoid()
+    ids = (scores + (0 if name is None else tensors[name])).topk(2).indices
+    weights = scores.gather(1, ids)
+    weights /= weights.sum(-1, keepdim=True)
+    own = {key.removeprefix("mlp."): tensor for key, tensor in tensors.items()}
+    expected = run(x, weights, ids, own, STANDARD_NAMES)
+    torch.testing.assert_close(mlp.forward(x), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mlp.forward(x, residual.clone()), expected + residual, rtol=1e-4, atol=1e-4)
+    normed = mlp.forward(norm.forward(x), residual.clone())
+    torch.testing.assert_close(mlp.forward(x, residual.clone(), norm), normed)
+
+
+def test_a_router_decides_in_float32_on_a_cpu(build):
+    router = Router(HIDDEN, NUM_EXPERTS, ROUTING, replace(build, dtype=torch.bfloat16), correction_bias="bias")
+    load_weights(
+        nn.ModuleDict({"gate": router}),
+        {"gate.weight": torch.full((NUM_EXPERTS, HIDDEN), 1.001), "bias": torch.tensor([0.0, 1e-6, 0, 0])}.items(),
+    )
+    weights, ids = router.forward(torch.ones(1, HIDDEN, dtype=torch.bfloat16) / 64)
+    assert router.weight.dtype == torch.float32
+    assert weights.dtype == torch.float32
+    assert ids[0, 0] == 1
+
+
+def test_random_experts_depend_on_the_seed(build):
+    def made(seed: int, quantization: BlockFP8 | None = None) -> Experts:
+        experts = Experts(2, 64, 64, build, quantization=quantization)
+        fill_random(nn.ModuleList([experts]), seed)
+        return experts
+
+    assert torch.equal(made(1).weights.w13, made(1).weights.w13)
+    assert not torch.equal(made(1).weights.w2, made(2).weights.w2)
+    w13, w2, scales13, scales2, _ = made(1, BlockFP8()).weights
+    assert 0.015 < (w13.float() * scales13.flatten(0, 1).view(2, 2, 1).repeat_interleave(64, 1)).std() < 0.025
+    assert 0.015 < (w2.float() * scales2).std() < 0.025
+
+
+def test_many_experts_are_loaded_in_little_time(build):
+    """As many tensors as DeepSeek-R1 has layers and experts, a tenth of them."""
+    layers = nn.ModuleList(Experts(256, 2, 2, build, quantization=BlockFP8()) for _ in range(6))
+    slots = [slot for index, layer in enumerate(layers) for slot in layer.slots(str(index))]
+    assert len(slots) == 6 * 256 * 6
+    numbers, scales = torch.zeros(2, 2, dtype=torch.float8_e4m3fn), torch.zeros(1, 1)
+    begin = time.perf_counter()
+    load_weights(layers, ((name, scales if name.endswith("inv") else numbers) for name, _ in slots))
+    # Measured: 0.1 s.
+    assert time.perf_counter() - begin < 2

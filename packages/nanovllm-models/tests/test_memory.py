@@ -1,0 +1,85 @@
+"""Loading a checkpoint takes little more memory than the model: measured in a process that does nothing else."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nanovllm_core.layers.weights import WeightedModule
+from nanovllm_core.model import BuildContext
+from nanovllm_core.parallel import ParallelContext
+from nanovllm_models import llama
+from nanovllm_models.fields import read_fields
+
+SHARDS = 6
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+# What the loader itself may need beside the model and the file that is mapped.
+SLACK = 24 << 20
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+import nanovllm_models
+from nanovllm_core.model import BuildContext
+from nanovllm_core.parallel import ParallelContext
+
+def memory(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10
+
+# float16, which no CPU has a packed copy of.
+build = BuildContext(torch.device("cpu"), torch.float16, ParallelContext())
+spec = nanovllm_models.load(sys.argv[1], progress=False)
+before = memory("VmRSS")
+model = spec.build(build)
+print(memory("VmHWM") - before, memory("VmRSS") - before)
+"""
+
+
+def write_large(path: Path) -> tuple[int, int]:
+    """A checkpoint of zeros in shards, its tensors' names asked of the model; bytes of the model and of a shard."""
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    build = BuildContext(torch.device("cpu"), torch.float16, ParallelContext())
+    module = llama.LlamaForCausalLM(llama.parse_config(read_fields(path / "config.json")), build)
+    slots = {}
+    for name, part in module.named_modules():
+        if isinstance(part, WeightedModule):
+            slots |= dict(part.slots(name))
+    tensors = {name: torch.zeros(slot.shape, dtype=slot.dtype or torch.bfloat16) for name, slot in slots.items()}
+    names = list(tensors)
+    weight_map, largest = {}, 0
+    for shard in range(SHARDS):
+        part = {name: tensors[name] for name in names[shard::SHARDS]}
+        file = f"model-{shard}.safetensors"
+        save_file(part, path / file)
+        weight_map |= dict.fromkeys(part, file)
+        largest = max(largest, (path / file).stat().st_size)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return sum(tensor.nbytes for tensor in tensors.values()), largest
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_holds_the_model_and_a_file_at_most(tmp_path):
+    model, shard = write_large(tmp_path)
+    # A second copy of the model would show.
+    assert model > 2 * (shard + SLACK)
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    output = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert output.returncode == 0, output.stderr
+    peak, kept = map(int, output.stdout.split())
+    assert model - SLACK < kept < model + SLACK
+    assert peak < model + shard + SLACK
