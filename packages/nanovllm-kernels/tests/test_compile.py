@@ -45,6 +45,7 @@ STATES = (
     | {"recurrent_ptr": FLOAT, "eps": "fp32"}
 )
 DELTA_HEADS = {"HEADS": 32, "GROUP": 2, "K_DIM": 128, "V_DIM": 128}
+DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True}
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
 CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
 
@@ -92,19 +93,19 @@ KERNELS = [
         "_step",
         8,
         STATES,
-        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True},
+        DELTA_STEP | {"BLOCK_V": 128, "BLOCKS": 1},
     ),
     (
         "linear_attention.triton_step",
         "_step",
-        8,
+        4,
         STATES | {"recurrent_ptr": BFLOAT},
-        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True},
+        DELTA_STEP | {"BLOCK_V": 32, "BLOCKS": 4},
     ),
     (
         "linear_attention.triton_chunk",
         "_convolve",
-        4,
+        8,
         STATES,
         {"GROUP": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "CHANNELS": 8192, "WIDTH": 4},
     ),
@@ -129,7 +130,7 @@ KERNELS = [
         STATES,
         DELTA_HEADS | {"PADDED_K": 128, "VALUES": 32, "CHANNELS": 8192},
     ),
-    ("linear_attention.triton_chunk", "_norm_and_gate", 4, STATES, DELTA_HEADS | {"PADDED_V": 128}),
+    ("linear_attention.triton_chunk", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
         "batch.triton_batch",
         "_build_inputs",
@@ -471,24 +472,27 @@ def test_route(groups):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize(("rows", "num_groups"), [(16, 8), (16, 128), (64, 128)])
+@pytest.mark.parametrize(("rows", "num_groups"), [(16, 8), (64, 128)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_experts_for_few_tokens(gated, rows, num_groups, quantized):
     from nanovllm_kernels.moe import tiles, triton_few
 
     hidden_size, width = 2048, 768
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    config = tiles.few_config(rows, num_groups, columns, wide=False)
+    config = tiles.few_config(rows, num_groups, columns, wide=False, quantized=quantized)
     constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "PADDED_K": 8, "ROWS": rows, "QUANTIZED": quantized}
     constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages}
-    constants |= {"BY_EXPERT": num_groups == 128, "OVERLAP": True} | ({} if gated else {"RESIDUAL": True})
+    constants |= {"SWAPPED": config.swapped, "BY_EXPERT": num_groups == 128, "OVERLAP": True} | (
+        {} if gated else {"RESIDUAL": True}
+    )
     kernel = triton_few._few_gate_up if gated else triton_few._few_down
     types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     # Two to an SM, or loads wouldn't hide one another's latency.
     assert compiled.metadata.shared * 2 <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
-    assert ("wgmma.mma_async" if rows == 64 else "mma.sync") in ptx
+    assert ("wgmma.mma_async" if rows == 64 or quantized else "mma.sync") in ptx
+    assert ("e4m3.e4m3" in ptx) == quantized
     assert "cp.async" in ptx
 
 

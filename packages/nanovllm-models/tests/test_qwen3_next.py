@@ -7,13 +7,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import read_tensors, write_checkpoint
+from tiny_checkpoints import read_tensors, write_checkpoint, write_twin
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nanovllm_models
 from nanovllm_core.layers import compiled
 from nanovllm_core.layers.weights import WeightError
 from nanovllm_core.model import PagedSpec, StateSpec
+from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, dequantize
 from nanovllm_kernels.linear_attention import CHECKPOINT
 from nanovllm_models import qwen3_next
 from nanovllm_models.errors import ModelError
@@ -243,3 +244,37 @@ def test_dummy_weights_are_drawn_from_the_seed(tmp_path, session):
     )
     assert first.isfinite().all()
     assert not torch.equal(first, second)
+
+
+def test_block_fp8_weights_get_to_where_the_float32_twins_are(tmp_path, session):
+    model = make_model(head_dim=128, mlp_only_layers=[1], num_hidden_layers=2, full_attention_interval=2)
+    write_checkpoint(tmp_path / "fp8", model, fp8=True, mtp=True, old_config=True)
+    write_twin(tmp_path / "fp8", tmp_path / "twin")
+    ours, twin = (session(nanovllm_models.load(tmp_path / name)) for name in ("fp8", "twin"))
+    delta, plain_delta = (each.model.model.layers[0].linear_attn for each in (ours, twin))
+    full, plain_full = (each.model.model.layers[1] for each in (ours, twin))
+    shared, plain_shared = (each.model.model.layers[0].mlp.shared_expert for each in (ours, twin))
+    head, plain_head = (each.model.mtp.layers[0].self_attn for each in (ours, twin))
+    joint = plain_delta.in_proj.weight.data
+    qkvz, ba = joint.split((delta.in_proj.weight.data.shape[0], delta.in_proj_ba.weight.data.shape[0]))
+    assert torch.equal(delta.in_proj_ba.weight.data, ba)
+    for linear, expected in (
+        (delta.in_proj, qkvz),
+        (delta.out_proj, plain_delta.out_proj.weight.data),
+        (full.self_attn.qkv_proj, plain_full.self_attn.qkv_proj.weight.data),
+        (full.self_attn.o_proj, plain_full.self_attn.o_proj.weight.data),
+        (full.mlp.gate_up_proj, plain_full.mlp.gate_up_proj.weight.data),
+        (shared.down_proj, plain_shared.down_proj.weight.data),
+        (head.qkv_proj, plain_head.qkv_proj.weight.data),
+    ):
+        assert isinstance(linear.weight, BlockFP8Weight)
+        torch.testing.assert_close(dequantize(linear.weight), expected)
+    found, expected = (torch.cat(each.step(PROMPTS)) for each in (ours, twin))
+    near = torch.nn.functional.cosine_similarity(found, expected, dim=-1) > 0.98
+    assert near.float().mean() > 0.8
+
+
+def test_heads_whose_gates_would_share_a_block_are_refused(tmp_path):
+    write_checkpoint(tmp_path, make_model(), fp8=True)
+    with pytest.raises(ModelError, match=r"head_dim .* is 16, but must be a multiple of 128"):
+        nanovllm_models.load(tmp_path)

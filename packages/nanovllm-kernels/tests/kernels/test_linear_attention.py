@@ -54,6 +54,19 @@ def test_heads_of_any_size(heads, dims, width, state_case, device):
     check(case, known=False, close=CLOSE[torch.float32])
 
 
+@pytest.mark.parametrize("block_rows", [8, 16])
+def test_states_in_blocks_of_rows(block_rows, state_case, device, monkeypatch):
+    """As where decodes are many."""
+    from nanovllm_kernels.attention import tiles
+    from nanovllm_kernels.linear_attention import triton_step
+
+    monkeypatch.setattr(tiles, "INTERPRETER_SMS", 0)
+    monkeypatch.setattr(triton_step, "BLOCK_ROWS", block_rows)
+    for dims in ((16, 16), (8, 24), (24, 40)):
+        case = state_case([*SHAPES["decodes"], *[(1, 70)] * 3], heads=(1, 2), dims=dims, device=device)
+        check(case, known=True, close=CLOSE[torch.float32])
+
+
 def check_16_bits(dtype, state_dtype, state_case, device):
     case = state_case(SHAPES["mixed"], dtype=dtype, state_dtype=state_dtype, device=device)
     check(case, known=False, close=CLOSE[torch.bfloat16 if state_dtype == torch.bfloat16 else dtype])

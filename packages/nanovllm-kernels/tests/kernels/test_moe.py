@@ -33,14 +33,13 @@ def check_route(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
 )
 @pytest.mark.parametrize("num_experts", [24, 64])
 def test_route(routing, num_experts, device):
-    for dtype in (torch.float32, torch.bfloat16):
-        # Logits that differ in bf16 too.
-        order = torch.rand((3, num_experts + 5), device=device).argsort(-1)
-        logits = ((order - 10) / 8).to(dtype)[:, :num_experts]
-        bias = torch.rand(num_experts, device=device) * 0.01
-        check_route(logits, routing, bias)
-        if routing.num_groups == 1:
-            check_route(logits, routing, None)
+    # Logits that differ in bf16 too.
+    order = torch.rand((3, num_experts + 5), device=device).argsort(-1)
+    logits = ((order - 10) / 8).to(torch.bfloat16 if num_experts == 24 else torch.float32)[:, :num_experts]
+    bias = torch.rand(num_experts, device=device) * 0.01
+    check_route(logits, routing, bias)
+    if routing.num_groups == 1:
+        check_route(logits, routing, None)
 
 
 @pytest.mark.gpu
@@ -114,8 +113,10 @@ def check_experts(
     assert (results[0].double() - expected).norm() < tolerance * expected.norm()
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 4, 1), (2, 16, 3), (3, 5, 3), (20, 6, 2)])
-@pytest.mark.parametrize(("hidden_size", "width"), [(32, 24), (40, 80)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "hidden_size", "width"),
+    [(1, 4, 1, 32, 24), (2, 16, 3, 40, 80), (3, 5, 3, 32, 24), (3, 5, 3, 40, 80), (20, 6, 2, 32, 24)],
+)
 def test_few_tokens(num_tokens, num_experts, top_k, hidden_size, width, device):
     dtype, residual = (torch.float16, torch.float32) if width == 24 else (torch.float32, None)
     check_experts(num_tokens, num_experts, hidden_size, width, top_k, dtype, device, residual=residual)
@@ -149,17 +150,24 @@ def test_many_tiles_and_blocks_of_pairs(device, monkeypatch):
     check_experts(100, 4, 32, 24, 2, torch.float16, device)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_fp8_for_few_tokens_with_columns_and_rows_in_each_others_place(num_tokens, device, monkeypatch):
+    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 2)
+    assert tiles.few_config(16, 2, 130, wide=False, quantized=True).swapped
+    check_experts(num_tokens, 3, 130, 40, 2, torch.float32, device, quantized=True)
+
+
 @pytest.mark.usefixtures("few_are_fewer")
 @pytest.mark.parametrize(("num_tokens", "favourite"), [(1, False), (2, True), (7, False), (70, True), (140, False)])
 def test_fp8(num_tokens, favourite, device):
     residual = torch.float32 if favourite else None
-    for hidden_size, width in ((48, 40), (200, 144)) if num_tokens < 10 else ((130, 40),):
-        check_experts(
-            *(num_tokens, 3, hidden_size, width, 2, torch.float32, device),
-            residual=residual,
-            quantized=True,
-            favourite=favourite,
-        )
+    hidden_size, width = (130, 40) if num_tokens > 10 else (200, 144) if favourite or num_tokens > 2 else (48, 40)
+    check_experts(
+        *(num_tokens, 3, hidden_size, width, 2, torch.float32, device),
+        residual=residual,
+        quantized=True,
+        favourite=favourite,
+    )
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ def arguments():
     return {
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
         "silu_and_mul": (torch.randn(3, 16),),
+        "sigmoid_and_mul": (torch.randn(3, 16), torch.randn(3, 16)),
         "norm_parts": (torch.randn(3, 24), [16, 4], torch.randn(16), torch.randn(4), 1e-5),
         "route": (torch.randn(3, 8), torch.randn(8), 2, "sigmoid", True, 4, 2, 1.5),
         "fused_experts": (
@@ -35,7 +36,6 @@ def arguments():
             *(torch.zeros(1, dtype=torch.int32), torch.rand(3, 2), integers([[0, 1], [2, 1], [3, 0]])),
             torch.randn(3, 16),
         ),
-        "sigmoid_and_mul": (torch.randn(3, 16), torch.randn(3, 16)),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5),
         "paged_attention": (
             *(qkv[:, :2], kv_cache, None, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),

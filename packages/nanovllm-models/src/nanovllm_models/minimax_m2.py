@@ -122,7 +122,7 @@ class MiniMaxM2Layer(nn.Module):
         self.self_attn = MiniMaxM2Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         hidden_size, num_experts, bias = config.hidden_size, sparse.num_experts, "e_score_correction_bias"
-        router = Router(hidden_size, num_experts, sparse.routing, build, correction_bias=bias)
+        router = Router(hidden_size, num_experts, sparse.routing, build, correction_bias=bias, in_float32=True)
         quantization = NAMES.quantization_of(config.quantization, f"model.layers.{index}.block_sparse_moe.experts")
         width = config.intermediate_size
         experts = Experts(num_experts, hidden_size, width, build, NAMES, quantization=quantization)

@@ -4,7 +4,7 @@ The whole architecture on one page: config, modules, names of the weights, spec.
 loaded where a checkpoint has one, and waits for speculation. This room must not know tokens' text.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,15 +20,15 @@ from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import Experts, Router, Routing
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, TokenGate
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
-from nanovllm_core.layers.weights import Slot, WeightedModule, fill_normal
 from nanovllm_core.model import BuildContext, CacheSpec, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import sigmoid_and_mul
-from nanovllm_kernels.gemm import linear
+from nanovllm_kernels.gemm.block_fp8 import GROUP
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_rotary
+from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
 from nanovllm_models.llama import is_redundant
 from nanovllm_models.vocabulary import read_vocabulary
@@ -67,6 +67,7 @@ class Qwen3NextConfig:
     delta: DeltaShape
     moe: MoEConfig
     tie_word_embeddings: bool
+    quantization: BlockFP8 | None
 
 
 def parse_config(config: Fields) -> Qwen3NextConfig:
@@ -76,14 +77,15 @@ def parse_config(config: Fields) -> Qwen3NextConfig:
     """
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "absent: quantised checkpoints are not supported")
     num_heads = config.integer("num_attention_heads", 16)
     num_kv_heads = config.integer("num_key_value_heads", 2)
     if num_heads % num_kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
     num_layers = config.integer("num_hidden_layers", 48)
     head_dim = config.integer("head_dim", 256)
+    quantization = parse_quantization(config)
+    if quantization is not None and head_dim % GROUP:
+        raise config.error("head_dim", f"a multiple of {GROUP}, or gates would share FP8 blocks with queries")
     max_position = config.integer("max_position_embeddings", 32768)
     eps = config.number("rms_norm_eps", 1e-6)
     return Qwen3NextConfig(
@@ -102,6 +104,7 @@ def parse_config(config: Fields) -> Qwen3NextConfig:
         delta=_parse_delta(config, eps),
         moe=_parse_moe(config, num_layers),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        quantization=quantization,
     )
 
 
@@ -154,24 +157,30 @@ def _parse_moe(config: Fields, num_layers: int) -> MoEConfig:
 class GatedAttention(nn.Module):
     """Grouped-query attention with normed heads, rotated in part, and a gate for each number of its result.
 
-    In three parts, as `GatedDeltaNet`. index: which of the context's paged caches is its own.
+    In three parts, as `GatedDeltaNet`. index: which of the context's paged caches is its own. name: of this module.
     """
 
-    def __init__(self, config: Qwen3NextConfig, index: int, build: BuildContext):
+    def __init__(self, config: Qwen3NextConfig, index: int, build: BuildContext, name: str):
         super().__init__()
+        joint = quantization_of(config.quantization, name, "q_proj", "k_proj", "v_proj")
+        output = quantization_of(config.quantization, name, "o_proj")
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         hidden_size, bias = config.hidden_size, config.attention_bias
         self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
-        self.qkv_proj = GatedQKVLinear(hidden_size, num_heads, num_kv_heads, head_dim, build, bias=bias)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, build, bias=bias)
+        self.qkv_proj = GatedQKVLinear(
+            hidden_size, num_heads, num_kv_heads, head_dim, build, bias=bias, quantization=joint
+        )
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, build, bias=bias, quantization=output)
         self.q_norm, self.k_norm = (RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2))
         gates = self.heads.num_heads * head_dim
         self._sizes = (gates + 2 * self.heads.num_kv_heads * head_dim, gates)
+        self._norms_apart = joint is not None
         self._index = index
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Of what `norm` makes of x [T, hidden]: queries, keys and values [T, all heads * head_dim], and gates."""
-        qkv, gate = self.qkv_proj.forward(x, norm).split(self._sizes, -1)
+        joint = self.qkv_proj.forward(norm.forward(x)) if self._norms_apart else self.qkv_proj.forward(x, norm)
+        qkv, gate = joint.split(self._sizes, -1)
         return qkv, gate
 
     def forward(self, qkv: Tensor, gate: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
@@ -180,35 +189,20 @@ class GatedAttention(nn.Module):
         return sigmoid_and_mul(attend(self.heads.split(qkv), rotation, ctx, self._index, qk_norm), gate)
 
 
-class TokenGate(WeightedModule):
-    """How much of something each token gets: [T, hidden] -> float32 [T, 1] from 0 to 1, the same on every rank."""
-
-    def __init__(self, hidden_size: int, build: BuildContext):
-        super().__init__(build)
-        self.weight = self.allocate(1, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, 1]."""
-        return linear(x, self.weight).float().sigmoid()
-
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """The weight, whole on every rank."""
-        yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
-
-    def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights."""
-        fill_normal(self.weight, generator)
-
-
 class Qwen3NextMoE(nn.Module):
-    """Experts of which each token goes through a few, beside one that all go through, as far as its gate lets them."""
+    """Experts of which each token goes through a few, beside one that all go through, as far as its gate lets them.
 
-    def __init__(self, config: Qwen3NextConfig, build: BuildContext):
+    name: of this module.
+    """
+
+    def __init__(self, config: Qwen3NextConfig, build: BuildContext, name: str):
         super().__init__()
         hidden_size, moe = config.hidden_size, config.moe
+        quantization = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
+        shared = quantization_of(config.quantization, f"{name}.shared_expert", *STANDARD_NAMES)
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build)
-        self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build)
-        self.shared_expert = GatedMLP(hidden_size, moe.shared_intermediate_size, build)
+        self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build, quantization=quantization)
+        self.shared_expert = GatedMLP(hidden_size, moe.shared_intermediate_size, build, quantization=shared)
         self.shared_expert_gate = TokenGate(hidden_size, build)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
@@ -223,25 +217,45 @@ class Qwen3NextMoE(nn.Module):
 class Qwen3NextLayer(nn.Module):
     """Attention or recurrence, and feed-forward, each of the normed residual stream and added to it.
 
-    In three parts, as what lies between the attention or recurrence of two layers may be compiled as one. index: its
-    place among the layers of its kind, that is, among the caches of that kind.
+    In three parts, as what lies between the attention or recurrence of two layers may be compiled as one. name: of
+    this module. index: its place among the layers of its kind, that is, among the caches of that kind.
     """
 
-    def __init__(self, config: Qwen3NextConfig, index: int, build: BuildContext, *, is_full: bool, is_sparse: bool):
+    def __init__(
+        self,
+        config: Qwen3NextConfig,
+        name: str,
+        index: int,
+        build: BuildContext,
+        *,
+        is_full: bool,
+        is_sparse: bool,
+    ):
         super().__init__()
+        quantization = config.quantization
         self.is_full = is_full
         self.is_sparse = is_sparse
         self.input_layernorm, self.post_attention_layernorm = (
             RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(2)
         )
         if is_full:
-            self.self_attn = GatedAttention(config, index, build)
+            self.self_attn = GatedAttention(config, index, build, f"{name}.self_attn")
         else:
-            self.linear_attn = GatedDeltaNet(config.hidden_size, config.delta, index, build)
+            self.linear_attn = GatedDeltaNet(
+                config.hidden_size,
+                config.delta,
+                index,
+                build,
+                in_quantization=quantization_of(quantization, f"{name}.linear_attn", "in_proj_qkvz"),
+                out_quantization=quantization_of(quantization, f"{name}.linear_attn", "out_proj"),
+            )
+        dense = None if is_sparse else quantization_of(quantization, f"{name}.mlp", *STANDARD_NAMES)
         if is_sparse:
-            self.mlp = Qwen3NextMoE(config, build)
+            self.mlp = Qwen3NextMoE(config, build, f"{name}.mlp")
         else:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build)
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=dense)
+        # A product with FP8 weights that norms too has the norm's dtype, here float32.
+        self._norms_apart = dense is not None
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What attention or recurrence is done with, of the stream [T, hidden]."""
@@ -256,6 +270,8 @@ class Qwen3NextLayer(nn.Module):
     def after(self, mixed: Tensor, x: Tensor) -> Tensor:
         """The residual stream behind the layer, of that result and the stream before; x may be overwritten."""
         x = (self.self_attn.o_proj if self.is_full else self.linear_attn.out_proj).forward(mixed, x)
+        if self._norms_apart:
+            return self.mlp.forward(self.post_attention_layernorm.forward(x), x)
         return self.mlp.forward(x, x, self.post_attention_layernorm)
 
     @property
@@ -284,7 +300,10 @@ class Qwen3NextModel(nn.Module):
         self.layers = nn.ModuleList()
         for index in range(config.num_hidden_layers):
             is_full, is_sparse = index in config.full_layers, index in config.moe.sparse_layers
-            self.layers.append(Qwen3NextLayer(config, counts[is_full], build, is_full=is_full, is_sparse=is_sparse))
+            name = f"model.layers.{index}"
+            self.layers.append(
+                Qwen3NextLayer(config, name, counts[is_full], build, is_full=is_full, is_sparse=is_sparse)
+            )
             counts[is_full] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
         # What is compiled is the same for all that it is used for, so there is one for each kind of neighbours.
@@ -323,8 +342,10 @@ class MTPHead(nn.Module):
             RMSNorm(hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(3)
         )
         self.fc = ColumnParallelLinear(2 * hidden_size, (Part("fc", hidden_size),), build)
-        index = len(config.full_layers)
-        self.layers = nn.ModuleList([Qwen3NextLayer(config, index, build, is_full=True, is_sparse=is_sparse)])
+        layer = Qwen3NextLayer(
+            config, f"{MTP}layers.0", len(config.full_layers), build, is_full=True, is_sparse=is_sparse
+        )
+        self.layers = nn.ModuleList([layer])
 
 
 class Qwen3NextForCausalLM(nn.Module):

@@ -42,16 +42,16 @@ class GatedQKVLinear(ColumnParallelLinear):
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """As of queries, keys and values; those of queries also fill the gates."""
+        prefix = name[: name.rfind(".") + 1]
+        queries, gates = f"{prefix}q_proj.", f"{prefix}{GATE}."
         slots = dict(super().slots(name))
         for full, slot in slots.items():
-            if f".{GATE}." in full:
-                continue
-            gate = slots.get(full.replace(".q_proj.", f".{GATE}.")) if ".q_proj." in full else None
-            if gate is None:
-                yield full, slot
-            else:
+            if full.startswith(queries):
+                gate = slots[gates + full.removeprefix(queries)]
                 shape = (2 * slot.shape[0], *slot.shape[1:])
                 yield full, Slot(shape, partial(_copy_halves, self._num_heads, slot.copy, gate.copy), slot.dtype)
+            elif not full.startswith(gates):
+                yield full, slot
 
 
 def _copy_halves(

@@ -16,11 +16,11 @@ from nanovllm_core.layers.quantization import BlockFP8, quantization_of, randomi
 from nanovllm_core.layers.weights import Slot, WeightedModule, fill_normal
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.fp8 import DTYPE
-from nanovllm_kernels.gemm import PackedWeight, logits
+from nanovllm_kernels.gemm import PackedWeight, linear, logits
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 from nanovllm_kernels.moe import Routing, fused_experts, pack_experts, route
 
-__all__ = ["STANDARD_NAMES", "ExpertNames", "Experts", "Router", "Routing", "SparseMLP"]
+__all__ = ["STANDARD_NAMES", "ExpertNames", "Experts", "Router", "Routing", "SparseMLP", "TokenGate"]
 
 
 class ExpertNames(NamedTuple):
@@ -45,7 +45,8 @@ class Router(WeightedModule):
     """Says which experts a token goes to: [T, hidden_size] -> weights float32 [T, k], ids int32 [T, k].
 
     The same on every rank. correction_bias: where the checkpoint has one, its name beside this module, that is,
-    "gate.name" for a tensor within a module "gate" and "name" for one next to it.
+    "gate.name" for a tensor within a module "gate" and "name" for one next to it. in_float32: the checkpoint keeps the
+    weight in float32 whatever the model's dtype.
     """
 
     def __init__(
@@ -56,19 +57,21 @@ class Router(WeightedModule):
         build: BuildContext,
         *,
         correction_bias: str | None = None,
+        in_float32: bool = False,
     ):
         super().__init__(build)
         self._routing = routing
         self._bias_name = correction_bias
-        # So few numbers decide so much that a CPU, whose bf16 products are rounded, keeps them in float32.
-        dtype = build.dtype if build.device.type == "cuda" else torch.float32
+        # So few numbers decide so much that a CPU, whose bf16 products are rounded, keeps them in float32 anyway.
+        dtype = torch.float32 if in_float32 or build.device.type == "cpu" else build.dtype
         self.weight = torch.empty((num_experts, hidden_size), dtype=dtype, device=build.device)
         self.bias = None if correction_bias is None else torch.zeros(num_experts, device=build.device)
         self._packed = PackedWeight(self.weight, blocked=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] -> weights and ids, each [T, k]."""
-        return route(logits(x, self._packed, self.weight), self._routing, self.bias)
+        rows = x.float() if self.weight.dtype == torch.float32 else x
+        return route(logits(rows, self._packed, self.weight), self._routing, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, and the bias if there is one, whole on every rank."""
@@ -192,3 +195,23 @@ class SparseMLP(nn.Module):
         if norm is not None:
             x = norm.forward(x)
         return self.experts.forward(x, *self.gate.forward(x), residual)
+
+
+class TokenGate(WeightedModule):
+    """How much of something each token gets: [T, hidden] -> float32 [T, 1] from 0 to 1, the same on every rank."""
+
+    def __init__(self, hidden_size: int, build: BuildContext):
+        super().__init__(build)
+        self.weight = self.allocate(1, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, 1]."""
+        return linear(x, self.weight).float().sigmoid()
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        """The weight, whole on every rank."""
+        yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Normal weights."""
+        fill_normal(self.weight, generator)

@@ -64,7 +64,7 @@ def prefill(
         PADDED=max(padded_k, padded_v),
         CHANNELS=sizes.channels,
         WIDTH=sizes.width,
-        num_warps=4,
+        num_warps=8,
     )
     _keep_inputs[(num_reqs, triton.cdiv(sizes.channels, CHANNEL_BLOCK))](
         qkvz,
@@ -133,7 +133,7 @@ def prefill(
         qkvz.stride(0),
         **heads,
         PADDED_V=padded_v,
-        num_warps=4,
+        num_warps=8,
     )
 
 

@@ -1,8 +1,9 @@
 """Gated DeltaNet of requests with one token each, on CUDA: from the projections to the gated norm in one kernel.
 
-A program has the state of one value head, whole, in its registers: it is read once and written once. What it needs of
-its key head (two convolved vectors) it works out itself, as its neighbours of the same key head do: they may, since
-the place that the step's input of the convolution goes to is none that the step reads.
+A program has the state of one value head, which is read once and written once: of few programs each holds all of it at
+a time, as every load on its way counts; of many each holds a block of its rows, and the next is on its way meanwhile.
+What it needs of its key head (two convolved vectors) it works out itself, as its neighbours of the same key head do:
+they may, since the place that the step's input of the convolution goes to is none that the step reads.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -14,13 +15,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_kernels.attention import tiles
 from nanovllm_kernels.linear_attention import DeltaWeights, StateBatch
 from nanovllm_kernels.linear_attention.reference import NORM_EPS
-from nanovllm_kernels.platform import can_overlap_launches
+from nanovllm_kernels.platform import can_overlap_launches, describe
 
 L2_EPS = tl.constexpr(NORM_EPS)
-# Elements of a state that a warp holds: 64 a thread.
+# Elements of a state that a warp holds at a time: 64 a thread, or 32 where as many are on their way.
 WARP_ELEMENTS = 2048
+# Rows of a state that a program holds at a time, where programs are so many that several share a processor.
+BLOCK_ROWS = 32
 
 
 class Sizes(NamedTuple):
@@ -60,6 +64,8 @@ def step(
     num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
     padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
     overlap = can_overlap_launches(qkvz.device)
+    many = sizes.num_v_heads * num_reqs > 2 * (describe(qkvz.device).num_sms or tiles.INTERPRETER_SMS)
+    block_v = min(BLOCK_ROWS, padded_v) if many else padded_v
     _step[(sizes.num_v_heads, num_reqs)](
         qkvz,
         ba,
@@ -83,11 +89,12 @@ def step(
         K_DIM=sizes.k_dim,
         V_DIM=sizes.v_dim,
         PADDED_K=padded_k,
-        PADDED_V=padded_v,
+        BLOCK_V=block_v,
+        BLOCKS=padded_v // block_v,
         CHANNELS=sizes.channels,
         WIDTH=sizes.width,
         OVERLAP=overlap,
-        num_warps=max(1, min(8, padded_k * padded_v // WARP_ELEMENTS)),
+        num_warps=max(1, min(8, (1 + many) * padded_k * block_v // WARP_ELEMENTS)),
         launch_pdl=overlap,
     )
 
@@ -175,7 +182,8 @@ def _step(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     PADDED_K: tl.constexpr,
-    PADDED_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCKS: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -195,18 +203,17 @@ def _step(
 
     # The matrix first: everything else is short.
     k_dims = tl.arange(0, PADDED_K)
-    v_dims = tl.arange(0, PADDED_V)
+    rows = tl.arange(0, BLOCK_V)
     k_mask = k_dims < K_DIM
-    v_mask = v_dims < V_DIM
-    entries = head * (V_DIM * K_DIM) + v_dims[:, None] * K_DIM + k_dims[None, :]
-    mask = v_mask[:, None] & k_mask[None, :]
-    state_ptrs = recurrent_ptr + slot * (HEADS * V_DIM * K_DIM) + entries
-    state = tl.load(state_ptrs, mask=mask & (position > 0), other=0.0).to(tl.float32)
+    state_ptr = recurrent_ptr + slot * (HEADS * V_DIM * K_DIM)
+    entries = head * (V_DIM * K_DIM) + rows[:, None] * K_DIM + k_dims[None, :]
+    mask = (rows < V_DIM)[:, None] & k_mask[None, :]
+    # A sequence begins with zeros, whatever the slot holds.
+    state = tl.load(state_ptr + entries, mask=mask & (position > 0), other=0.0)
 
     qkvz_ptr += token * qkvz_stride + owner * (2 * K_DIM + 2 * GROUP * V_DIM)
     slot_ptr = conv_ptr + slot * (WIDTH * CHANNELS)
     first = owner * (2 * K_DIM + GROUP * V_DIM)
-    values = 2 * K_DIM + place * V_DIM
     writes = place == 0
     q, new_q = _convolve(
         qkvz_ptr, k_dims, slot_ptr, conv_weight_ptr, first + k_dims, k_mask, writes, position, CHANNELS, WIDTH
@@ -223,44 +230,53 @@ def _step(
         CHANNELS,
         WIDTH,
     )
-    v, new_v = _convolve(
-        qkvz_ptr,
-        values + v_dims,
-        slot_ptr,
-        conv_weight_ptr,
-        first + values + v_dims,
-        v_mask,
-        True,
-        position,
-        CHANNELS,
-        WIDTH,
-    )
     q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * (K_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
 
     ba_ptr += token * ba_stride + owner * (2 * GROUP) + place
     beta = tl.sigmoid(tl.load(ba_ptr).to(tl.float32))
     a = tl.load(ba_ptr + GROUP).to(tl.float32)
-    state *= tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
-    change = (v - tl.sum(state * k[None, :], 1)) * beta
-    # Of the state before its change, so that both sums are taken in one pass.
-    o = tl.sum(state * q[None, :], 1) + change * tl.sum(k * q, 0)
-    state += change[:, None] * k[None, :]
-    kept = state.to(recurrent_ptr.dtype.element_ty)
-    tl.store(state_ptrs, kept, mask=mask)
+    left = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
+    of_key = tl.sum(k * q, 0)
+    out = tl.zeros([BLOCKS, BLOCK_V], dtype=tl.float32)
+    for block in range(BLOCKS):
+        v_dims = block * BLOCK_V + rows
+        v_mask = v_dims < V_DIM
+        mask = v_mask[:, None] & k_mask[None, :]
+        following = state
+        if BLOCKS > 1:
+            entries += BLOCK_V * K_DIM
+            later = ((v_dims + BLOCK_V) < V_DIM)[:, None] & k_mask[None, :]
+            following = tl.load(state_ptr + entries, mask=later & (position > 0), other=0.0)
+            entries -= BLOCK_V * K_DIM
+        at = 2 * K_DIM + place * V_DIM + v_dims
+        v, new_v = _convolve(
+            qkvz_ptr, at, slot_ptr, conv_weight_ptr, first + at, v_mask, True, position, CHANNELS, WIDTH
+        )
+        s = state.to(tl.float32) * left
+        change = (v - tl.sum(s * k[None, :], 1)) * beta
+        # Of the state before its change, so that both sums are taken in one pass.
+        o = tl.sum(s * q[None, :], 1) + change * of_key
+        out = tl.where((tl.arange(0, BLOCKS) == block)[:, None], o[None, :], out)
+        kept = (s + change[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)
+        tl.store(state_ptr + entries, kept, mask=mask)
+        for index in range(num_saves):
+            save_ptr = saves_ptr + (request * num_saves + index) * 2
+            if tl.load(save_ptr) == position + 1:
+                there = tl.load(save_ptr + 1).to(tl.int64)
+                tl.store(recurrent_ptr + there * (HEADS * V_DIM * K_DIM) + entries, kept, mask=mask)
+                there_ptr = conv_ptr + there * (WIDTH * CHANNELS)
+                _save_inputs(slot_ptr, there_ptr, new_v, first + at, v_mask, position, CHANNELS, WIDTH)
+                if block == 0:
+                    mine = k_mask & writes
+                    _save_inputs(slot_ptr, there_ptr, new_q, first + k_dims, mine, position, CHANNELS, WIDTH)
+                    _save_inputs(slot_ptr, there_ptr, new_k, first + K_DIM + k_dims, mine, position, CHANNELS, WIDTH)
+        entries += BLOCK_V * K_DIM
+        state = following
 
-    for index in range(num_saves):
-        save_ptr = saves_ptr + (request * num_saves + index) * 2
-        if tl.load(save_ptr) == position + 1:
-            there = tl.load(save_ptr + 1).to(tl.int64)
-            tl.store(recurrent_ptr + there * (HEADS * V_DIM * K_DIM) + entries, kept, mask=mask)
-            there_ptr = conv_ptr + there * (WIDTH * CHANNELS)
-            mine = k_mask & writes
-            _save_inputs(slot_ptr, there_ptr, new_q, first + k_dims, mine, position, CHANNELS, WIDTH)
-            _save_inputs(slot_ptr, there_ptr, new_k, first + K_DIM + k_dims, mine, position, CHANNELS, WIDTH)
-            _save_inputs(slot_ptr, there_ptr, new_v, first + values + v_dims, v_mask, position, CHANNELS, WIDTH)
-
-    o *= tl.rsqrt(tl.sum(o * o, 0) / V_DIM + eps) * tl.load(norm_ptr + v_dims, mask=v_mask, other=0.0)
-    z = tl.load(qkvz_ptr + 2 * K_DIM + (GROUP + place) * V_DIM + v_dims, mask=v_mask, other=0.0).to(tl.float32)
-    out = (o * silu(z)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * (HEADS * V_DIM) + head * V_DIM + v_dims, out, mask=v_mask)
+    dims = tl.arange(0, BLOCKS)[:, None] * BLOCK_V + rows[None, :]
+    norm = tl.load(norm_ptr + dims, mask=dims < V_DIM, other=0.0)
+    z = tl.load(qkvz_ptr + 2 * K_DIM + (GROUP + place) * V_DIM + dims, mask=dims < V_DIM, other=0.0).to(tl.float32)
+    out *= tl.rsqrt(tl.sum(tl.sum(out * out, 1), 0) / V_DIM + eps) * norm * silu(z)
+    out_ptrs = out_ptr + token * (HEADS * V_DIM) + head * V_DIM + dims
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=dims < V_DIM)

@@ -19,12 +19,15 @@ GROUP = 128
 
 
 class FewConfig(NamedTuple):
-    """How a launch for few tokens is tiled: columns and depth of a tile, warps, tiles on their way at once."""
+    """How a launch for few tokens is tiled: columns and depth of a tile, warps, tiles on their way at once; and whether
+    columns and rows change places.
+    """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    swapped: bool
 
 
 class GroupedConfig(NamedTuple):
@@ -40,15 +43,19 @@ class GroupedConfig(NamedTuple):
     swapped: bool
 
 
-def few_config(num_rows: int, num_groups: int, num_columns: int, *, wide: bool) -> FewConfig:
+def few_config(num_rows: int, num_groups: int, num_columns: int, *, wide: bool, quantized: bool) -> FewConfig:
     """The tiling of `num_columns` results a row for `num_groups` experts, `num_rows` rows a tile. wide: numbers of 4
-    bytes.
+    bytes. quantized: block FP8.
     """
-    sizes = (64, 32) if num_rows <= SHORT_ROWS else (32,)
-    block_n = next((n for n in sizes if num_groups * -(-num_columns // n) >= ENOUGH_PROGRAMS), LEAST_COLUMNS)
+    sizes = (64, 32) if num_rows <= SHORT_ROWS or quantized else (32,)
+    enough = ENOUGH_PROGRAMS // 2 if quantized else ENOUGH_PROGRAMS
+    block_n = next((n for n in sizes if num_groups * -(-num_columns // n) >= enough), LEAST_COLUMNS)
+    if quantized:
+        # Hopper multiplies e4m3 as it is where the left operand has 64 rows, and else turns it into float16 first.
+        return FewConfig(block_n, GROUP, 4, 4 if num_rows <= SHORT_ROWS else 3, block_n >= 64 > num_rows)
     if wide:
-        return FewConfig(block_n, 32, 4, 2)
-    return FewConfig(block_n, 128, 4, 4 if num_rows <= SHORT_ROWS else 3)
+        return FewConfig(block_n, 32, 4, 2, swapped=False)
+    return FewConfig(block_n, 128, 4, 4 if num_rows <= SHORT_ROWS else 3, swapped=False)
 
 
 # By the most rows that an expert has on average.

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.tiles import GROUP, few_config
+from nanovllm_kernels.moe.tiles import few_config
 from nanovllm_kernels.moe.triton_step import add_product, load_weight, quantize_rows
 from nanovllm_kernels.platform import can_overlap_launches
 
@@ -53,7 +53,8 @@ def few_experts(
         "OVERLAP": overlap,
         "launch_pdl": overlap,
     }
-    config = few_config(rows, num_groups, width, wide=x.element_size() == 4)
+    wide = x.element_size() == 4
+    config = few_config(rows, num_groups, width, wide=wide, quantized=quantized)
     _few_gate_up[(triton.cdiv(width, config.block_n), num_groups)](
         x,
         w13,
@@ -65,12 +66,13 @@ def few_experts(
         WIDTH=width,
         K=hidden_size,
         BLOCK_N=config.block_n,
-        BLOCK_K=GROUP if quantized else config.block_k,
+        BLOCK_K=config.block_k,
+        SWAPPED=config.swapped,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
         **shared,
     )
-    config = few_config(rows, num_groups, hidden_size, wide=x.element_size() == 4)
+    config = few_config(rows, num_groups, hidden_size, wide=wide, quantized=quantized)
     _few_down[(triton.cdiv(hidden_size, config.block_n), num_groups)](
         hidden,
         w2,
@@ -87,7 +89,8 @@ def few_experts(
         K=width,
         RESIDUAL=residual is not None,
         BLOCK_N=config.block_n,
-        BLOCK_K=GROUP if quantized else config.block_k,
+        BLOCK_K=config.block_k,
+        SWAPPED=config.swapped,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
         **shared,
@@ -133,6 +136,7 @@ def _few_gate_up(
     ROWS: tl.constexpr,
     BY_EXPERT: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    SWAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -153,8 +157,8 @@ def _few_gate_up(
         own_scales_ptr = scales_ptr + (expert * 2 * blocks + begin // 128) * depth
         own_weight_ptr = weight_ptr + expert * 2 * WIDTH * K
         rows_ptr = x_ptr + tokens[:, None] * x_stride + ks
-        gate = tl.zeros((ROWS, BLOCK_N), tl.float32)
-        up = tl.zeros((ROWS, BLOCK_N), tl.float32)
+        gate = tl.zeros((BLOCK_N, ROWS) if SWAPPED else (ROWS, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_N, ROWS) if SWAPPED else (ROWS, BLOCK_N), tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             x = tl.load(rows_ptr + k, mask=inside[:, None] & (k + ks < K), other=0.0)
             gate_tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
@@ -163,12 +167,13 @@ def _few_gate_up(
                 numbers, scale = quantize_rows(x)
                 gate_scale = scale * tl.load(own_scales_ptr + k // 128)
                 up_scale = scale * tl.load(own_scales_ptr + blocks * depth + k // 128)
-                gate = add_product(gate, numbers, gate_tile, gate_scale, True, False)
-                up = add_product(up, numbers, up_tile, up_scale, True, False)
+                gate = add_product(gate, numbers, gate_tile, gate_scale, True, SWAPPED)
+                up = add_product(up, numbers, up_tile, up_scale, True, SWAPPED)
             else:
-                gate = add_product(gate, x, gate_tile, 1.0, False, False)
-                up = add_product(up, x, up_tile, 1.0, False, False)
-        out = gate * tl.sigmoid(gate) * up
+                gate = add_product(gate, x, gate_tile, 1.0, False, SWAPPED)
+                up = add_product(up, x, up_tile, 1.0, False, SWAPPED)
+        gated = gate * tl.sigmoid(gate) * up
+        out = gated.T if SWAPPED else gated
         at = out_ptr + (tokens * TOP_K + places)[:, None] * WIDTH + columns[None, :]
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
 
@@ -194,6 +199,7 @@ def _few_down(
     ROWS: tl.constexpr,
     BY_EXPERT: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    SWAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -214,16 +220,17 @@ def _few_down(
         depth: tl.constexpr = (K + 127) // 128
         own_scales_ptr = scales_ptr + (expert * ((WIDTH + 127) // 128) + begin // 128) * depth
         own_weight_ptr = weight_ptr + expert * WIDTH * K
-        sums = tl.zeros((ROWS, BLOCK_N), tl.float32)
+        sums = tl.zeros((BLOCK_N, ROWS) if SWAPPED else (ROWS, BLOCK_N), tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             x = tl.load(x_ptr + pairs * K + k + ks, mask=inside & (k + ks < K), other=0.0)
             tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
             if QUANTIZED:
                 numbers, scale = quantize_rows(x)
-                sums = add_product(sums, numbers, tile, scale * tl.load(own_scales_ptr + k // 128), True, False)
+                sums = add_product(sums, numbers, tile, scale * tl.load(own_scales_ptr + k // 128), True, SWAPPED)
             else:
-                sums = add_product(sums, x, tile, 1.0, False, False)
-        tl.store(partial_ptr + pairs * WIDTH + columns[None, :], sums, mask=inside & real)
+                sums = add_product(sums, x, tile, 1.0, False, SWAPPED)
+        result = sums.T if SWAPPED else sums
+        tl.store(partial_ptr + pairs * WIDTH + columns[None, :], result, mask=inside & real)
     # Every thread's sums must be there before one of them says so.
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel") == tl.num_programs(1) - 1:
