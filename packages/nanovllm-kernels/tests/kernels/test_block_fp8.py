@@ -68,7 +68,8 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
     norm_weight, bias_vector = draw(width), draw(rows)
     added = draw(num_rows, num_columns, dtype=stream or dtype)
     numbers = x.double()
-    if norm and num_rows <= tiles.FUSED_FP8_ROWS:
+    fused = tiles.norms_with_fp8(num_rows, num_columns)
+    if norm and fused:
         factor = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + 1e-5)
         numbers = quantize(x.float() * norm_weight.float()) * factor
     elif norm:
@@ -97,14 +98,16 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
     assert actual.dtype == (added.dtype if residual else dtype)
     assert actual.shape == expected.shape
     tolerance = TOLERANCE[dtype]
-    if norm and num_rows > tiles.FUSED_FP8_ROWS:
+    if norm and not fused:
         # A norm rounded otherwise puts a few numbers on the other side of e4m3's middles.
         tolerance = 1e-2
     assert (actual.double() - expected).norm() <= tolerance * (expected.norm() + expected.numel() ** 0.5)
 
 
-@pytest.mark.parametrize(("num_rows", "dtype"), [(5, torch.float32), (1, torch.bfloat16), (17, torch.float32)])
-def test_what_stands_around_the_product(device, num_rows, dtype):
+@pytest.mark.parametrize(("num_rows", "dtype"), [(5, torch.float32), (1, torch.bfloat16)])
+@pytest.mark.parametrize("least", [0, 99])
+def test_what_stands_around_the_product(device, num_rows, dtype, least, monkeypatch):
+    monkeypatch.setattr(tiles, "LEAST_NORMED_CTAS", least)
     for norm, gated, residual in itertools.product((False, True), repeat=3):
         check(num_rows, 96, 300, dtype, device, norm=norm, bias=residual, residual=residual, gated=gated)
 
@@ -125,10 +128,11 @@ def test_odd_sizes(device, num_columns, width, block_rows):
 
 @pytest.mark.parametrize("num_rows", [1, 40])
 def test_split(device, num_rows):
-    config = tiles.block_fp8_config(num_rows, 64, 17, gated=False, may_split=True)
-    assert config.splits == 4
-    settings = {"norm": False, "bias": True, "residual": True, "gated": False}
-    check(num_rows, 64, 17 * 128, torch.float32, device, **settings)
+    for gated in (False, True):
+        config = tiles.block_fp8_config(num_rows, 64, 17, gated=gated, may_split=True)
+        assert config.splits == 4
+        settings = {"norm": gated, "bias": True, "residual": True, "gated": gated}
+        check(num_rows, 64, 17 * 128, torch.float32, device, **settings)
 
 
 def test_splitting_gives_the_same_each_time(device):

@@ -2,9 +2,9 @@
 
 DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3. What is multiplied by them is quantised on its way:
 each row in groups of 128 along K, each with a scale of its own. Sums are float32. On CUDA a layer's half (norm,
-quantisation, product, gate or residual) is one Triton kernel for up to 16 rows, two up to 128, and behind them cuBLAS,
-where it takes the shape, between kernels of ours; all of them are one custom operator, also to torch.compile. This room
-must not know which layer a weight belongs to.
+quantisation, product, gate or residual) is one Triton kernel for up to 16 rows, two up to 128 or where few columns come
+after a norm, and behind them cuBLAS, where it takes the shape, between kernels of ours; all of them are one custom
+operator, also to torch.compile. This room must not know which layer a weight belongs to.
 """
 
 from typing import NamedTuple
@@ -155,7 +155,8 @@ def _block_fp8_linear_op(
         return out
     rows = x if x.stride(1) == 1 else x.contiguous()
     x_scales = None
-    if num_rows > tiles.FUSED_FP8_ROWS:
+    fused = num_rows <= tiles.FUSED_FP8_ROWS if norm_weight is None else tiles.norms_with_fp8(num_rows, out.shape[1])
+    if not fused:
         rows, x_scales = triton_block_fp8.quantize_groups(rows, norm_weight, eps)
         norm_weight = None
         dtype = out.dtype if residual is None else x.dtype

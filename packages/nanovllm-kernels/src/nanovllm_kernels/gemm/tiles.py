@@ -149,6 +149,8 @@ OWN_FP8_ROWS = 128
 FP8_CTAS = 256
 LEAST_GROUPS = 4
 MOST_FP8_SPLITS = 8
+# With so many CTAs and up, a kernel has enough of a weight on its way.
+LEAST_NORMED_CTAS = 64
 # Pairs of tiles, when gated, are on their way at once for as long as two CTAs find room on an SM.
 GATED_FP8_STAGES = 4
 # By the most rows. Not measured on a GPU yet, but chosen to have 64 KiB or more of a weight on their way to each SM.
@@ -167,12 +169,21 @@ def block_fp8_config(num_rows: int, num_columns: int, groups: int, *, gated: boo
         return FP8_MANY._replace(block_n=64) if gated else FP8_MANY
     config = next(config for most, config in FP8_ROWS.items() if num_rows <= most)
     if gated:
-        return config._replace(num_stages=GATED_FP8_STAGES)
+        config = config._replace(num_stages=GATED_FP8_STAGES)
     ctas = -(-num_rows // config.block_m) * -(-num_columns // config.block_n)
     splits = 1
     while may_split and ctas * splits < FP8_CTAS and splits < MOST_FP8_SPLITS and groups >= 2 * splits * LEAST_GROUPS:
         splits *= 2
     return config._replace(splits=splits)
+
+
+def norms_with_fp8(num_rows: int, num_columns: int) -> bool:
+    """Whether the kernel that multiplies norms the rows too. It can't split K then, which is worth a launch of its own
+    where there would be too few CTAs.
+    """
+    if num_rows > FUSED_FP8_ROWS:
+        return False
+    return -(-num_columns // FP8_ROWS[FUSED_FP8_ROWS].block_n) >= LEAST_NORMED_CTAS
 
 
 def num_fp8_counters(num_columns: int) -> int:

@@ -84,7 +84,7 @@ def project(
     column_tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
     partial = out
     if config.splits > 1:
-        shape = (row_tiles * column_tiles, config.splits, config.block_m, config.block_n)
+        shape = (row_tiles * column_tiles, config.splits, 1 + gated, config.block_m, config.block_n)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
     overlap = can_overlap_launches(x.device)
     _project[(column_tiles, row_tiles, config.splits)](
@@ -250,6 +250,33 @@ def _multiply(
 
 
 @triton.jit
+def _leave(partial_ptr, counter_ptr, sums, up_sums, SPLITS: tl.constexpr, GATED: tl.constexpr):
+    """Store this split's sums for the last one to arrive at its tile, and say whether that is this one."""
+    size: tl.constexpr = sums.shape[0] * sums.shape[1]
+    split = tl.program_id(2)
+    if GATED:
+        tl.store(partial_ptr + split * (2 * size), sums)
+        tl.store(partial_ptr + split * (2 * size) + size, up_sums)
+    else:
+        tl.store(partial_ptr + split * size, sums)
+    # Every thread's sums must be there before one of them says so.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        tl.store(counter_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def _gather(partial_ptr, SPLITS: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Add up what all splits have left, always in the same order."""
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for split in tl.static_range(SPLITS):
+        sums += tl.load(partial_ptr + split * (PLANES * BLOCK_M * BLOCK_N), cache_modifier=".cg")
+    return sums
+
+
+@triton.jit
 def _finish(
     sums,
     squares,
@@ -379,22 +406,19 @@ def _project(
         gdc_launch_dependents()
 
     is_last = True
+    planes: tl.constexpr = 2 if GATED else 1
     if SPLITS > 1:
         tile_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial_ptr += tile_index.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + in_tile
-        tl.store(partial_ptr + split * (BLOCK_M * BLOCK_N), sums)
-        # Every thread's sums must be there before one of them says so.
-        tl.debug_barrier()
-        is_last = tl.atomic_add(counter_ptr + tile_index, 1, sem="acq_rel") == SPLITS - 1
+        partial_ptr += tile_index.to(tl.int64) * (SPLITS * planes * BLOCK_M * BLOCK_N) + in_tile
+        is_last = _leave(partial_ptr, counter_ptr + tile_index, sums, up_sums, SPLITS, GATED)
     if is_last:
         if SPLITS > 1:
-            tl.store(counter_ptr + tile_index, 0)
-            sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for other in tl.static_range(SPLITS):
-                sums += tl.load(partial_ptr + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+            sums = _gather(partial_ptr, SPLITS, planes, BLOCK_M, BLOCK_N)
         sums = _finish(sums, squares, K, eps, bias_ptr, 0, num_columns, BLOCK_N, NORM, BIAS)
         if GATED:
+            if SPLITS > 1:
+                up_sums = _gather(partial_ptr + BLOCK_M * BLOCK_N, SPLITS, planes, BLOCK_M, BLOCK_N)
             up_sums = _finish(up_sums, squares, K, eps, bias_ptr, num_columns, num_columns, BLOCK_N, NORM, BIAS)
             sums = sums * tl.sigmoid(sums) * up_sums
         mask = is_row[:, None] & (columns < num_columns)[None, :]
