@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nanovllm_models import default_model_path
 
 Generate = Callable[[PreTrainedModel, list[int], int], list[int]]
+Choose = Callable[[PreTrainedModel, list[int], list[int]], list[int]]
 
 START_S = 120
 
@@ -95,6 +97,7 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="session")
 def load_reference() -> Callable[[Path, torch.dtype, str], PreTrainedModel]:
+    @cache
     def load(path: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).to(device).eval()
 
@@ -115,6 +118,23 @@ def reference_generate() -> Generate:
         return output[0, len(prompt) :].tolist()
 
     return generate
+
+
+@pytest.fixture(scope="session")
+def greedy_choices() -> Choose:
+    """What a model takes as the likeliest token at each place of an output, given its prompt and all before it.
+
+    Equal to the output exactly when greedy generation gives it, and one pass instead of one a token; the same question
+    is computed once.
+    """
+
+    @cache
+    def compute(model: PreTrainedModel, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:
+        ids = torch.tensor([prompt + output[:-1]], device=model.device)
+        with torch.inference_mode():
+            return model(ids, logits_to_keep=len(output)).logits[0].argmax(-1).tolist()
+
+    return lambda model, prompt, output: compute(model, tuple(prompt), tuple(output))
 
 
 @pytest.fixture(scope="session")
