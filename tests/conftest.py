@@ -58,7 +58,8 @@ class ServerProcess:
 @contextmanager
 def running(model: Path, *flags: str) -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "nanovllm_server", str(model), "--port", "0", "--device", "cpu", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    # Its clients want a core too: of two threads on two cores one would wait for the other at every operator.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
