@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nanovllm_models import default_model_path
 
 Generate = Callable[[PreTrainedModel, list[int], int], list[int]]
+Choose = Callable[[PreTrainedModel, list[int], list[int]], list[int]]
 
 START_S = 120
 
@@ -56,7 +58,8 @@ class ServerProcess:
 @contextmanager
 def running(model: Path, *flags: str) -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "nanovllm_server", str(model), "--port", "0", "--device", "cpu", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    # Its clients want a core too: of two threads on two cores one would wait for the other at every operator.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -95,6 +98,7 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="session")
 def load_reference() -> Callable[[Path, torch.dtype, str], PreTrainedModel]:
+    @cache
     def load(path: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).to(device).eval()
 
@@ -115,6 +119,23 @@ def reference_generate() -> Generate:
         return output[0, len(prompt) :].tolist()
 
     return generate
+
+
+@pytest.fixture(scope="session")
+def greedy_choices() -> Choose:
+    """What a model takes as the likeliest token at each place of an output, given its prompt and all before it.
+
+    Equal to the output exactly when greedy generation gives it, and one pass instead of one a token; the same question
+    is computed once.
+    """
+
+    @cache
+    def compute(model: PreTrainedModel, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:
+        ids = torch.tensor([prompt + output[:-1]], device=model.device)
+        with torch.inference_mode():
+            return model(ids, logits_to_keep=len(output)).logits[0].argmax(-1).tolist()
+
+    return lambda model, prompt, output: compute(model, tuple(prompt), tuple(output))
 
 
 @pytest.fixture(scope="session")

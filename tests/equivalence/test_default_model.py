@@ -60,18 +60,8 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
     return load_reference(default_model, torch.float32, device)
 
 
-def greedy_choices(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
-    """What the model takes as the likeliest token at each place of `output`, given all before it.
-
-    Equal to `output` exactly when greedy generation gives `output`, and one pass instead of one a token.
-    """
-    ids = torch.tensor([prompt + output[:-1]], device=model.device)
-    with torch.inference_mode():
-        return model(ids).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
-async def test_twenty_chats_token_for_token(settings, default_model, prompts, reference, device):
+async def test_twenty_chats_token_for_token(settings, default_model, prompts, reference, greedy_choices, device):
     config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)

@@ -81,3 +81,12 @@ def tiny_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         if file.name.startswith(("tokenizer", "chat_template", "special_tokens")):
             (path / file.name).write_bytes(file.read_bytes())
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_server(run_server: Callable, tiny_model: Path) -> Iterator:
+    """The random model with what a server can do turned on, for tests that leave it as they found it."""
+    flags = ("--served-model-name", "tiny", "--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--max-num-seqs", "8")
+    parsers = ("--reasoning-parser", "think", "--tool-call-parser", "hermes")
+    with run_server(tiny_model, *flags, *parsers, "--log-format", "json", "--log-prompts") as server:
+        yield server

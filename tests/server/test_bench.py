@@ -5,15 +5,13 @@ import json
 from nanovllm_server.bench import cli
 
 
-def test_a_sweep_over_a_real_server(run_server, tiny_model, tmp_path, capsys):
+def test_a_sweep_over_a_real_server(tiny_server, tmp_path, capsys):
     result, plot = tmp_path / "serve.json", tmp_path / "serve.png"
-    flags = ("--max-model-len", "256", "--cpu-cache-gib", "0.05", "--max-num-seqs", "8")
     load = ("--num-requests", "8", "--input-len", "20", "--output-len", "5..12", "--rate", "inf", "200")
-    with run_server(tiny_model, *flags) as server:
-        arguments = ["serve", f"{server.url}/v1", *load, "--concurrency", "2", "8", "--prefix-len", "40"]
-        assert cli.main([*arguments, "--json", str(result), "--plot", str(plot)]) == 0
+    arguments = ["serve", f"{tiny_server.url}/v1", *load, "--concurrency", "2", "8", "--prefix-len", "40"]
+    assert cli.main([*arguments, "--json", str(result), "--plot", str(plot)]) == 0
     figures = json.loads(result.read_bytes())
-    assert figures["model"] == tiny_model.name
+    assert figures["model"] == "tiny"
     points = figures["points"]
     assert [(point["rate"], point["concurrency"]) for point in points] == [(None, 2), (None, 8), (200, 2), (200, 8)]
     for point in points:

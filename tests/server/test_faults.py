@@ -19,11 +19,8 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": PLACE}}
 
 
 @pytest.fixture(scope="module")
-def server(run_server, tiny_model):
-    flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--served-model-name", "tiny", "--max-num-seqs", "8")
-    parsers = ("--reasoning-parser", "think", "--tool-call-parser", "hermes", "--log-format", "json", "--log-prompts")
-    with run_server(tiny_model, *flags, *parsers) as server:
-        yield server
+def server(tiny_server):
+    return tiny_server
 
 
 def metrics(server) -> dict[str, float]:

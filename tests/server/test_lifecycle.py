@@ -41,10 +41,16 @@ def health(server):
             return error.code, json.load(error)
 
 
-async def test_drains_on_sigterm(run_server, tiny_model):
-    with run_server(tiny_model, *FLAGS, "--log-format", "json", "--drain-timeout", "300") as server:
+async def test_a_full_queue_is_drained_on_sigterm(run_server, tiny_model):
+    narrow = ("--max-num-seqs", "1", "--max-queue", "1")
+    with run_server(tiny_model, *FLAGS, *narrow, "--log-format", "json", "--drain-timeout", "300") as server:
         async with client(server) as sdk:
             chunks = await open_stream(sdk, 900)
+            waiting = asyncio.create_task(sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1))
+            await asyncio.sleep(0.2)
+            with pytest.raises(openai.RateLimitError) as refused:
+                await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
+            assert int(refused.value.response.headers["Retry-After"]) >= 1
             server.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(5):
                 while (await asyncio.to_thread(health, server))[0] == 200:
@@ -52,8 +58,10 @@ async def test_drains_on_sigterm(run_server, tiny_model):
             with pytest.raises(openai.InternalServerError) as refused:
                 await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
             assert refused.value.status_code == 503
+            assert not waiting.done()
             last = [chunk async for chunk in chunks][-1]
             assert last.choices[0].finish_reason == "length"
+            assert (await waiting).usage.completion_tokens == 1
         assert await asyncio.to_thread(server.process.wait, 60) == 0
     lines = [json.loads(line) for line in server.errors if line.startswith("{")]
     assert any(line["event"] == "request" and line.get("completion_tokens") == 900 for line in lines)
@@ -76,21 +84,6 @@ async def test_dead_engine_ends_the_server(run_server, tiny_model):
             assert status == 503
             assert "engine" in body["reason"]
         assert await asyncio.to_thread(server.process.wait, 30) == 1
-
-
-async def test_full_queue(run_server, tiny_model):
-    with run_server(tiny_model, *FLAGS, "--max-num-seqs", "1", "--max-queue", "1") as server:
-        async with client(server) as sdk:
-            streams = [await open_stream(sdk, 900)]
-            waiting = asyncio.create_task(sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1))
-            await asyncio.sleep(0.2)
-            with pytest.raises(openai.RateLimitError) as refused:
-                await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
-            assert int(refused.value.response.headers["Retry-After"]) >= 1
-            async for _ in streams[0]:
-                pass
-            assert (await waiting).usage.completion_tokens == 1
-        assert server.stop() == 0
 
 
 @pytest.mark.parametrize(

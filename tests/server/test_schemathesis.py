@@ -21,23 +21,21 @@ HOME = Path(__file__).with_name("schemathesis")
 CASES = 20
 
 
-def test_no_case_breaks_the_server_or_the_description(run_server, tiny_model, tmp_path):
-    flags = ("--max-model-len", "512", "--cpu-cache-gib", "0.05", "--max-num-seqs", "8", "--served-model-name", "tiny")
-    with run_server(tiny_model, *flags) as server:
-        done = subprocess.run(
-            [
-                Path(sys.executable).with_name("schemathesis"),
-                *("--config-file", HOME / "schemathesis.toml", "run", f"{server.url}/openapi.json"),
-                *("--max-examples", str(CASES), "--generation-deterministic", "--seed", "1", "--no-color"),
-            ],
-            cwd=tmp_path,
-            env={**os.environ, "NANOVLLM_MODEL": "tiny", "PYTHONPATH": str(HOME), "SCHEMATHESIS_HOOKS": "hooks"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        # Of all phases and endpoints together.
-        assert int(re.search(r"(\d+) generated", done.stdout)[1]) > 400, done.stdout
-        assert server.process.poll() is None
-        assert not any("Traceback" in line for line in server.errors), "".join(server.errors)
+def test_no_case_breaks_the_server_or_the_description(tiny_server, tmp_path):
+    done = subprocess.run(
+        [
+            Path(sys.executable).with_name("schemathesis"),
+            *("--config-file", HOME / "schemathesis.toml", "run", f"{tiny_server.url}/openapi.json"),
+            *("--max-examples", str(CASES), "--generation-deterministic", "--seed", "1", "--no-color"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "NANOVLLM_MODEL": "tiny", "PYTHONPATH": str(HOME), "SCHEMATHESIS_HOOKS": "hooks"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Of all phases and endpoints together.
+    assert int(re.search(r"(\d+) generated", done.stdout)[1]) > 400, done.stdout
+    assert tiny_server.process.poll() is None
+    assert not any("Traceback" in line for line in tiny_server.errors), "".join(tiny_server.errors)

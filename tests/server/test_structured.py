@@ -213,7 +213,8 @@ async def test_reasoning_is_free_and_has_a_budget(run_server, default_model, tmp
     flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.1", "--chat-template", str(template))
     with run_server(model, *flags, "--served-model-name", MODEL) as server:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as sdk:
-            for fields in ({"tools": TOOLS, "tool_choice": NAMED}, structured(choice=["sunny", "rainy"]), {}):
+            held = ({"tools": TOOLS, "tool_choice": NAMED}, structured(choice=["sunny", "rainy"]))
+            for fields in (*held, {"max_tokens": 30}):
                 extra = {**fields.pop("extra_body", {}), "max_reasoning_tokens": 12}
                 answer = await create(sdk, **fields, extra_body=extra)
                 message = answer.choices[0].message

@@ -34,9 +34,10 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def pair(run_server, tiny_model):
-    with run_server(tiny_model, *FLAGS, "--max-num-seqs", "4", "--max-queue", "20") as server:
+    with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--max-queue", "16", "--log-format", "json") as server:
         assert len(server.worker_pids()) == 2
         yield server
+        assert server.stop() == 0
 
 
 def client(server):
@@ -112,42 +113,40 @@ async def test_the_queue_is_one(pair):
         assert (await ask(pair, max_tokens=1)).usage.completion_tokens == 1
 
 
-async def test_a_dead_worker_is_replaced(run_server, tiny_model):
-    with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--log-format", "json") as server:
-        streams = [asyncio.create_task(read_stream(server, number, 900)) for number in range(8)]
-        async with asyncio.timeout(20):
-            while value(server, "num_requests_running") < 8:
-                await asyncio.sleep(0.01)
-        victim, other = server.worker_pids()
-        os.kill(victim, signal.SIGKILL)
-        ended = await asyncio.gather(*streams, return_exceptions=True)
-        lost = [error for error in ended if isinstance(error, Exception)]
-        # What the other worker had went on to its end.
-        assert len(lost) < 8
-        assert all(isinstance(error, openai.APIError | OSError) or "peer closed" in str(error) for error in lost)
-        async with asyncio.timeout(30):
-            while not (len(pids := server.worker_pids()) == 2 and value(server, "num_requests_running") == 0):
-                await asyncio.sleep(0.05)
-        assert other in pids
-        assert victim not in pids
-        # Whichever worker has the connection: the replaced one's waits for the new one.
-        for _ in range(8):
-            assert (await ask(server, max_tokens=2)).usage.completion_tokens == 2
-        assert value(server, "kv_cache_usage_perc") == 0
-        assert server.stop() == 0
-    lines = [json.loads(line) for line in server.errors if line.startswith("{")]
+async def test_a_dead_worker_is_replaced(pair):
+    streams = [asyncio.create_task(read_stream(pair, number, 500)) for number in range(8)]
+    async with asyncio.timeout(20):
+        while value(pair, "num_requests_running") < 8:
+            await asyncio.sleep(0.01)
+    victim, other = pair.worker_pids()
+    os.kill(victim, signal.SIGKILL)
+    ended = await asyncio.gather(*streams, return_exceptions=True)
+    lost = [error for error in ended if isinstance(error, Exception)]
+    # What the other worker had went on to its end.
+    assert len(lost) < 8
+    assert all(isinstance(error, openai.APIError | OSError) or "peer closed" in str(error) for error in lost)
+    async with asyncio.timeout(30):
+        while not (len(pids := pair.worker_pids()) == 2 and value(pair, "num_requests_running") == 0):
+            await asyncio.sleep(0.05)
+    assert other in pids
+    assert victim not in pids
+    # Whichever worker has the connection: the replaced one's waits for the new one.
+    for _ in range(8):
+        assert (await ask(pair, max_tokens=2)).usage.completion_tokens == 2
+    assert value(pair, "kv_cache_usage_perc") == 0
+    lines = [json.loads(line) for line in pair.errors if line.startswith("{")]
     assert [line["exit_code"] for line in lines if line["event"] == "HTTP worker died"] == [-9]
 
 
 async def test_both_drain(run_server, tiny_model):
     # However busy the machine is: what is accepted has the time to end.
     with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--drain-timeout", "300") as server:
-        streams = [asyncio.create_task(read_stream(server, number, 900)) for number in range(8)]
+        streams = [asyncio.create_task(read_stream(server, number, 500)) for number in range(8)]
         async with asyncio.timeout(60):
             while value(server, "num_requests_running") < 8:
                 await asyncio.sleep(0.01)
         # These wait in the queue, and are as good as accepted.
-        streams += [asyncio.create_task(read_stream(server, number, 300)) for number in range(8, 12)]
+        streams += [asyncio.create_task(read_stream(server, number, 100)) for number in range(8, 12)]
         async with asyncio.timeout(60):
             while value(server, "num_requests_waiting") < 4:
                 await asyncio.sleep(0.01)

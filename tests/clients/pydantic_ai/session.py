@@ -21,7 +21,8 @@ QUESTION = "What is the capital of France?"
 # Shown how to write on one line, the model takes fewer tokens.
 DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 SHORT = ModelSettings(temperature=0, max_tokens=12)
-LONG = ModelSettings(temperature=0, max_tokens=200)
+# One call is enough, and the model would go on to make more.
+LONG = ModelSettings(temperature=0, max_tokens=200, parallel_tool_calls=False)
 
 
 class Sight(BaseModel):
