@@ -142,6 +142,92 @@ def attend_naively(batch: PagedBatch) -> Tensor:
 
 
 @dataclass(frozen=True)
+class LatentBatch(PagedBatch):
+    """A batch of latent attention: its cache holds latents and key parts, one head, and no values."""
+
+    expansion: Tensor | None = None
+
+
+def make_latent_batch(
+    lengths: Sequence[tuple[int, int]],
+    shape: tuple[int, int, int, int, int],
+    *,
+    page_size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> LatentBatch:
+    """As `make_batch`. shape: heads; key, value, latent and rotated numbers."""
+    num_heads, key_dim, value_dim, latent_dim, rope_dim = shape
+    paged = make_batch(
+        lengths,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=latent_dim + rope_dim,
+        page_size=page_size,
+        dtype=dtype,
+        device=device,
+    )
+    generator = torch.Generator().manual_seed(num_heads)
+    q = torch.randn((paged.q.shape[0], num_heads, key_dim + rope_dim), generator=generator)
+    expansion = torch.randn((num_heads, key_dim + value_dim, latent_dim), generator=generator) * latent_dim**-0.5
+    fields = vars(paged) | {
+        "q": q.to(device, dtype),
+        "kv_cache": paged.kv_cache[:, :, :1].contiguous(),
+        "scale": (key_dim + rope_dim) ** -0.5,
+        "expansion": expansion.to(device, dtype),
+    }
+    return LatentBatch(**fields)
+
+
+def quantize_latents(batch: LatentBatch) -> LatentBatch:
+    """`batch` with an FP8 cache, its rows of many sizes; scales of what nobody has filled are infinite."""
+    num_pages, page_size, _, _ = batch.kv_cache.shape
+    sizes = torch.rand((num_pages, page_size, 1), generator=torch.Generator().manual_seed(num_pages)) * -6
+    kv = batch.kv_cache.float() * sizes.to(batch.q.device).exp2().unsqueeze(-1)
+    numbers, exponents = fp8.quantize(kv)
+    exponents[kv.isnan().any(-1)] = 255
+    return replace(batch, kv_cache=numbers, kv_scales=exponents.transpose(1, 2).contiguous())
+
+
+def attend_latents_naively(batch: LatentBatch) -> Tensor:
+    """One request at a time, keys and values of every head, one mask, float64: float64 [T, H, V]."""
+    outs = []
+    page_size, latent_dim = batch.kv_cache.shape[1], batch.expansion.shape[2]
+    key_dim = batch.q.shape[2] - (batch.kv_cache.shape[3] - latent_dim)
+    starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    for request, seq_len in enumerate(lengths):
+        positions = torch.arange(seq_len, device=batch.q.device)
+        blocks = batch.block_tables[request, positions // page_size].long()
+        cached = batch.kv_cache[blocks, positions % page_size, 0].double()
+        if batch.kv_scales is not None:
+            exponents = batch.kv_scales[blocks, 0, positions % page_size].double() - fp8.EXPONENT_BIAS
+            cached = cached * exponents.exp2().unsqueeze(-1)
+        kv = torch.einsum("kl,hdl->khd", cached[:, :latent_dim], batch.expansion.double())
+        k, v = kv[..., :key_dim], kv[..., key_dim:]
+        q = batch.q[starts[request] : starts[request + 1]].double()
+        scores = torch.einsum("qhd,khd->hqk", q[..., :key_dim], k)
+        scores = (scores + torch.einsum("qhd,kd->hqk", q[..., key_dim:], cached[:, latent_dim:])) * batch.scale
+        seen = positions <= (seq_len - q.shape[0] + torch.arange(q.shape[0], device=q.device))[:, None]
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v))
+    return torch.cat(outs)
+
+
+@pytest.fixture
+def latent_batch() -> Callable[..., LatentBatch]:
+    return make_latent_batch
+
+
+@pytest.fixture
+def quantized_latents() -> Callable[[LatentBatch], LatentBatch]:
+    return quantize_latents
+
+
+@pytest.fixture
+def naive_latents() -> Callable[[LatentBatch], Tensor]:
+    return attend_latents_naively
+
+
+@dataclass(frozen=True)
 class StateCase:
     """A step of one recurrent layer: `saves` by request, its shapes as `gated_delta_net` has them."""
 

@@ -233,6 +233,67 @@ def test_attention(head_dim, one_query, dtype, cached):
         assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
 
 
+LENGTHS = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
+LATENTS = {"LATENT": 512, "PADDED_LATENT": 512, "ROPE": 64, "PADDED_ROPE": 64, "PAGE_SIZE": 64}
+
+
+@pytest.mark.parametrize("one_query", [True, False])
+@pytest.mark.parametrize(
+    ("num_heads", "dtype", "cached"),
+    [(16, BFLOAT, BFLOAT), (128, BFLOAT, BFLOAT), (16, BFLOAT, FP8), (128, BFLOAT, FP8), (16, FLOAT, FLOAT)],
+)
+def test_latent_attention(num_heads, one_query, dtype, cached):
+    from nanovllm_kernels.attention import tiles, triton_mla_decode, triton_mla_prefill
+
+    sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
+    config = tiles.latent_config(num_heads, tiles.number_size(sizes[dtype], sizes[cached]))
+    types = LENGTHS | dict.fromkeys(["starts_ptr", "owners_ptr", "unit_len_ptr"], INT32) | {"scale_log2": "fp32"}
+    types |= {"q_latent_ptr": dtype, "q_rope_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
+    types |= dict.fromkeys(["out_ptr", "partial_ptr", "lse_ptr"], FLOAT)
+    constants = LATENTS | {"NUM_HEADS": num_heads, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    constants["QUANTIZED"] = cached == FP8
+    kernel = triton_mla_decode._attend_latent_unit
+    if one_query:
+        constants["OVERLAP"] = True
+    else:
+        kernel = triton_mla_prefill._attend_latents
+        tile_heads = min(num_heads, config.block_m)
+        constants |= {"TILE_HEADS": tile_heads, "BLOCK_Q": config.block_m // tile_heads, "SPLIT": True}
+    compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
+    assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
+    if dtype == BFLOAT:
+        assert ("mma.sync" if config.block_m < 64 else "wgmma.mma_async") in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, 2), (FLOAT, 4)])
+def test_latent_attention_of_whole_prompts(dtype, size):
+    from nanovllm_kernels.attention import tiles, triton_mla_plain
+
+    config = tiles.PLAIN_LATENT[size]
+    constants = {"NUM_HEADS": 16, "TOKEN_STRIDE": 16 * 256, "KEY_DIM": 128, "PADDED_KEY": 128, "ROPE": 64}
+    constants |= {"PADDED_ROPE": 64, "VALUE_DIM": 128, "PADDED_VALUE": 128}
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    types = LENGTHS | dict.fromkeys(["q_ptr", "kv_ptr", "k_rope_ptr", "out_ptr"], dtype) | {"scale_log2": "fp32"}
+    kernel = triton_mla_plain._attend_whole_prompts
+    compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
+    assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
+    assert dtype == FLOAT or "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("cached", [BFLOAT, FP8])
+def test_what_latents_go_through(cached):
+    from nanovllm_kernels.attention import triton_mla_plain
+    from nanovllm_kernels.elementwise import triton_latent
+
+    types = LENGTHS | {"kv_ptr": cached, "scales_ptr": BYTES}
+    constants = {"WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cached == FP8}
+    compile_kernel(triton_mla_plain._gather_latents, types, constants, num_warps=2)
+    types = ROPE | {"kv_cache_ptr": cached, "kv_scales_ptr": BYTES}
+    constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "LATENT": 512, "PADDED_LATENT": 512, "HALF": 32, "PADDED_HALF": 32}
+    constants |= {"HEADS": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}
+    compile_kernel(triton_latent._latent_rope_and_cache, types, constants, num_warps=2)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("num_columns", "width"), [(1024, 3072), (4096, 4096), (14336, 1024)])

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import nanovllm_models
-from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec, PagedSpec, StateCache, StateSpec
+from nanovllm_core.cache.planner import slot_shape
+from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, MLASpec, ModelSpec, StateCache, StateSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import plan_batch
+from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 
 BLOCK_SIZE = 16
@@ -45,10 +47,9 @@ class Session:
         self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext(), compiled))
         self._free = list(range(num_blocks))
         specs = self.model.cache_specs()
-        self._paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
+        self._paged = [spec for spec in specs if not isinstance(spec, StateSpec)]
         self._caches = tuple(
-            torch.full((num_blocks, BLOCK_SIZE, 2 * spec.num_kv_heads, spec.head_dim), torch.nan, dtype=dtype)
-            for spec in self._paged
+            torch.full((num_blocks, BLOCK_SIZE, *slot_shape(spec)), torch.nan, dtype=dtype) for spec in self._paged
         )
         self._states = tuple(
             StateCache(
@@ -78,14 +79,16 @@ class Session:
             self._lengths[request] += len(new)
         width = max(len(blocks) for blocks in self._blocks)
         counts = [len(new) for new in tokens]
-        attention = plan_batch(
+        spec = self._paged[0]
+        plan = plan_latent_batch if isinstance(spec, MLASpec) else plan_batch
+        attention = plan(
             torch.tensor([b + [0] * (width - len(b)) for b in self._blocks], dtype=torch.int32),
             torch.tensor(self._lengths, dtype=torch.int32),
             torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
             num_decodes=counts.count(1),
             max_query_len=max(counts),
             max_seq_len=max(self._lengths),
-            num_heads=self._paged[0].num_heads,
+            num_heads=spec.num_heads,
             kv_cache=self._caches[0],
             backend="torch",
         )

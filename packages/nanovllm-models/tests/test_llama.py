@@ -22,6 +22,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 TOLERANCE = 1e-4
 
 
@@ -61,6 +62,7 @@ VARIANTS = {
     "mha, tied": {"tie_word_embeddings": True},
     "mqa, wide heads": {"num_key_value_heads": 1, "head_dim": 16},
     "llama3 scaling": {"num_key_value_heads": 2, "rope_parameters": LLAMA3},
+    "yarn": {"num_key_value_heads": 2, "rope_parameters": YARN},
     "biases": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "sharded": {"num_key_value_heads": 2, "max_shard_size": "8KB"},
     "qwen2": {"family": "qwen2", "num_key_value_heads": 2},

@@ -57,7 +57,10 @@ def test_a_broken_config_is_refused(tmp_path, content, message):
         ({"mlp_bias": 1}, "mlp_bias of .* is 1, but must be true or false"),
         ({"eos_token_id": "</s>"}, 'eos_token_id of .* is "</s>", but must be a token id'),
         ({"torch_dtype": "int8"}, 'torch_dtype of .* is "int8", but must be one of float32, bfloat16, float16'),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type of rope_scaling of .* is "yarn", but'),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            'rope_type of rope_scaling of .* is "longrope", but',
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 'type of rope_scaling of .* is "linear", but'),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor of rope_parameters of .* is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor of .* is 0.5, but must be 1"),

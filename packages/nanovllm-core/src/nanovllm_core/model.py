@@ -18,6 +18,14 @@ from nanovllm_kernels.linear_attention import StateBatch
 Attention = Callable[[Tensor, AttentionBatch], Tensor]
 
 
+class Launch(Protocol):
+    """Stands for a layer's attention, see `ForwardContext.launch`."""
+
+    def __call__(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
+        """What `attention` makes of `q` [T, heads, head_dim]: [T, heads, value_dim], by default as wide as `q`."""
+        ...
+
+
 class PagedSpec(NamedTuple):
     """The KV cache that one attention layer wants, per rank, and how many query heads read it."""
 
@@ -60,8 +68,9 @@ class ForwardContext:
     attention: lengths and block tables, as the attention kernels want them. slot_mapping: int64 [num_tokens], the cache
     slot (block * block_size + offset) each token's keys and values go to. kv_caches: one a PagedSpec, in the order of
     `CausalLM.cache_specs`, each [num_blocks, block_size, 2 * num_kv_heads, head_dim]: in each slot the key heads, then
-    the value heads. kv_scales: where the caches are FP8 one each, uint8 [num_blocks, 2 * num_kv_heads, block_size], of
-    every head of every slot (see `nanovllm_kernels.fp8`), else none. launch: called, if there, with a layer's attention
+    the value heads; or one an MLASpec, each [num_blocks, block_size, 1, latent_dim + rope_dim]. kv_scales: where the
+    caches are FP8 one each, uint8 [num_blocks, heads of a slot, block_size], of every head of every slot (see
+    `nanovllm_kernels.fp8`), else none. launch: called, if there, with a layer's attention
     and its queries, in place of the attention itself: while a step is captured in pieces, between which attention is
     launched anew each time. state_caches: one a StateSpec, in the order of `CausalLM.cache_specs`; states: which of
     their slots are whose.
@@ -71,7 +80,7 @@ class ForwardContext:
     slot_mapping: Tensor
     kv_caches: tuple[Tensor, ...]
     kv_scales: tuple[Tensor, ...] = ()
-    launch: Callable[[Attention, Tensor], Tensor] | None = None
+    launch: Launch | None = None
     state_caches: tuple[StateCache, ...] = ()
     states: StateBatch | None = None
 

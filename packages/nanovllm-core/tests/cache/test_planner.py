@@ -7,7 +7,7 @@ import torch
 
 from nanovllm_core.cache.planner import bytes_per_block, plan_cache
 from nanovllm_core.config import ConfigError, EngineConfig, resolve
-from nanovllm_core.model import PagedSpec
+from nanovllm_core.model import MLASpec, PagedSpec
 
 FACTS = {"max_position": 4096, "model_dtype": torch.bfloat16, "has_cuda": True, "has_fp8": True}
 
@@ -22,6 +22,12 @@ def test_fp8_holds_about_twice_as_many_blocks(head_dim, gain):
         blocks[kind] = plan_cache(config, 8 << 30, block_bytes).num_blocks
     assert blocks["auto"] > 1000
     assert blocks["fp8"] / blocks["auto"] > gain
+
+
+def test_a_token_of_latent_attention_is_one_row_a_layer():
+    specs = [MLASpec(latent_dim=512, rope_dim=64, num_heads=128)] * 61
+    assert bytes_per_block(specs, 1, torch.bfloat16) == 61 * 576 * 2
+    assert bytes_per_block(specs, 16, torch.float8_e4m3fn) == 61 * (576 + 1) * 16
 
 
 def test_fp8_is_refused_where_it_cannot_be_read():

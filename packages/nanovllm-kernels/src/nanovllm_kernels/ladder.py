@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import paged_attention, plan_batch
+from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
 from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net, plan_states
@@ -30,6 +31,8 @@ from nanovllm_kernels.sampling import sample
 DTYPE = torch.bfloat16
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128
+# DeepSeek-V3's: of a head's key those not rotated and those rotated, of its value, and of a latent.
+KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 COLD_BYTES = 256 << 20
 MOST_COPIES = 32
 ROUNDS = 20
@@ -166,6 +169,71 @@ def flash_decode(batch: int, context: int, page_size: int) -> Work:
         return lambda: paged_prefill(q, kv_cache, tables, seq_lens, starts, query_lens, HEAD_DIM**-0.5, 1, out)
 
     return decode_work("flash decode", make, batch, context, page_size, in_fp8=False)
+
+
+def latent_attention_work(
+    name: str, batch: int, query_len: int, context: int, num_heads: int, cost: float, unit: str, *, in_fp8: bool = False
+) -> Work:
+    """Latent attention of `query_len` queries a request at the end of `context` tokens, pages of 64 in random order,
+    with the products that bring queries to the latents and results back.
+    """
+    page_size, width = 64, LATENT_DIM + ROPE_DIM
+
+    def make(_: int) -> Callable[[], object]:
+        num_pages = batch * context // page_size
+        kv_cache = random(num_pages, page_size, 1, width)
+        if in_fp8:
+            # Any numbers but NaN, and none above 2.
+            numbers = torch.randint(0, 256, kv_cache.shape, device="cuda", dtype=torch.uint8)
+            kv_cache = numbers.bitwise_and_(0xBF).view(fp8.DTYPE)
+        kv_scales = fp8.make_scales(kv_cache) if in_fp8 else None
+        tables = torch.randperm(num_pages, device="cuda").view(batch, -1).int()
+        planned = plan_latent_batch(
+            tables,
+            torch.full((batch,), context, dtype=torch.int32, device="cuda"),
+            torch.arange(batch + 1, dtype=torch.int32, device="cuda") * query_len,
+            num_decodes=batch if query_len == 1 else 0,
+            max_query_len=query_len,
+            max_seq_len=context,
+            num_heads=num_heads,
+            kv_cache=kv_cache,
+            backend="triton",
+            dtype=DTYPE,
+        )
+        q = random(batch * query_len, num_heads, KEY_DIM + ROPE_DIM)
+        expansion = random(num_heads, KEY_DIM + VALUE_DIM, LATENT_DIM)
+        scale = (KEY_DIM + ROPE_DIM) ** -0.5
+        return lambda: latent_attention(q, expansion, kv_cache, planned, scale=scale, kv_scales=kv_scales)
+
+    prefix = "FP8 " if in_fp8 else ""
+    input_bytes = batch * context * width * (1 if in_fp8 else 2)
+    return Work(f"{prefix}{name} {num_heads} heads {batch} x {context}", make, cost, unit, input_bytes)
+
+
+def latent_decode(batch: int, context: int, num_heads: int, *, in_fp8: bool = False) -> Work:
+    """Decodes: in bytes, latents and what expands them, where heads are few; else in operations."""
+    if num_heads <= 16:
+        cached = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if in_fp8 else 2)
+        cost = cached + num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM * 2
+        return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TB/s", in_fp8=in_fp8)
+    cost = 2 * batch * num_heads * (context * (2 * LATENT_DIM + ROPE_DIM) + (KEY_DIM + VALUE_DIM) * LATENT_DIM)
+    return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TFLOP/s", in_fp8=in_fp8)
+
+
+def latent_prefill(batch: int, length: int, num_heads: int) -> Work:
+    """Whole prompts, in the operations that plain attention takes."""
+    pairs = length * (length + 1) / 2
+    cost = 2 * batch * num_heads * pairs * (KEY_DIM + ROPE_DIM + VALUE_DIM)
+    return latent_attention_work("MLA prefill", batch, length, length, num_heads, cost, "TFLOP/s")
+
+
+def latent_works() -> Iterator[Work]:
+    """Latent attention with the heads that one of eight ranks has, and with all of them."""
+    for num_heads in (16, 128):
+        for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
+            for in_fp8 in (False, True):
+                yield latent_decode(batch, context, num_heads, in_fp8=in_fp8)
+        yield latent_prefill(4, 2048, num_heads)
 
 
 def prefill(batch: int, length: int) -> Work:
@@ -494,6 +562,7 @@ def ladder() -> Iterator[Work]:
                     yield flash_decode(batch, context, page_size)
     yield prefill(4, 2048)
     yield prefill(1, 8192)
+    yield from latent_works()
     for num_tokens in (256, 8192):
         yield from elementwise(num_tokens)
     for shapes in SHAPES:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, moe, sampling
+from nanovllm_kernels.attention import mla
 
-ROOMS = (attention, batch, elementwise, gemm, gemm.block_fp8, linear_attention, moe, sampling)
+ROOMS = (attention, mla, batch, elementwise, gemm, gemm.block_fp8, linear_attention, moe, sampling)
 
 
 def integers(values, dtype=torch.int32):
@@ -21,6 +22,8 @@ def arguments():
     row_numbers = (ones, integers([0, 5]), ones * 0.9, ones * 0, integers([1, 2], torch.int64), integers([3, 4]))
     table = integers([[1, 2], [3, 0]])
     halves = torch.randn(64, 2048).half()
+    latents, lengths = torch.randn(4, 16, 1, 24), (integers([7, 2]), starts)
+    queries = (torch.randn(4, 3, 16), torch.randn(3, 4, 8))
     units = [integers([0, 1, 1]), integers([0, -1, -1]), integers([128])]
     return {
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
@@ -36,6 +39,16 @@ def arguments():
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5),
         "paged_attention": (
             *(qkv[:, :2], kv_cache, None, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),
+        ),
+        "latent_rope_and_cache": (
+            *(torch.randn(3, 4, 20), torch.randn(3, 24), weight, 1e-5, torch.randn(8, 8), positions, slots),
+            *(latents, None),
+        ),
+        "latent_attention": (*queries, latents, None, table, *lengths, units, 0.25, 2, 9),
+        "gather_latents": (latents, None, table, *lengths, 3, torch.float32),
+        "attend_whole_prompts": (
+            *(torch.randn(3, 4, 16), torch.randn(3, 4, 16), latents.view(-1, 24)[:3, 16:], *lengths),
+            *(0.25, torch.zeros(3, 4, 8)),
         ),
         "project_rows": (torch.randn(3, 16), weight, 1e-5, torch.randn(8, 16), None, torch.randn(3, 4), True, False),
         "project_split": (halves[:9], halves, None, torch.randn(9, 64).half(), torch.zeros(64, dtype=torch.int32)),
@@ -69,7 +82,7 @@ def moved_to(device, value):
 @pytest.mark.parametrize("name", list(arguments()))
 def test_operator(device, name):
     moved = [moved_to(device, value) for value in arguments()[name]]
-    (operator,) = (vars(room)[f"_{name}_op"] for room in ROOMS if f"_{name}_op" in vars(room))
+    (operator,) = {vars(room)[f"_{name}_op"] for room in ROOMS if f"_{name}_op" in vars(room)}
     # The check of the schema multiplies what it is given, which torch can't do with FP8 on a CPU.
     in_fp8 = any(isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn for value in moved)
     tests = ("test_faketensor",) if in_fp8 else ("test_schema", "test_faketensor")

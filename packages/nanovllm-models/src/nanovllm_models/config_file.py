@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from nanovllm_core.layers.quantization import BlockFP8
-from nanovllm_core.layers.rotary import Llama3Scaling, RotaryConfig
+from nanovllm_core.layers.rotary import Llama3Scaling, RotaryConfig, YarnScaling, yarn_mscale
 from nanovllm_models.fields import Fields, read_fields
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,8 +91,30 @@ def parse_rotary(
                 ),
                 fraction,
             )
+        case "yarn":
+            return RotaryConfig(theta, _parse_yarn(config, rope, max_position), fraction)
         case _:
-            raise rope.error(name, "default or llama3")
+            raise rope.error(name, "default, llama3 or yarn")
+
+
+def _parse_yarn(config: Fields, rope: Fields, max_position: int) -> YarnScaling:
+    """What transformers makes of the fields that a checkpoint may leave out."""
+    fallback = config.integer("original_max_position_embeddings", max_position)
+    original = rope.integer("original_max_position_embeddings", fallback)
+    factor = rope.number("factor", max_position / original)
+    mscale, mscale_all_dim = rope.weight("mscale"), rope.weight("mscale_all_dim")
+    attention_factor = yarn_mscale(factor)
+    if mscale and mscale_all_dim:
+        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return YarnScaling(
+        factor=factor,
+        original_max_position=original,
+        attention_factor=rope.number("attention_factor", attention_factor),
+        mscale_all_dim=mscale_all_dim,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+    )
 
 
 def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None, default: float) -> float:

@@ -33,6 +33,15 @@ class Fields:
             return value
         raise self.error(name, "an integer above 0")
 
+    def count(self, name: str, default: int) -> int:
+        """A whole number from 0 on. Raises ModelError."""
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        raise self.error(name, "an integer from 0 on")
+
     def number(self, name: str, default: float | None = None) -> float:
         """A number above 0. Raises ModelError."""
         value = self._values.get(name)
@@ -41,6 +50,15 @@ class Fields:
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
             return float(value)
         raise self.error(name, "a number above 0")
+
+    def weight(self, name: str) -> float:
+        """A number from 0 on, which it is if absent. Raises ModelError."""
+        value = self._values.get(name)
+        if value is None:
+            return 0.0
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+            return float(value)
+        raise self.error(name, "a number from 0 on")
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false. Raises ModelError."""

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from nanovllm_core.model import ModelSpec
-from nanovllm_models import llama, minimax_m2, qwen2, qwen3, qwen3_moe, qwen3_next
+from nanovllm_models import deepseek_v3, llama, minimax_m2, qwen2, qwen3, qwen3_moe, qwen3_next
 from nanovllm_models.checkpoint import RandomWeights, WeightSource, find_checkpoint
 from nanovllm_models.default_model import is_default_model
 from nanovllm_models.errors import ModelError
@@ -34,6 +34,7 @@ FAMILIES: dict[str, BuildSpec] = {
     "Qwen3MoeForCausalLM": qwen3_moe.build_spec,
     "Qwen3NextForCausalLM": qwen3_next.build_spec,
     "MiniMaxM2ForCausalLM": minimax_m2.build_spec,
+    "DeepseekV3ForCausalLM": deepseek_v3.build_spec,
 }
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_core.config import GIB, ConfigError, ResolvedConfig
-from nanovllm_core.model import PagedSpec, StateSpec
+from nanovllm_core.model import MLASpec, PagedSpec, StateSpec
 from nanovllm_kernels import fp8
 
 # Of a model with recurrent layers, slots for as many checkpoints a row as a prompt of 8,192 tokens leaves.
@@ -29,10 +29,18 @@ class CachePlan(NamedTuple):
     max_model_len: int
 
 
-def bytes_per_block(specs: Sequence[PagedSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes one block takes over all layers, keys and values together, and in FP8 their scales."""
+def slot_shape(spec: PagedSpec | MLASpec) -> tuple[int, int]:
+    """What one layer's cache has a token: how many heads, keys and values together, of how many numbers each."""
+    if isinstance(spec, MLASpec):
+        return 1, spec.latent_dim + spec.rope_dim
+    return 2 * spec.num_kv_heads, spec.head_dim
+
+
+def bytes_per_block(specs: Sequence[PagedSpec | MLASpec], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes one block takes over all layers, in FP8 with its scales."""
     beside = fp8.SCALE_BYTES if dtype == fp8.DTYPE else 0
-    return sum(2 * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + beside) for spec in specs) * block_size
+    shapes = map(slot_shape, specs)
+    return sum(heads * (head_dim * dtype.itemsize + beside) for heads, head_dim in shapes) * block_size
 
 
 def bytes_per_slot(specs: Sequence[StateSpec], state_dtype: torch.dtype, dtype: torch.dtype) -> int:

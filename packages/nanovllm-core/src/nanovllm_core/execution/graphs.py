@@ -19,7 +19,7 @@ from torch.cuda import _POOL_HANDLE  # pyright: ignore[reportPrivateUsage] - the
 from tqdm import tqdm
 
 from nanovllm_core.config import GraphMode
-from nanovllm_core.model import Attention
+from nanovllm_core.model import Attention, Launch
 from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
 
@@ -51,9 +51,8 @@ class Logits(NamedTuple):
     block_tables: Tensor
 
 
-# Stands for the attention of each layer, see `ForwardContext.launch`; None where nothing does.
-Launch = Callable[[Attention, Tensor], Tensor] | None
-Forward = Callable[[GraphShape, Launch], Logits]
+# The second stands for the attention of each layer, see `ForwardContext.launch`; None where nothing does.
+Forward = Callable[[GraphShape, Launch | None], Logits]
 # Chooses tokens and commits them; the needs that it is captured for are given as a number.
 Draw = Callable[[int, Logits], Tensor]
 
@@ -249,13 +248,13 @@ class _Capture:
         self.pieces.append(torch.cuda.CUDAGraph())
         self.pieces[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def launch(self, attention: Attention, q: Tensor) -> Tensor:
+    def launch(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """End a piece, remember `attention` of these queries, begin the next piece; returns where the result will be.
 
         At a replay the rows of padding hold whatever was there. No row reads another's, but through the cache, where
         padding goes to the null block.
         """
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty((*q.shape[:-1], q.shape[-1] if value_dim is None else value_dim))
         self.pieces[-1].capture_end()
         self.attentions.append(partial(_attend, attention, _alias(q), _alias(out)))
         self._begin()

@@ -15,21 +15,22 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm_core.cache.planner import bytes_per_block, bytes_per_slot, plan_cache
+from nanovllm_core.cache.planner import bytes_per_block, bytes_per_slot, plan_cache, slot_shape
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.constraints import Constraints
-from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Launch, Logits, StepGraphs, graph_shapes
+from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
 from nanovllm_core.execution.sampler import Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.execution.state_memory import StateMemory
 from nanovllm_core.layers.compiled import compiled
-from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec, StateSpec
+from nanovllm_core.model import BuildContext, ForwardContext, Launch, MLASpec, ModelSpec, StateSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
+from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 from nanovllm_kernels.platform import describe
@@ -56,7 +57,8 @@ def _bounds(plan: StepPlan) -> _Bounds:
 class Runner:
     """One rank's model and memory.
 
-    Raises, when made: ConfigError when the cache does not fit; whatever `spec.build` raises.
+    Raises, when made: ConfigError when the cache does not fit; ValueError for a model whose attention layers are of two
+    kinds; whatever `spec.build` raises.
     """
 
     @torch.inference_mode()
@@ -66,7 +68,7 @@ class Runner:
         self._config = config
         self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))
         specs = self._model.cache_specs()
-        self._paged_specs = [spec for spec in specs if isinstance(spec, PagedSpec)]
+        self._paged_specs = [spec for spec in specs if not isinstance(spec, StateSpec)]
         self._state_specs = [spec for spec in specs if isinstance(spec, StateSpec)]
         self._table = RequestTable(
             config.max_num_seqs,
@@ -79,6 +81,11 @@ class Runner:
         )
         self._constraints = Constraints(config.max_num_seqs, spec.vocab_size, self.device)
         self._num_heads = self._paged_specs[0].num_heads
+        kinds = {type(spec) for spec in self._paged_specs}
+        if len(kinds) > 1:
+            names = " and ".join(sorted(kind.__name__ for kind in kinds))
+            raise ValueError(f"cache_specs() gives both {names}: all attention layers of a model must be of one kind")
+        self._plan_batch = plan_latent_batch if kinds == {MLASpec} else plan_batch
         self._kv_caches, self._kv_scales = self._allocate(0)
         self._states = self._allocate_states(0)
         self._gather_settings = compiled(gather, least_rows=1) if config.compile else gather
@@ -172,7 +179,7 @@ class Runner:
         *,
         num_tokens: int,
         bounds: _Bounds,
-        launch: Launch = None,
+        launch: Launch | None = None,
     ) -> tuple[Tensor, BatchInputs]:
         """Hidden states [num_tokens, size], and what they are of."""
         table, block_size = self._table, self._config.block_size
@@ -199,7 +206,7 @@ class Runner:
     def _plan_attention(
         self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: _Bounds
     ) -> AttentionBatch:
-        return plan_batch(
+        return self._plan_batch(
             block_tables,
             seq_lens,
             query_start_loc,
@@ -233,7 +240,9 @@ class Runner:
         counts = table.counts if needs & Needs.PENALTY else None
         commit_tokens(rows, query_start_loc, tokens, samples, table.tokens, table.num_computed, counts)
 
-    def _forward_padded(self, shape: GraphShape, launch: Launch = None, *, num_decodes: int | None = None) -> Logits:
+    def _forward_padded(
+        self, shape: GraphShape, launch: Launch | None = None, *, num_decodes: int | None = None
+    ) -> Logits:
         buffer = self._table.buffer
         if launch is not None:
             # Attention that is launched is planned at each replay: the less of it in the graph, the better.
@@ -313,7 +322,7 @@ class Runner:
         config = self._config
         caches = tuple(
             torch.zeros(
-                (num_blocks + 1, config.block_size, 2 * spec.num_kv_heads, spec.head_dim),
+                (num_blocks + 1, config.block_size, *slot_shape(spec)),
                 dtype=config.kv_cache_dtype,
                 device=self.device,
             )

@@ -127,8 +127,8 @@ def _pages(numbers: Tensor) -> Tensor | slice:
     return slice(first, first + count) if listed == list(range(first, first + count)) else numbers
 
 
-def _gather(kv_cache: Tensor, kv_scales: Tensor | None, index: Tensor | slice, dtype: torch.dtype) -> Tensor:
-    """The pages `index`, one after another, as they are or dequantised to `dtype`: [tokens, 2 Hkv, D]."""
+def gather(kv_cache: Tensor, kv_scales: Tensor | None, index: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """The pages `index`, one after another, as they are or dequantised to `dtype`: [tokens, heads cached, D]."""
     _, _, num_cached, head_dim = kv_cache.shape
     pages = _take(kv_cache, index).view(-1, num_cached, head_dim)
     if kv_scales is None:
@@ -136,8 +136,8 @@ def _gather(kv_cache: Tensor, kv_scales: Tensor | None, index: Tensor | slice, d
     return fp8.dequantize(pages, _take(kv_scales, index).transpose(1, 2).reshape(-1, num_cached), dtype)
 
 
-def _gather_slots(kv_cache: Tensor, kv_scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `_gather`, of single slots."""
+def gather_slots(kv_cache: Tensor, kv_scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `gather`, of single slots."""
     _, page_size, num_cached, head_dim = kv_cache.shape
     found = kv_cache.view(-1, num_cached * head_dim).index_select(0, slots).view(-1, num_cached, head_dim)
     if kv_scales is None:
@@ -154,8 +154,8 @@ def _decode(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group: Decode
     num_reqs, num_heads, head_dim = q.shape
     num_cached = kv_cache.shape[2]
     num_kv_heads = num_cached // 2
-    gather = _gather if group.mask is None else _gather_slots
-    kv = gather(kv_cache, kv_scales, group.index, q.dtype)
+    take = gather if group.mask is None else gather_slots
+    kv = take(kv_cache, kv_scales, group.index, q.dtype)
     # Two calls instead of the five that `view`, a slice, `transpose` and `chunk` would take.
     shape = (num_reqs, num_kv_heads, group.longest, head_dim)
     strides = (kv.numel() // num_reqs, head_dim, num_cached * head_dim, 1)
@@ -172,7 +172,7 @@ def _prefill(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, prefill: Pre
     _, num_heads, head_dim = q.shape
     _, _, num_cached, _ = kv_cache.shape
     _, _, pages, length, mask = prefill
-    kv = _gather(kv_cache, kv_scales, pages, q.dtype).view(1, -1, num_cached, head_dim)
+    kv = gather(kv_cache, kv_scales, pages, q.dtype).view(1, -1, num_cached, head_dim)
     k, v = kv[:, :length].transpose(1, 2).chunk(2, 1)
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),

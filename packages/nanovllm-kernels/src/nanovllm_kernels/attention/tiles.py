@@ -11,6 +11,8 @@ MIN_SPLIT_TOKENS = 256
 MIN_UNIT_TOKENS = 128
 # Of decodes, how many times over the device is filled: the last units to run are then a small part of all.
 UNIT_WAVES = 4
+# Of those over latents, whose results are wide: of 16 heads a unit's are, written and read, the bytes of 57 tokens.
+LATENT_UNIT_WAVES = 2
 MAX_SPLITS = 64
 # Without a device to ask (the interpreter) a launch is shaped as for a small one.
 INTERPRETER_SMS = 8
@@ -62,6 +64,15 @@ PREFILL_32_BIT = {
     256: TileConfig(32, 16, 4, 2, 1),
 }
 
+# Of latents, which are keys and values at once: for few heads a rank (16), and for many (64 a tile). Chosen by what the
+# compiler says of Hopper's registers and shared memory, not timed: with 16-bit numbers none spills in decodes.
+LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
+LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
+LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
+LATENT = {1: LATENT_8_BIT, 2: LATENT_16_BIT, 4: LATENT_32_BIT}
+# Of prompts that are whole in a step, whose keys are of 192 numbers and whose values are of 128.
+PLAIN_LATENT = {2: TileConfig(128, 64, 8, 3, 1), 4: TileConfig(32, 16, 4, 2, 1)}
+
 DECODE = {1: DECODE_8_BIT, 2: DECODE_16_BIT, 4: DECODE_32_BIT}
 PREFILL = {1: PREFILL_8_BIT, 2: PREFILL_16_BIT, 4: PREFILL_32_BIT}
 
@@ -80,12 +91,12 @@ def choose_splits(num_tiles: int, max_seq_len: int, num_slots: int) -> int:
     return max(1, min(wanted, -(-max_seq_len // MIN_SPLIT_TOKENS), MAX_SPLITS))
 
 
-def choose_units(num_kv_heads: int, num_slots: int) -> int:
+def choose_units(num_kv_heads: int, num_slots: int, waves: int = UNIT_WAVES) -> int:
     """Into how many units of equal length a step's decodes are cut, each for every key-value head.
 
-    num_slots: tiles that the device holds at once.
+    num_slots: tiles that the device holds at once. waves: how many times over they are filled.
     """
-    return max(1, UNIT_WAVES * num_slots // num_kv_heads)
+    return max(1, waves * num_slots // num_kv_heads)
 
 
 def number_size(query_size: int, cached_size: int) -> int:
@@ -105,3 +116,11 @@ def tile_config(head_dim: int, element_size: int, group: int, max_query_len: int
         raise ValueError(f"no attention kernel for heads of {head_dim}: at most 256")
     config = table[padded]
     return config._replace(block_m=max(config.block_m, next_power_of_2(group)))
+
+
+def latent_config(num_heads: int, element_size: int) -> TileConfig:
+    """The tiling of absorbed latent attention, with `num_heads` heads to each latent of up to 512 numbers.
+
+    element_size: see `number_size`.
+    """
+    return LATENT[element_size][16 if num_heads <= 16 else 64]

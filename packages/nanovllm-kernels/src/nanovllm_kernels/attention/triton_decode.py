@@ -64,7 +64,7 @@ def paged_decode(
     starts, owners, unit_len = units
     _, num_heads, head_dim = q.shape
     page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
-    num_reqs, num_units = starts.shape[0] - 1, owners.shape[0]
+    num_units = owners.shape[0]
     group = num_heads // num_kv_heads
     config = tiles.tile_config(head_dim, tiles.number_size(q.element_size(), kv_cache.element_size()), group, 1)
     padded = tiles.next_power_of_2(head_dim)
@@ -100,14 +100,25 @@ def paged_decode(
         num_stages=config.num_stages,
         launch_pdl=overlap,
     )
-    _merge_units[(num_reqs, num_heads)](
+    merge_units(partial, lse, query_start_loc, starts, out)
+
+
+def merge_units(partial: Tensor, lse: Tensor, query_start_loc: Tensor, starts: Tensor, out: Tensor) -> None:
+    """Merge the units of each request that has several into its row of `out` [T, H, D].
+
+    partial: float32 [units, H, D], each unit's own softmax; lse: float32 [units, H], the logarithm of its normalizer to
+    base 2. starts: of `plan_units`.
+    """
+    _, num_heads, head_dim = partial.shape
+    overlap = can_overlap_launches(out.device)
+    _merge_units[(starts.shape[0] - 1, num_heads)](
         partial,
         lse,
         query_start_loc,
         starts,
         out,
         HEAD_DIM=head_dim,
-        PADDED_DIM=padded,
+        PADDED_DIM=tiles.next_power_of_2(head_dim),
         BLOCK=16,
         OVERLAP=overlap,
         num_warps=4,

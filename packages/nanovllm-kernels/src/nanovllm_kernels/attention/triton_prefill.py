@@ -77,16 +77,40 @@ def paged_prefill(
         num_stages=config.num_stages,
     )
     if num_splits > 1:
-        _merge_splits[(num_tokens, num_heads)](
-            partial,
-            lse,
-            out,
-            num_splits,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded,
-            PADDED_SPLITS=tiles.next_power_of_2(num_splits),
-            num_warps=4,
-        )
+        merge_splits(partial, lse, out)
+
+
+def merge_splits(partial: Tensor, lse: Tensor, out: Tensor) -> None:
+    """Merge the splits of each query head into its row of `out` [T, H, D].
+
+    partial: float32 [T, H, splits, D], each split's own softmax; lse: float32 [T, H, splits], the logarithm of its
+    normalizer to base 2, -inf for one that saw nothing; a row of which all are so is left as it is.
+    """
+    num_tokens, num_heads, num_splits, head_dim = partial.shape
+    _merge_splits[(num_tokens, num_heads)](
+        partial,
+        lse,
+        out,
+        num_splits,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=tiles.next_power_of_2(head_dim),
+        PADDED_SPLITS=tiles.next_power_of_2(num_splits),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr):
+    """Whose tile this is: request r's tiles, of BLOCK_Q positions, are numbered from start_r // BLOCK_Q + r."""
+    # The last request that begins at or before.
+    low = 0
+    high = num_reqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle
+        low = tl.where(begins <= tile, middle, low)
+        high = tl.where(begins <= tile, high, middle - 1)
+    return low
 
 
 # A step's shape must never cost a compilation: what changes from step to step isn't specialised on.
@@ -123,15 +147,7 @@ def _attend(
     tile = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
-    # Request r's tiles are numbered from start_r // BLOCK_Q + r: find the last request that begins at or before.
-    low = 0
-    high = num_reqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        begins = tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle
-        low = tl.where(begins <= tile, middle, low)
-        high = tl.where(begins <= tile, high, middle - 1)
-    request = low
+    request = find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q)
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
     first_query = (tile - (query_start // BLOCK_Q + request)) * BLOCK_Q

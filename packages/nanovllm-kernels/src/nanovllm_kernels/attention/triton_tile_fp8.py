@@ -87,7 +87,7 @@ def attend_fp8_blocks(
                 k = tl.load(k_ptrs, mask=dim_mask[:, None], other=0.0)
                 v = tl.load(v_ptrs, mask=pair_mask[None, :], other=0)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
-        scores = scores * _power_of_2(k_exponents)[None, :] + (v_exponents - 127).to(tl.float32)[None, :]
+        scores = scores * power_of_2(k_exponents)[None, :] + (v_exponents - 127).to(tl.float32)[None, :]
         if MASKED:
             # No query sees a token past its own, hence none from `limit` on.
             scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
@@ -97,7 +97,7 @@ def attend_fp8_blocks(
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights * _power_of_2(254 - v_exponents)[None, :], 1)
+        running_sum = running_sum * rescale + tl.sum(weights * power_of_2(254 - v_exponents)[None, :], 1)
         weights = weights.to(q.dtype)
         v_even = (v & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
         v_odd = (v >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
@@ -108,6 +108,6 @@ def attend_fp8_blocks(
 
 
 @triton.jit
-def _power_of_2(exponents):
+def power_of_2(exponents):
     """Biased exponents of float32 as numbers; 0 gives 0."""
     return (exponents << 23).to(tl.float32, bitcast=True)

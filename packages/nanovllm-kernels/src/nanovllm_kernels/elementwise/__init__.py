@@ -16,6 +16,7 @@ from nanovllm_kernels.platform import has_few_rows
 __all__ = [
     "QKNorm",
     "Rotation",
+    "latent_rope_and_cache",
     "norm_parts",
     "pack_norm",
     "plan_rotation",
@@ -139,6 +140,35 @@ def _rope_and_cache_on_cpu(
     numba_rope.rope_and_cache(qkv, rows.cos, rows.sin, slot_mapping, kv_cache, q_weight, k_weight, eps)
 
 
+def latent_rope_and_cache(
+    q: Tensor,
+    latents: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    rotation: Rotation,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """What latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) does before it attends: rotate the end
+    of each query head in place; norm a token's latent, rotate the key part beside it, write both to the paged cache.
+
+    q: [T, H, D], heads contiguous, tokens with any stride; the last R <= D dimensions of each head are rotated.
+    latents: [T, L + R], the last dimension contiguous: a latent, then the key part that all heads share.
+    norm_weight: [L], or what `pack_norm` made of it; eps: of the norm. rotation: of R dimensions, in GPT-NeoX's order.
+    slot_mapping: as for `rope_and_cache`.
+    kv_cache: [N, P, 1, L + R], contiguous, of the dtype of `q` (on a CPU of any), or of float8_e4m3fn: then a token's
+        latent and key part are quantised together. kv_scales: uint8 [N, 1, P] for that one, None for another.
+    Computed in float32 and rounded once; on a CPU after the norm as well, when `latents` isn't float32.
+    """
+    if rotation.rows is not None:
+        reference.latent_rope_and_cache(q, latents, norm_weight, eps, rotation.rows, slot_mapping, kv_cache, kv_scales)
+        return
+    _latent_rope_and_cache_op(
+        q, latents, norm_weight, eps, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, kv_scales
+    )
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU's gate (Shazeer 2020): `silu(x[:, :I]) * x[:, I:]` for contiguous x [T, 2 I]; returns [T, I]."""
     if torch.compiler.is_compiling():
@@ -199,6 +229,23 @@ def _rope_and_cache_op(
     from nanovllm_kernels.elementwise import triton_rope
 
     triton_rope.rope_and_cache(qkv, cos_sin, positions, slot_mapping, kv_cache, kv_scales, q_weight, k_weight, eps)
+
+
+@torch.library.custom_op("nanovllm::latent_rope_and_cache", mutates_args=("q", "kv_cache", "kv_scales"))
+def _latent_rope_and_cache_op(
+    q: Tensor,
+    latents: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+) -> None:
+    from nanovllm_kernels.elementwise import triton_latent
+
+    triton_latent.rope_and_cache(q, latents, norm_weight, eps, cos_sin, positions, slot_mapping, kv_cache, kv_scales)
 
 
 @torch.library.custom_op("nanovllm::silu_and_mul", mutates_args=())

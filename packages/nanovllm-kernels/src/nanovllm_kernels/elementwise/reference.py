@@ -83,6 +83,33 @@ def rope_and_cache(
     return qkv
 
 
+def latent_rope_and_cache(
+    q: Tensor,
+    latents: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    rows: RotationRows,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+) -> None:
+    """See the package's `latent_rope_and_cache`."""
+    _, page_size, _, width = kv_cache.shape
+    rope_dim = rows.cos.shape[-1]
+    latent, k_rope = latents.split((width - rope_dim, rope_dim), -1)
+    turned = q.narrow(2, q.shape[2] - rope_dim, rope_dim)
+    torch.addcmul(turned * rows.cos, turned.roll(rope_dim // 2, -1), rows.sin, out=turned)
+    rotated = torch.addcmul(k_rope * rows.cos.squeeze(1), k_rope.roll(rope_dim // 2, -1), rows.sin.squeeze(1))
+    cached = torch.cat((rms_norm(latent, norm_weight, eps).to(rotated.dtype), rotated), -1)
+    if kv_scales is None:
+        kv_cache.view(-1, width).index_copy_(0, slot_mapping, cached.to(kv_cache.dtype))
+        return
+    numbers, exponents = fp8.quantize(cached)
+    # Of float8 torch copies no rows on a CPU, but of bytes.
+    kv_cache.view(torch.uint8).view(-1, width).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
+    kv_scales[slot_mapping // page_size, 0, slot_mapping % page_size] = exponents
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """See the package's `silu_and_mul`. Here the SiLU is rounded to the dtype of `x` before the product."""
     gate, up = x.chunk(2, -1)

@@ -152,8 +152,8 @@ def _rope_and_cache(
         v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
         if QUANTIZE:
             v = v.to(tl.float32)
-            exponents = _scale_exponents(tl.max(tl.abs(v), 1))
-            v *= _inverse(exponents)[:, None]
+            exponents = scale_exponents(tl.max(tl.abs(v), 1))
+            v *= inverse_scales(exponents)[:, None]
             scale_ptrs = kv_scales_ptr + (NUM_KV_HEADS + heads) * PAGE_SIZE
             tl.store(scale_ptrs, exponents.to(tl.uint8), mask=heads < NUM_KV_HEADS)
         tl.store(slot_ptr + places, v.to(slot_ptr.dtype.element_ty), mask=mask)
@@ -213,9 +213,9 @@ def _turn_heads(
         top = tl.maximum(tl.max(tl.abs(turned_first), 1), tl.max(tl.abs(turned_second), 1))
         if 2 * HALF < HEAD_DIM:
             top = tl.maximum(top, tl.max(tl.abs(rest), 1))
-        exponents = _scale_exponents(top)
+        exponents = scale_exponents(top)
         tl.store(scales_ptr + heads * PAGE_SIZE, exponents.to(tl.uint8), mask=inside)
-        inverse = _inverse(exponents)[:, None]
+        inverse = inverse_scales(exponents)[:, None]
         turned_first *= inverse
         turned_second *= inverse
         if 2 * HALF < HEAD_DIM:
@@ -227,13 +227,13 @@ def _turn_heads(
 
 
 @triton.jit
-def _scale_exponents(top):
+def scale_exponents(top):
     """Biased exponents of the scales of heads whose largest magnitudes are `top`, as `fp8.quantize` takes them."""
     exponents = ((top.to(tl.int32, bitcast=True) + BEYOND_LARGEST) >> 23) - LARGEST_EXPONENT
     return tl.maximum(exponents, LEAST_EXPONENT)
 
 
 @triton.jit
-def _inverse(exponents):
+def inverse_scales(exponents):
     """The inverse of scales with these biased exponents, as exact as they are."""
     return ((254 - exponents) << 23).to(tl.float32, bitcast=True)

@@ -1,0 +1,21 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from toy_model import ToyLM, toy_spec
+
+from nanovllm_core.config import EngineConfig, resolve
+from nanovllm_core.execution.runner import Runner
+from nanovllm_core.model import MLASpec
+
+
+class TwoKinds(ToyLM):
+    def cache_specs(self):
+        return self.heads.cache_spec, MLASpec(latent_dim=32, rope_dim=8, num_heads=4)
+
+
+def test_attention_layers_of_two_kinds_are_refused():
+    spec = replace(toy_spec(), build=TwoKinds)
+    config = resolve(EngineConfig(device="cpu"), max_position=64, model_dtype=torch.float32, has_cuda=False)
+    with pytest.raises(ValueError, match="both MLASpec and PagedSpec: all attention layers of a model must be of one"):
+        Runner(spec, config)

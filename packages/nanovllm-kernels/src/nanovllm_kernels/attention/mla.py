@@ -1,0 +1,188 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache of latents.
+
+A token's keys and values are one latent, which a matrix a head expands, and one rotated key part that all heads share:
+only these are cached. What is cached is attended to with queries brought into the latent's space, and the result is
+brought from there to the values' (absorbed), so that nothing a token is expanded; a prompt that is whole in a step is
+expanded and attended to plainly, which is less arithmetic. This room must not know models, nor who owns a page.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_kernels.attention import AttentionBatch, Backend, _plan_units_op, mla_reference, reference, tiles
+from nanovllm_kernels.platform import describe
+
+__all__ = ["latent_attention", "plan_latent_batch"]
+
+
+def plan_latent_batch(
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    num_decodes: int | None,
+    max_query_len: int,
+    max_seq_len: int,
+    num_heads: int,
+    kv_cache: Tensor,
+    backend: Backend,
+    dtype: torch.dtype | None = None,
+) -> AttentionBatch:
+    """Prepare a step's latent attention, once for all its layers: `plan_batch` for a cache [N, P, 1, L + R].
+
+    Of the backends "torch" is plain torch; for all others, of which none has kernels of its own, it is Triton.
+    """
+    units = gathers = None
+    page_size, element_size = kv_cache.shape[1], kv_cache.element_size()
+    if backend == "torch":
+        if num_decodes is None:
+            raise ValueError('the backend "torch" must know num_decodes')
+        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, page_size)
+    elif num_decodes != 0:
+        size = tiles.number_size((dtype or kv_cache.dtype).itemsize, element_size)
+        config = tiles.latent_config(num_heads, size)
+        num_slots = (describe(kv_cache.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
+        num_units = tiles.choose_units(-(-num_heads // config.block_m), num_slots, tiles.LATENT_UNIT_WAVES)
+        units = _plan_units_op(seq_lens, query_start_loc, num_units, config.block_n)
+    return AttentionBatch(
+        block_tables, seq_lens, query_start_loc, max_query_len, max_seq_len, False, gathers, units, None, (), None
+    )
+
+
+def latent_attention(
+    q: Tensor,
+    expansion: Tensor,
+    kv_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+) -> Tensor:
+    """Causal latent attention of a batch of requests, each over its own pages.
+
+    q: [T, H, K + R], requests one after another, contiguous; float32, float16 or bfloat16: of each head what meets
+        expanded keys, then the rotated part.
+    expansion: [H, K + V, L], contiguous: the rows that make of a latent a head's key [K], then its value [V]. Of the
+        dtype of `q`; on a CPU `q` may be float32 beside any.
+    kv_cache: [N, P, 1, L + R] of the dtype of `expansion` or of float8_e4m3fn, contiguous: normed latents, then rotated
+        key parts; this step's already written. batch: of `plan_latent_batch`.
+    scale: what the products are multiplied by before the softmax.
+    kv_scales: uint8 [N, 1, P], contiguous, where the cache is of float8_e4m3fn and only there: see `fp8`.
+    Returns contiguous [T, H, V] in the dtype of `expansion`.
+    """
+    if batch.gathers is not None:
+        return mla_reference.latent_attention(q, expansion, kv_cache, kv_scales, batch.gathers, scale)
+    num_heads, expanded, latent_dim = expansion.shape
+    rope_dim = kv_cache.shape[3] - latent_dim
+    key_dim = q.shape[2] - rope_dim
+    to_key, to_value = expansion.split((key_dim, expanded - key_dim), 1)
+    queries = torch.bmm(q[:, :, :key_dim].transpose(0, 1), to_key)
+    found = _latent_attention_op(
+        queries,
+        q[:, :, key_dim:],
+        kv_cache,
+        kv_scales,
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        list(batch.units or ()),
+        scale,
+        batch.max_query_len,
+        batch.max_seq_len,
+    )
+    out = q.new_empty((q.shape[0], num_heads, expanded - key_dim))
+    torch.bmm(found.transpose(0, 1), to_value.transpose(1, 2), out=out.transpose(0, 1))
+    if batch.max_query_len > 1:
+        lengths = (batch.seq_lens, batch.query_start_loc)
+        latents = _gather_latents_op(kv_cache, kv_scales, batch.block_tables, *lengths, q.shape[0], q.dtype)
+        expanded_kv = functional.linear(latents[:, :latent_dim], expansion.view(-1, latent_dim))
+        _attend_whole_prompts_op(
+            q, expanded_kv.view(-1, num_heads, expanded), latents[:, latent_dim:], *lengths, scale, out
+        )
+    return out
+
+
+@torch.library.custom_op("nanovllm::latent_attention", mutates_args=())
+def _latent_attention_op(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    units: list[Tensor],
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+) -> Tensor:
+    """Absorbed attention of all requests but prompts that are whole in the step, whose rows hold anything.
+
+    q_latent: contiguous [H, T, L]. q_rope: [T, H, R], the last dimension contiguous. Returns contiguous [T, H, L].
+    """
+    from nanovllm_kernels.attention import triton_mla_decode, triton_mla_prefill
+
+    queries = (q_latent, q_rope)
+    cache = (kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
+    out = _empty_results(q_latent)
+    if units:
+        starts, owners, unit_len = units
+        triton_mla_decode.paged_decode(*queries, *cache, (starts, owners, unit_len), scale, out)
+    if max_query_len > 1:
+        triton_mla_prefill.paged_prefill(*queries, *cache, scale, max_seq_len, out)
+    return out
+
+
+def _empty_results(q_latent: Tensor) -> Tensor:
+    num_heads, num_tokens, latent_dim = q_latent.shape
+    return q_latent.new_empty((num_tokens, num_heads, latent_dim))
+
+
+_latent_attention_op.register_fake(lambda q_latent, *_: _empty_results(q_latent))
+
+
+@torch.library.custom_op("nanovllm::gather_latents", mutates_args=())
+def _gather_latents_op(
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_tokens: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What the cache holds of the step's own tokens, [num_tokens, L + R] in `dtype`: of those of prompts that are whole
+    in the step, and anything for the others.
+    """
+    from nanovllm_kernels.attention import triton_mla_plain
+
+    out = kv_cache.new_empty((num_tokens, kv_cache.shape[3]), dtype=dtype)
+    triton_mla_plain.gather_latents(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc, out)
+    return out
+
+
+@_gather_latents_op.register_fake
+def _(
+    kv_cache: Tensor,
+    _kv_scales: Tensor | None,
+    _block_tables: Tensor,
+    _seq_lens: Tensor,
+    _query_start_loc: Tensor,
+    num_tokens: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return kv_cache.new_empty((num_tokens, kv_cache.shape[3]), dtype=dtype)
+
+
+@torch.library.custom_op("nanovllm::attend_whole_prompts", mutates_args=("out",))
+def _attend_whole_prompts_op(
+    q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
+) -> None:
+    """Plain attention of prompts whole in the step; writes the rows of `out` [T, H, V] that are theirs.
+
+    q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
+    """
+    from nanovllm_kernels.attention import triton_mla_plain
+
+    triton_mla_plain.attend_whole_prompts(q, kv, k_rope, seq_lens, query_start_loc, scale, out)

@@ -1,0 +1,278 @@
+"""Latent attention of prompts that are whole in the step, on CUDA: what the cache holds of them is gathered, expanded
+by a product of the caller's, and attended to plainly. Other requests are left alone.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels.attention import tiles
+from nanovllm_kernels.attention.triton_prefill import find_request
+from nanovllm_kernels.attention.triton_tile import LOG2_E
+from nanovllm_kernels.attention.triton_tile_fp8 import power_of_2
+
+
+def gather_latents(
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+) -> None:
+    """Copy the cached rows of the step's tokens, dequantised, to the rows of `out` [T, L + R] that are prompts'."""
+    num_tokens, width = out.shape
+    _gather_latents[(num_tokens,)](
+        kv_cache,
+        kv_cache if kv_scales is None else kv_scales,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        out,
+        seq_lens.shape[0],
+        block_tables.stride(0),
+        WIDTH=width,
+        PADDED_WIDTH=tiles.next_power_of_2(width),
+        PAGE_SIZE=kv_cache.shape[1],
+        QUANTIZED=kv_scales is not None,
+        num_warps=2,
+    )
+
+
+def attend_whole_prompts(
+    q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
+) -> None:
+    """See `mla._attend_whole_prompts_op`."""
+    num_tokens, num_heads, head_dim = q.shape
+    rope_dim, value_dim, num_reqs = k_rope.shape[1], out.shape[2], seq_lens.shape[0]
+    key_dim = head_dim - rope_dim
+    config = tiles.PLAIN_LATENT[q.element_size()]
+    # Tiles start afresh at each request, which wastes less than one a request.
+    num_tiles = num_tokens // config.block_m + num_reqs
+    _attend_whole_prompts[(num_heads, num_tiles)](
+        q,
+        kv,
+        k_rope,
+        seq_lens,
+        query_start_loc,
+        out,
+        scale * LOG2_E,
+        num_reqs,
+        k_rope.stride(0),
+        NUM_HEADS=num_heads,
+        TOKEN_STRIDE=num_heads * kv.shape[2],
+        KEY_DIM=key_dim,
+        PADDED_KEY=max(16, tiles.next_power_of_2(key_dim)),
+        ROPE=rope_dim,
+        PADDED_ROPE=max(16, tiles.next_power_of_2(rope_dim)),
+        VALUE_DIM=value_dim,
+        PADDED_VALUE=max(16, tiles.next_power_of_2(value_dim)),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _gather_latents(
+    kv_ptr,
+    scales_ptr,
+    block_tables_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    out_ptr,
+    num_reqs,
+    table_stride,
+    WIDTH: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    """One token."""
+    token = tl.program_id(0)
+    low = 0
+    high = num_reqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = tl.load(query_start_loc_ptr + middle)
+        low = tl.where(begins <= token, middle, low)
+        high = tl.where(begins <= token, high, middle - 1)
+    query_start = tl.load(query_start_loc_ptr + low)
+    query_len = tl.load(query_start_loc_ptr + low + 1) - query_start
+    position = token - query_start
+    if (position >= query_len) | (query_len == 1) | (query_len != tl.load(seq_lens_ptr + low)):
+        return
+    page = tl.load(block_tables_ptr + low.to(tl.int64) * table_stride + position // PAGE_SIZE).to(tl.int64)
+    slot = page * PAGE_SIZE + position % PAGE_SIZE
+    dims = tl.arange(0, PADDED_WIDTH)
+    row = tl.load(kv_ptr + slot * WIDTH + dims, mask=dims < WIDTH, other=0.0)
+    if QUANTIZED:
+        row = row.to(tl.float32) * power_of_2(tl.load(scales_ptr + slot).to(tl.int32))
+    tl.store(out_ptr + token.to(tl.int64) * WIDTH + dims, row.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
+
+
+@triton.jit
+def _attend_expanded(
+    acc,
+    running_max,
+    running_sum,
+    q,
+    q_rope,
+    kv_ptr,
+    k_rope_ptr,
+    queries,
+    begin,
+    end,
+    scale_log2,
+    rope_stride_token,
+    TOKEN_STRIDE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    PADDED_KEY: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold the prompt's keys and values of [begin, end) into the online softmax. kv_ptr: a head's, of its first token,
+    TOKEN_STRIDE apart.
+    """
+    key_dims = tl.arange(0, PADDED_KEY)
+    rope_dims = tl.arange(0, PADDED_ROPE)
+    value_dims = tl.arange(0, PADDED_VALUE)
+    for start in tl.range(begin, end, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        inside = columns < end
+        k_mask = (key_dims < KEY_DIM)[:, None]
+        rope_mask = (rope_dims < ROPE)[:, None]
+        v_mask = (value_dims < VALUE_DIM)[None, :]
+        if MASKED:
+            k_mask = k_mask & inside[None, :]
+            rope_mask = rope_mask & inside[None, :]
+            v_mask = v_mask & inside[:, None]
+        rows = columns.to(tl.int64)
+        k = tl.load(kv_ptr + rows[None, :] * TOKEN_STRIDE + key_dims[:, None], mask=k_mask, other=0.0)
+        k_rope = tl.load(k_rope_ptr + rows[None, :] * rope_stride_token + rope_dims[:, None], mask=rope_mask, other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee")
+        scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee") * scale_log2
+        if MASKED:
+            scores = tl.where(columns[None, :] <= queries[:, None], scores, float("-inf"))
+        v = tl.load(kv_ptr + KEY_DIM + rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0)
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(running_max - new_max)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        running_max = new_max
+    return acc, running_max, running_sum
+
+
+# A step's shape must never cost a compilation: what changes from step to step isn't specialised on.
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"])
+def _attend_whole_prompts(
+    q_ptr,
+    kv_ptr,
+    k_rope_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    out_ptr,
+    scale_log2,
+    num_reqs,
+    rope_stride_token,
+    NUM_HEADS: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    PADDED_KEY: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of a prompt's queries, of one head."""
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    request = find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_M)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    first_query = (tile - (query_start // BLOCK_M + request)) * BLOCK_M
+    if (first_query >= query_len) | (query_len == 1) | (query_len != tl.load(seq_lens_ptr + request)):
+        return
+    queries = first_query + tl.arange(0, BLOCK_M)
+    row_mask = queries < query_len
+    start = query_start.to(tl.int64)
+    rows = (start + queries) * NUM_HEADS + head
+    key_dims = tl.arange(0, PADDED_KEY)
+    rope_dims = tl.arange(0, PADDED_ROPE)
+    value_dims = tl.arange(0, PADDED_VALUE)
+    q_ptrs = q_ptr + rows[:, None] * (KEY_DIM + ROPE)
+    q = tl.load(q_ptrs + key_dims[None, :], mask=row_mask[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0)
+    q_rope = tl.load(
+        q_ptrs + KEY_DIM + rope_dims[None, :], mask=row_mask[:, None] & (rope_dims < ROPE)[None, :], other=0.0
+    )
+    kv_ptr += start * TOKEN_STRIDE + head * (KEY_DIM + VALUE_DIM)
+    k_rope_ptr += start * rope_stride_token
+    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_VALUE], dtype=tl.float32)
+    end = tl.minimum(first_query + BLOCK_M, query_len)
+    # Blocks that every query sees whole need no mask.
+    full_end = (first_query + 1) // BLOCK_N * BLOCK_N
+    acc, running_max, running_sum = _attend_expanded(
+        acc,
+        running_max,
+        running_sum,
+        q,
+        q_rope,
+        kv_ptr,
+        k_rope_ptr,
+        queries,
+        0,
+        full_end,
+        scale_log2,
+        rope_stride_token,
+        TOKEN_STRIDE,
+        KEY_DIM,
+        PADDED_KEY,
+        ROPE,
+        PADDED_ROPE,
+        VALUE_DIM,
+        PADDED_VALUE,
+        BLOCK_N,
+        False,
+    )
+    acc, running_max, running_sum = _attend_expanded(
+        acc,
+        running_max,
+        running_sum,
+        q,
+        q_rope,
+        kv_ptr,
+        k_rope_ptr,
+        queries,
+        full_end,
+        end,
+        scale_log2,
+        rope_stride_token,
+        TOKEN_STRIDE,
+        KEY_DIM,
+        PADDED_KEY,
+        ROPE,
+        PADDED_ROPE,
+        VALUE_DIM,
+        PADDED_VALUE,
+        BLOCK_N,
+        True,
+    )
+    acc = acc / running_sum[:, None]
+    out_ptrs = out_ptr + rows[:, None] * VALUE_DIM + value_dims[None, :]
+    mask = row_mask[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,134 @@
+"""What the kernels of latent attention share: a tile of absorbed queries against blocks of paged latents.
+
+A block is read once, for scores and for what they weigh. Over an FP8 cache, whose rows of a latent and a key part have
+one scale, products are of float16 and kept in its range as in `triton_tile_fp8`. Softmax is online, in base 2.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+
+from nanovllm_kernels.attention.triton_tile_fp8 import power_of_2
+
+
+@triton.jit
+def load_queries(
+    latent_ptr,
+    rope_ptr,
+    tokens,
+    heads,
+    mask,
+    num_tokens,
+    rope_stride_token,
+    rope_stride_head,
+    scale_log2,
+    LATENT: tl.constexpr,
+    PADDED_LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    """The queries' two parts, a row each of `tokens` and `heads`, and what their products are multiplied by.
+
+    latent_ptr: [H, T, L], contiguous. rope_ptr: [T, H, R], by its strides.
+    """
+    dims = tl.arange(0, PADDED_LATENT)
+    rope_dims = tl.arange(0, PADDED_ROPE)
+    places = (heads.to(tl.int64) * num_tokens + tokens) * LATENT
+    rope_places = tokens * rope_stride_token + heads * rope_stride_head
+    latent = tl.load(
+        latent_ptr + places[:, None] + dims[None, :], mask=mask[:, None] & (dims < LATENT)[None, :], other=0.0
+    )
+    rope = tl.load(
+        rope_ptr + rope_places[:, None] + rope_dims[None, :],
+        mask=mask[:, None] & (rope_dims < ROPE)[None, :],
+        other=0.0,
+    )
+    if QUANTIZED and latent.dtype != tl.float32:
+        # See `triton_tile_fp8.narrow_queries`: both parts by the same power.
+        wide = latent.to(tl.float32)
+        wide_rope = rope.to(tl.float32)
+        top = tl.max(tl.maximum(tl.max(tl.abs(wide), 1), tl.max(tl.abs(wide_rope), 1)), 0)
+        power = tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
+        latent = (wide / power).to(tl.float16)
+        rope = (wide_rope / power).to(tl.float16)
+        scale_log2 *= power
+    return latent, rope, scale_log2
+
+
+@triton.jit
+def attend_latents(
+    acc,
+    running_max,
+    running_sum,
+    q_latent,
+    q_rope,
+    kv_ptr,
+    scales_ptr,
+    table_ptr,
+    positions,
+    begin,
+    end,
+    limit,
+    scale_log2,
+    LATENT: tl.constexpr,
+    PADDED_LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold latents of [begin, end), BLOCK_N at a time, into the online softmax; reads none beyond `limit`.
+
+    q_latent, q_rope, scale_log2: of `load_queries`. With QUANTIZED `running_max` is only what the weights are counted
+    from; it and `running_sum` give the softmax's normalizer as without.
+    """
+    dims = tl.arange(0, PADDED_LATENT)
+    rope_dims = tl.arange(0, PADDED_ROPE)
+    for start in tl.range(begin, end, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        inside = columns < limit
+        if MASKED:
+            pages = tl.load(table_ptr + columns // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        else:
+            pages = tl.load(table_ptr + columns // PAGE_SIZE).to(tl.int64)
+        slots = pages * PAGE_SIZE + columns % PAGE_SIZE
+        latent_ptrs = kv_ptr + slots[:, None] * (LATENT + ROPE) + dims[None, :]
+        rope_ptrs = kv_ptr + slots[:, None] * (LATENT + ROPE) + LATENT + rope_dims[None, :]
+        if MASKED:
+            latent = tl.load(latent_ptrs, mask=inside[:, None] & (dims < LATENT)[None, :], other=0.0)
+            k_rope = tl.load(rope_ptrs, mask=inside[:, None] & (rope_dims < ROPE)[None, :], other=0.0)
+        else:
+            if LATENT == PADDED_LATENT:
+                latent = tl.load(latent_ptrs)
+            else:
+                latent = tl.load(latent_ptrs, mask=(dims < LATENT)[None, :], other=0.0)
+            if ROPE == PADDED_ROPE:
+                k_rope = tl.load(rope_ptrs)
+            else:
+                k_rope = tl.load(rope_ptrs, mask=(rope_dims < ROPE)[None, :], other=0.0)
+        latent = latent.to(q_latent.dtype)
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(k_rope.to(q_rope.dtype)), scores, input_precision="ieee") * scale_log2
+        if QUANTIZED:
+            if MASKED:
+                exponents = tl.load(scales_ptr + slots, mask=inside, other=0).to(tl.int32)
+            else:
+                exponents = tl.load(scales_ptr + slots).to(tl.int32)
+            scores = scores * power_of_2(exponents)[None, :] + (exponents - 127).to(tl.float32)[None, :]
+        if MASKED:
+            # No query sees a token past its own, hence none from `limit` on.
+            scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1) - (15 if QUANTIZED else 0))
+        # A row that has seen no key yet would subtract infinity from infinity.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        summed = tl.sum(weights * power_of_2(254 - exponents)[None, :], 1) if QUANTIZED else tl.sum(weights, 1)
+        running_sum = running_sum * rescale + summed
+        acc = tl.dot(weights.to(latent.dtype), latent, acc * rescale[:, None], input_precision="ieee")
+        running_max = new_max
+    return acc, running_max, running_sum

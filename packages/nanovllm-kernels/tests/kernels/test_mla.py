@@ -1,0 +1,140 @@
+"""The kernels of latent attention against a loop in float64, over a cache in which every unowned slot is NaN."""
+
+import pytest
+import torch
+
+from nanovllm_kernels import fp8
+from nanovllm_kernels.attention import tiles
+from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
+from nanovllm_kernels.elementwise import reference
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+# Decodes, prompts that are whole in the step, chunks.
+MIXED = [(1, 1), (1, 37), (5, 5), (1, 20), (20, 70), (33, 33), (2, 9)]
+OPS = torch.ops.nanovllm
+
+
+def check(batch, naive_latents):
+    expected = naive_latents(batch)
+    for num_decodes in (batch.num_decodes, None):
+        planned = plan_latent_batch(
+            batch.block_tables,
+            batch.seq_lens,
+            batch.query_start_loc,
+            num_decodes=num_decodes,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            num_heads=batch.q.shape[1],
+            kv_cache=batch.kv_cache,
+            backend="triton",
+            dtype=batch.q.dtype,
+        )
+        out = latent_attention(
+            batch.q, batch.expansion, batch.kv_cache, planned, scale=batch.scale, kv_scales=batch.kv_scales
+        )
+        assert out.dtype == batch.q.dtype
+        assert out.is_contiguous()
+        torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
+
+
+# Heads; key, value, latent and rotated numbers.
+@pytest.mark.parametrize(
+    ("shape", "dtype", "page_size"),
+    [((3, 16, 16, 32, 16), torch.float32, 16), ((20, 24, 16, 40, 8), torch.float16, 32)],
+)
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_mixed_batch(device, latent_batch, quantized_latents, naive_latents, shape, dtype, page_size, in_fp8):
+    batch = latent_batch(MIXED, shape, page_size=page_size, dtype=dtype, device=device)
+    check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
+
+
+def test_more_heads_than_a_tile_holds(device, latent_batch, naive_latents):
+    requests = [(1, 20), (3, 3), (2, 30)]
+    batch = latent_batch(requests, (70, 16, 24, 32, 16), page_size=16, dtype=torch.float16, device=device)
+    check(batch, naive_latents)
+
+
+def test_the_published_widths(device, latent_batch, naive_latents):
+    batch = latent_batch(
+        [(1, 70), (3, 3), (2, 40)], (16, 128, 128, 512, 64), page_size=64, dtype=torch.float16, device=device
+    )
+    check(batch, naive_latents)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_splits_and_units(device, latent_batch, quantized_latents, naive_latents, monkeypatch, in_fp8):
+    monkeypatch.setattr(tiles, "choose_splits", lambda *_: 3)
+    monkeypatch.setattr(tiles, "choose_units", lambda *_: 5)
+    monkeypatch.setattr(tiles, "MIN_UNIT_TOKENS", 32)
+    requests = [(1, 300), (1, 3), (7, 150), (2, 2), (9, 12)]
+    batch = latent_batch(requests, (4, 16, 16, 32, 16), page_size=16, dtype=torch.float32, device=device)
+    check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
+
+
+@pytest.mark.parametrize("requests", [[(1, 5), (1, 40)], [(6, 6), (3, 3)], [(6, 20)]])
+def test_batches_of_one_kind(device, latent_batch, naive_latents, requests):
+    batch = latent_batch(requests, (4, 16, 16, 32, 16), page_size=16, dtype=torch.float32, device=device)
+    check(batch, naive_latents)
+
+
+def check_rope_and_cache(num_tokens, num_heads, dims, dtype, device, *, in_fp8):
+    key_dim, latent_dim, rope_dim = dims
+    q = torch.randn(num_tokens, num_heads + 1, key_dim + rope_dim, device=device).to(dtype)[:, :-1]
+    latents = torch.randn(num_tokens, latent_dim + rope_dim + 8, device=device).to(dtype)[:, :-8]
+    weight = torch.randn(latent_dim, device=device).to(dtype)
+    cos_sin = torch.randn(300, rope_dim, device=device)
+    positions = torch.randint(0, 300, (num_tokens,), device=device)
+    num_blocks = num_tokens // 16 + 2
+    slots = torch.randperm(num_blocks * 16, device=device)[:num_tokens]
+    kv_cache = torch.full((num_blocks, 16, 1, latent_dim + rope_dim), 7.0, device=device)
+    kv_cache = kv_cache.to(fp8.DTYPE if in_fp8 else dtype)
+    kv_scales = fp8.make_scales(kv_cache) if in_fp8 else None
+    wanted_q, wanted = q.float(), kv_cache.float()
+    rows = reference.gather_rotation(cos_sin, positions)
+    reference.latent_rope_and_cache(wanted_q, latents.float(), weight.float(), 1e-5, rows, slots, wanted, None)
+    OPS.latent_rope_and_cache(q, latents, weight, 1e-5, cos_sin, positions, slots, kv_cache, kv_scales)
+    relative = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(q.float(), wanted_q, rtol=relative, atol=1e-5)
+    found = kv_cache.cpu().view(-1, latent_dim + rope_dim)
+    if kv_scales is not None:
+        found = fp8.dequantize(found, kv_scales.cpu().view(-1), torch.float32)
+        relative = 2**-4
+    wanted = wanted.cpu().view(-1, latent_dim + rope_dim)
+    absolute = float(wanted.abs().max()) * 2**-16 if in_fp8 else 1e-5
+    torch.testing.assert_close(found.float(), wanted, rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_rope_and_cache(device, dtype, in_fp8):
+    for num_heads, dims in [(1, (16, 32, 16)), (17, (24, 40, 8)), (16, (128, 512, 64))]:
+        check_rope_and_cache(5, num_heads, dims, dtype, device, in_fp8=in_fp8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_heads", [8, 16, 32, 128])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_grid(device, latent_batch, quantized_latents, naive_latents, dtype, num_heads, page_size, in_fp8):
+    requests = [(1, 1), (1, 1000), (1, 64), (1, 2049), (130, 130), (64, 1000), (1, 77), (513, 600)]
+    batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=page_size, dtype=dtype, device=device)
+    check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "requests", [[(1, 32768)], [(1, 32768), (1, 100)], [(64, 16000)], [(1, 1 + i) for i in range(256)]]
+)
+def test_long_contexts_and_many_decodes(device, latent_batch, naive_latents, requests, dtype):
+    batch = latent_batch(requests, (16, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
+    check(batch, naive_latents)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 63, 8192])
+def test_large_rope_and_cache(device, dtype, num_tokens):
+    for in_fp8 in (False, True):
+        check_rope_and_cache(num_tokens, 128, (128, 512, 64), dtype, device, in_fp8=in_fp8)

@@ -1,0 +1,308 @@
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, then a dense layer or experts.
+
+The whole architecture on one page: config, modules, names of the weights, spec. Layers for multi-token prediction are
+loaded, and wait for speculation. This room must not know tokens' text.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
+from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
+from nanovllm_core.layers.linear import ColumnParallelLinear, Part
+from nanovllm_core.layers.mla import LatentAttention, LatentShape
+from nanovllm_core.layers.mlp import GatedMLP
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing
+from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.quantization import BlockFP8, quantization_of
+from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
+from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
+from nanovllm_models.checkpoint import WeightSource
+from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
+from nanovllm_models.fields import Fields
+from nanovllm_models.vocabulary import read_vocabulary
+
+# Of a feed-forward layer, and of an expert.
+LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """What shapes the layers that have experts: from `first_layer` on each `step`-th, counted from 0."""
+
+    num_experts: int
+    num_shared_experts: int
+    intermediate_size: int
+    routing: Routing
+    first_layer: int
+    step: int
+
+    def has_experts(self, index: int) -> bool:
+        """Whether the layer `index` has experts."""
+        return index >= self.first_layer and index % self.step == 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekV3Config:
+    """What shapes the model. num_mtp_layers: how many layers behind the last predict further tokens."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_mtp_layers: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rotary: RotaryConfig
+    attention: LatentShape
+    moe: MoEConfig
+    tie_word_embeddings: bool
+    quantization: BlockFP8 | None = None
+
+
+def parse_config(config: Fields) -> DeepseekV3Config:
+    """Read config.json, with the defaults that transformers has.
+
+    Raises ModelError for a field that is wrong or asks for what is not implemented.
+    """
+    for name, only in {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
+        if config.text(name, only) != only:
+            raise config.error(name, only)
+    num_heads = config.integer("num_attention_heads", 128)
+    if config.integer("num_key_value_heads", num_heads) != num_heads:
+        raise config.error("num_key_value_heads", f"num_attention_heads, {num_heads}")
+    max_position = config.integer("max_position_embeddings", 4096)
+    rotary = parse_rotary(config, max_position)
+    return DeepseekV3Config(
+        vocab_size=config.integer("vocab_size", 129280),
+        hidden_size=config.integer("hidden_size", 7168),
+        intermediate_size=config.integer("intermediate_size", 18432),
+        num_hidden_layers=config.integer("num_hidden_layers", 61),
+        num_mtp_layers=config.count("num_nextn_predict_layers", 0),
+        max_position_embeddings=max_position,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rotary=rotary,
+        attention=_parse_attention(config, num_heads, rotary),
+        moe=_parse_moe(config),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        quantization=parse_quantization(config),
+    )
+
+
+def _parse_attention(config: Fields, num_heads: int, rotary: RotaryConfig) -> LatentShape:
+    key_dim, rope_dim = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
+    if rope_dim % 2:
+        raise config.error("qk_rope_head_dim", "even")
+    scale = (key_dim + rope_dim) ** -0.5
+    if isinstance(rotary.scaling, YarnScaling):
+        # Queries and keys each, and all of a head: cosines and sines reach only what is rotated.
+        scale *= yarn_mscale(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
+    return LatentShape(
+        num_heads=num_heads,
+        key_dim=key_dim,
+        rope_dim=rope_dim,
+        value_dim=config.integer("v_head_dim", 128),
+        query_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
+        latent_dim=config.integer("kv_lora_rank", 512),
+        scale=scale,
+        interleaved=config.flag("rope_interleave", True),
+        bias=config.flag("attention_bias", False),
+    )
+
+
+def _parse_moe(config: Fields) -> MoEConfig:
+    num_experts = config.integer("n_routed_experts", 256)
+    num_groups, top_groups = config.integer("n_group", 8), config.integer("topk_group", 4)
+    top_k = config.integer("num_experts_per_tok", 8)
+    if num_experts % num_groups or num_experts // num_groups < 2:
+        raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, with two experts a group or more")
+    if top_groups > num_groups:
+        raise config.error("topk_group", f"at most n_group, {num_groups}")
+    if top_k > top_groups * (num_experts // num_groups):
+        raise config.error("num_experts_per_tok", "at most the experts in topk_group groups")
+    return MoEConfig(
+        num_experts=num_experts,
+        num_shared_experts=config.integer("n_shared_experts", 1),
+        intermediate_size=config.integer("moe_intermediate_size", 2048),
+        routing=Routing(
+            top_k,
+            scoring="sigmoid",
+            renormalize=config.flag("norm_topk_prob", True),
+            num_groups=num_groups,
+            top_groups=top_groups,
+            scale=config.number("routed_scaling_factor", 2.5),
+        ),
+        first_layer=config.count("first_k_dense_replace", 3),
+        step=config.integer("moe_layer_freq", 1),
+    )
+
+
+class DeepseekV3MoE(nn.Module):
+    """Experts of which each token goes through a few, beside some that all of them go through, joined into one."""
+
+    def __init__(self, config: DeepseekV3Config, name: str, build: BuildContext):
+        super().__init__()
+        hidden_size, moe = config.hidden_size, config.moe
+        bias = "gate.e_score_correction_bias"
+        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, correction_bias=bias)
+        how = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
+        self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build, quantization=how)
+        width = moe.num_shared_experts * moe.intermediate_size
+        how = quantization_of(config.quantization, f"{name}.shared_experts", *LINEARS)
+        self.shared_experts = GatedMLP(hidden_size, width, build, quantization=how)
+
+    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """Of what `norm` makes of x, plus `residual`, which may be overwritten; all [T, hidden]."""
+        normed = norm.forward(x)
+        weights, ids = self.gate.forward(normed)
+        return self.experts.forward(normed, weights, ids, self.shared_experts.forward(normed, residual))
+
+
+class DeepseekV3Layer(nn.Module):
+    """Attention and feed-forward, each of the normed residual stream and added to it.
+
+    In three parts, as what lies between the attention of two layers may be compiled as one.
+    """
+
+    def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
+        super().__init__()
+        name, quantization = f"model.layers.{index}", config.quantization
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.self_attn = LatentAttention(
+            config.hidden_size, config.attention, index, build, quantization=quantization, name=f"{name}.self_attn"
+        )
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.has_experts = config.moe.has_experts(index)
+        if self.has_experts:
+            self.mlp = DeepseekV3MoE(config, f"{name}.mlp", build)
+        else:
+            how = quantization_of(quantization, f"{name}.mlp", *LINEARS)
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=how)
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention is done with, of the stream [T, hidden]: see `LatentAttention.before`."""
+        return self.self_attn.before(x, self.input_layernorm)
+
+    def after(self, attended: Tensor, x: Tensor) -> Tensor:
+        """The residual stream behind the layer, of attention's result and the stream before; x may be overwritten."""
+        x = self.self_attn.o_proj.forward(attended, x)
+        return self.mlp.forward(x, x, self.post_attention_layernorm)
+
+
+class SharedHead(nn.Module):
+    """What makes logits of a layer for multi-token prediction."""
+
+    def __init__(self, config: DeepseekV3Config, build: BuildContext):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.head = LMHead(config.vocab_size, config.hidden_size, build)
+
+
+class MTPLayer(DeepseekV3Layer):
+    """A layer for multi-token prediction: its weights, which nothing runs yet.
+
+    It is to see the normed embedding of a token beside the normed hidden state before it, projected by `eh_proj`.
+    """
+
+    def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
+        super().__init__(config, index, build)
+        hidden_size = config.hidden_size
+        self.embed_tokens = VocabEmbedding(config.vocab_size, hidden_size, build)
+        self.enorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
+        self.hnorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
+        self.eh_proj = ColumnParallelLinear(2 * hidden_size, (Part("eh_proj", hidden_size),), build)
+        self.shared_head = SharedHead(config, build)
+
+
+def between(
+    attended: Tensor, x: Tensor, layer: DeepseekV3Layer, following: DeepseekV3Layer
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the attention of one layer to that of the next: the residual stream, and what the next is done with."""
+    x = layer.after(attended, x)
+    return x, *following.before(x)
+
+
+class DeepseekV3Model(nn.Module):
+    """Everything but the head. `layers` ends with those for multi-token prediction, as checkpoints number them."""
+
+    def __init__(self, config: DeepseekV3Config, build: BuildContext):
+        super().__init__()
+        rope_dim, count = config.attention.rope_dim, config.num_hidden_layers
+        self._rotary = RotaryEmbedding(config.rotary, rope_dim, config.max_position_embeddings, build.device)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
+        mine = [DeepseekV3Layer(config, index, build) for index in range(count)]
+        self.layers = nn.ModuleList(
+            mine + [MTPLayer(config, index, build) for index in range(count, count + config.num_mtp_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self._num_layers = count
+        # A compiled function is of one kind of layer: dense ones, and those with experts.
+        self._between = tuple(compiled(between, LEAST_ROWS) if build.compile else between for _ in range(2))
+
+    def decoder_layers(self) -> list[DeepseekV3Layer]:
+        """The layers of the model itself."""
+        return [*self.layers][: self._num_layers]
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Token ids [T] -> hidden states [T, hidden]."""
+        rotation = self._rotary.plan(positions)
+        x = self.embed_tokens.forward(input_ids)
+        layer, *others = self.decoder_layers()
+        q, latents = layer.before(x)
+        for following in others:
+            attended = layer.self_attn.forward(q, latents, rotation, ctx)
+            x, q, latents = self._between[layer.has_experts](attended, x, layer, following)
+            layer = following
+        return self.norm.forward(layer.after(layer.self_attn.forward(q, latents, rotation, ctx), x))
+
+
+class DeepseekV3ForCausalLM(nn.Module):
+    """The model as the engine sees it; see `nanovllm_core.model.CausalLM`."""
+
+    def __init__(self, config: DeepseekV3Config, build: BuildContext):
+        super().__init__()
+        self.model = DeepseekV3Model(config, build)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Token ids [T] -> hidden states [T, hidden]."""
+        return self.model.forward(input_ids, positions, ctx)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, hidden] -> logits [n, vocab_size]."""
+        return self.lm_head.forward(hidden)
+
+    def cache_specs(self) -> tuple[MLASpec, ...]:
+        """One a layer, but for those for multi-token prediction."""
+        return tuple(layer.self_attn.cache_spec for layer in self.model.decoder_layers())
+
+
+def is_redundant(name: str, *, tied: bool) -> bool:
+    """Whether a checkpoint may carry this tensor although the model has no place for it."""
+    return (tied and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
+
+
+def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights: WeightSource) -> DeepseekV3ForCausalLM:
+    """Make the model on its device, weights included. Raises WeightError, ModelError."""
+    model = DeepseekV3ForCausalLM(config, build)
+    weights.fill(model, partial(is_redundant, tied=config.tie_word_embeddings))
+    return model
+
+
+def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    config = parse_config(fields)
+    eos_token_ids = parse_eos_token_ids(path, fields)
+    return ModelSpec(
+        name=name,
+        vocab_size=config.vocab_size,
+        max_position=config.max_position_embeddings,
+        eos_token_ids=eos_token_ids,
+        dtype=parse_dtype(fields),
+        build=partial(build_deepseek_v3, config=config, weights=weights),
+        vocabulary=partial(read_vocabulary, path, eos_token_ids),
+    )
