@@ -268,3 +268,23 @@ def test_blocks_that_cut_rotated_rows_are_refused(tmp_path, session):
     write_checkpoint(tmp_path, transformers.DeepseekV3ForCausalLM(config), fp8=True)
     with pytest.raises(ValueError, match="rows 124 to 131 are rotated together, but FP8 blocks of 128 cut them"):
         session(nanovllm_models.load(tmp_path))
+
+
+def test_random_weights_for_a_config_as_published(tmp_path, session):
+    """Of fewer and narrower layers, but with heads that FP8's blocks cut as they do the published ones."""
+    scaling = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
+    fields = TINY | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "kv_lora_rank": 128,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {"type": "yarn", **scaling},
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = session(nanovllm_models.load(tmp_path, load_format="dummy"), torch.bfloat16)
+    assert model.model.model.layers[3].self_attn.q_b_proj.weight.data.dtype == fp8.DTYPE
+    assert model.model.model.layers[0].self_attn.kv_b_proj.weight.dtype == torch.bfloat16
+    assert model.step(PROMPTS)[0].isfinite().all()
