@@ -25,9 +25,6 @@ from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_
 from nanovllm_models.fields import Fields
 from nanovllm_models.vocabulary import read_vocabulary
 
-# Of a feed-forward layer, and of an expert.
-LINEARS = ("gate_proj", "up_proj", "down_proj")
-
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
@@ -151,7 +148,7 @@ class DeepseekV3MoE(nn.Module):
         how = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
         self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build, quantization=how)
         width = moe.num_shared_experts * moe.intermediate_size
-        how = quantization_of(config.quantization, f"{name}.shared_experts", *LINEARS)
+        how = quantization_of(config.quantization, f"{name}.shared_experts", *STANDARD_NAMES)
         self.shared_experts = GatedMLP(hidden_size, width, build, quantization=how)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
@@ -179,7 +176,7 @@ class DeepseekV3Layer(nn.Module):
         if self.has_experts:
             self.mlp = DeepseekV3MoE(config, f"{name}.mlp", build)
         else:
-            how = quantization_of(quantization, f"{name}.mlp", *LINEARS)
+            how = quantization_of(quantization, f"{name}.mlp", *STANDARD_NAMES)
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=how)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:

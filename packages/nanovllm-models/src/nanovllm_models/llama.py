@@ -17,7 +17,7 @@ from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import SparseMLP
+from nanovllm_core.layers.moe import STANDARD_NAMES, SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
@@ -133,8 +133,7 @@ class LlamaLayer(nn.Module):
         if mlp is not None:
             self.mlp = mlp
             return
-        names = ("gate_proj", "up_proj", "down_proj")
-        quantization = quantization_of(config.quantization, f"model.layers.{index}.mlp", *names)
+        quantization = quantization_of(config.quantization, f"model.layers.{index}.mlp", *STANDARD_NAMES)
         self.mlp = GatedMLP(
             config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias, quantization=quantization
         )

@@ -57,8 +57,8 @@ def _bounds(plan: StepPlan) -> _Bounds:
 class Runner:
     """One rank's model and memory.
 
-    Raises, when made: ConfigError when the cache does not fit; ValueError for a model whose attention layers are of two
-    kinds; whatever `spec.build` raises.
+    Raises, when made: ConfigError when the cache does not fit; ValueError for a model whose attention layers aren't all
+    alike; whatever `spec.build` raises.
     """
 
     @torch.inference_mode()
@@ -80,12 +80,13 @@ class Runner:
             has_states=bool(self._state_specs),
         )
         self._constraints = Constraints(config.max_num_seqs, spec.vocab_size, self.device)
-        self._num_heads = self._paged_specs[0].num_heads
-        kinds = {type(spec) for spec in self._paged_specs}
-        if len(kinds) > 1:
-            names = " and ".join(sorted(kind.__name__ for kind in kinds))
-            raise ValueError(f"cache_specs() gives both {names}: all attention layers of a model must be of one kind")
-        self._plan_batch = plan_latent_batch if kinds == {MLASpec} else plan_batch
+        attention, *others = dict.fromkeys(self._paged_specs)
+        if others:
+            raise ValueError(
+                f"cache_specs() gives both {attention} and {others[0]}: all attention layers of a model must be alike"
+            )
+        self._num_heads = attention.num_heads
+        self._plan_batch = plan_latent_batch if isinstance(attention, MLASpec) else plan_batch
         self._kv_caches, self._kv_scales = self._allocate(0)
         self._states = self._allocate_states(0)
         self._gather_settings = compiled(gather, least_rows=1) if config.compile else gather
