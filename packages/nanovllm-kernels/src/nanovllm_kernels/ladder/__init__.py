@@ -1,0 +1,86 @@
+"""How fast the kernels run on this GPU, against what its memory and its tensor cores could do.
+
+    python -m nanovllm_kernels.ladder [--json FILE] [--only WORD]
+
+Each figure is the median of CUDA-graph replays over several copies of the inputs that together exceed the L2 cache, so
+that every replay finds it cold. Bytes and operations are those the work must cost: what a kernel reads twice
+counts once. Of models only widths are known, and numbers are random.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from nanovllm_kernels.ladder.attention import cute_decode, decode, flash_decode, latent_works, prefill
+from nanovllm_kernels.ladder.gemm import SHAPES, block_fp8_linears, projections
+from nanovllm_kernels.ladder.linear_attention import delta_nets
+from nanovllm_kernels.ladder.moe import mixtures
+from nanovllm_kernels.ladder.timing import Figure, Work, measure
+from nanovllm_kernels.ladder.traffic import copy_ceiling, elementwise, sampling
+from nanovllm_kernels.platform import describe, has_cuda, has_cute, has_flash_attention
+
+__all__ = ["Figure", "Work", "ladder", "main", "measure", "selected"]
+
+
+def ladder() -> Iterator[Work]:
+    """All the work, smallest inputs first within a family."""
+    yield copy_ceiling()
+    for page_size in (16, 64):
+        for batch in (1, 8, 64, 256):
+            for context in (512, 2048, 8192, 32768):
+                for in_fp8 in (False, True):
+                    yield decode(batch, context, page_size, in_fp8=in_fp8)
+                    if has_cute():
+                        yield cute_decode(batch, context, page_size, in_fp8=in_fp8)
+                if has_flash_attention():
+                    yield flash_decode(batch, context, page_size)
+    yield prefill(4, 2048)
+    yield prefill(1, 8192)
+    yield from latent_works()
+    for num_tokens in (256, 8192):
+        yield from elementwise(num_tokens)
+    for shapes in SHAPES:
+        for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            yield from projections(shapes, num_rows)
+    yield from delta_nets()
+    for num_rows in (1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 4096):
+        yield from block_fp8_linears(num_rows)
+    yield from mixtures()
+    for batch, vocab_size in ((1, 151_936), (128, 131_072), (256, 151_936)):
+        yield from sampling(batch, vocab_size)
+
+
+def selected(only: str) -> list[Work]:
+    """The work whose name has `only` in it and whose inputs fit this GPU."""
+    room = 0.4 * describe(torch.device("cuda", 0)).total_memory
+    return [work for work in ladder() if only in work.name and work.input_bytes <= room]
+
+
+def main() -> None:
+    """Measure the ladder, print it, and write it as JSON where asked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm_kernels.ladder",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--only", default="", help="measure only the work whose name has this in it")
+    arguments = parser.parse_args()
+    if not has_cuda():
+        sys.exit("this needs an NVIDIA GPU")
+    device = describe(torch.device("cuda", 0))
+    print(f"{device.name}, {device.num_sms} SMs, torch {torch.__version__}")  # noqa: T201 - the program's output
+    figures = []
+    for work in selected(arguments.only):
+        figure = measure(work)
+        figures.append(figure)
+        print(f"{figure.name:44} {figure.microseconds:10.1f} us {figure.rate:9.2f} {figure.unit}", flush=True)  # noqa: T201
+    document = json.dumps({"device": asdict(device), "figures": [asdict(figure) for figure in figures]})
+    print(document)  # noqa: T201
+    if arguments.json:
+        arguments.json.write_text(document)

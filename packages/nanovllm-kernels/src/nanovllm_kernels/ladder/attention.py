@@ -1,0 +1,184 @@
+"""Attention over paged keys and values, and over paged latents: decodes and whole prompts.
+
+This room must not know how a work is timed. Decodes cost the bytes of what is cached, prompts their operations, and so
+do decodes of many heads over latents.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from nanovllm_kernels import fp8
+from nanovllm_kernels.attention import paged_attention, plan_batch
+from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
+from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
+from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
+
+# DeepSeek-V3's: of a head's key those not rotated and those rotated, of its value, and of a latent.
+KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
+
+
+def decode_inputs(batch: int, context: int, page_size: int, *, in_fp8: bool) -> tuple[torch.Tensor | None, ...]:
+    """(queries, cache, scales, tables, lengths) of one query a request over `context` tokens, pages in random order."""
+    width = context // page_size
+    num_blocks = batch * width + 1
+    shape = (num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
+    if in_fp8:
+        # Any numbers but NaN, and none above 2.
+        kv_cache = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF).view(fp8.DTYPE)
+    else:
+        kv_cache = random(*shape)
+    kv_scales = fp8.make_scales(kv_cache) if in_fp8 else None
+    tables = (torch.randperm(num_blocks - 1, device="cuda") + 1).view(batch, width).int()
+    seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    return random(batch, NUM_HEADS, HEAD_DIM), kv_cache, kv_scales, tables, seq_lens
+
+
+def decode_work(
+    name: str, make: Callable[[int], Callable[[], object]], batch: int, context: int, page_size: int, *, in_fp8: bool
+) -> Work:
+    """Decode attention, whose cost is its keys and values, with their scales."""
+    cost = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if in_fp8 else HEAD_DIM * 2)
+    prefix = "FP8 " if in_fp8 else ""
+    return Work(f"{prefix}{name} batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+
+
+def decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
+    """Decode attention by Triton, over a cache of bf16 or of FP8."""
+
+    def make(_: int) -> Callable[[], object]:
+        q, kv_cache, kv_scales, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=in_fp8)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        planned = plan_batch(
+            tables,
+            seq_lens,
+            starts,
+            num_decodes=batch,
+            max_query_len=1,
+            max_seq_len=context,
+            num_heads=NUM_HEADS,
+            kv_cache=kv_cache,
+            backend="triton",
+            dtype=DTYPE,
+        )
+        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5, kv_scales=kv_scales)
+
+    return decode_work("decode", make, batch, context, page_size, in_fp8=in_fp8)
+
+
+def cute_decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
+    """The same by the CuTe DSL."""
+    from nanovllm_kernels.attention.cute_decode import make_workspace, paged_decode
+
+    def make(_: int) -> Callable[[], object]:
+        q, kv_cache, kv_scales, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=in_fp8)
+        out, workspace = torch.empty_like(q), make_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
+        return lambda: paged_decode(q, kv_cache, kv_scales, tables, seq_lens, HEAD_DIM**-0.5, workspace, out)
+
+    return decode_work("CuTe decode", make, batch, context, page_size, in_fp8=in_fp8)
+
+
+def flash_decode(batch: int, context: int, page_size: int) -> Work:
+    """The same by FlashAttention, which the engine leaves to prompts."""
+    from nanovllm_kernels.attention.flash_prefill import paged_prefill
+
+    def make(_: int) -> Callable[[], object]:
+        q, kv_cache, _, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=False)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        query_lens, out = starts.diff(), torch.empty_like(q)
+        return lambda: paged_prefill(q, kv_cache, tables, seq_lens, starts, query_lens, HEAD_DIM**-0.5, 1, out)
+
+    return decode_work("flash decode", make, batch, context, page_size, in_fp8=False)
+
+
+def latent_attention_work(
+    name: str, batch: int, query_len: int, context: int, num_heads: int, cost: float, unit: str, *, in_fp8: bool = False
+) -> Work:
+    """Latent attention of `query_len` queries a request at the end of `context` tokens, pages of 64 in random order,
+    with the products that bring queries to the latents and results back.
+    """
+    page_size, width = 64, LATENT_DIM + ROPE_DIM
+
+    def make(_: int) -> Callable[[], object]:
+        num_pages = batch * context // page_size
+        kv_cache = random(num_pages, page_size, 1, width)
+        if in_fp8:
+            # Any numbers but NaN, and none above 2.
+            numbers = torch.randint(0, 256, kv_cache.shape, device="cuda", dtype=torch.uint8)
+            kv_cache = numbers.bitwise_and_(0xBF).view(fp8.DTYPE)
+        kv_scales = fp8.make_scales(kv_cache) if in_fp8 else None
+        tables = torch.randperm(num_pages, device="cuda").view(batch, -1).int()
+        planned = plan_latent_batch(
+            tables,
+            torch.full((batch,), context, dtype=torch.int32, device="cuda"),
+            torch.arange(batch + 1, dtype=torch.int32, device="cuda") * query_len,
+            num_decodes=batch if query_len == 1 else 0,
+            max_query_len=query_len,
+            max_seq_len=context,
+            num_heads=num_heads,
+            kv_cache=kv_cache,
+            backend="triton",
+            dtype=DTYPE,
+        )
+        q = random(batch * query_len, num_heads, KEY_DIM + ROPE_DIM)
+        expansion = random(num_heads, KEY_DIM + VALUE_DIM, LATENT_DIM)
+        scale = (KEY_DIM + ROPE_DIM) ** -0.5
+        return lambda: latent_attention(q, expansion, kv_cache, planned, scale=scale, kv_scales=kv_scales)
+
+    prefix = "FP8 " if in_fp8 else ""
+    input_bytes = batch * context * width * (1 if in_fp8 else 2)
+    return Work(f"{prefix}{name} {num_heads} heads {batch} x {context}", make, cost, unit, input_bytes)
+
+
+def latent_decode(batch: int, context: int, num_heads: int, *, in_fp8: bool = False) -> Work:
+    """Decodes: in bytes, latents and what expands them, where heads are few; else in operations."""
+    if num_heads <= 16:
+        cached = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if in_fp8 else 2)
+        cost = cached + num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM * 2
+        return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TB/s", in_fp8=in_fp8)
+    cost = 2 * batch * num_heads * (context * (2 * LATENT_DIM + ROPE_DIM) + (KEY_DIM + VALUE_DIM) * LATENT_DIM)
+    return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TFLOP/s", in_fp8=in_fp8)
+
+
+def latent_prefill(batch: int, length: int, num_heads: int) -> Work:
+    """Whole prompts, in the operations that plain attention takes."""
+    pairs = length * (length + 1) / 2
+    cost = 2 * batch * num_heads * pairs * (KEY_DIM + ROPE_DIM + VALUE_DIM)
+    return latent_attention_work("MLA prefill", batch, length, length, num_heads, cost, "TFLOP/s")
+
+
+def latent_works() -> Iterator[Work]:
+    """Latent attention with the heads that one of eight ranks has, and with all of them."""
+    for num_heads in (16, 128):
+        for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
+            for in_fp8 in (False, True):
+                yield latent_decode(batch, context, num_heads, in_fp8=in_fp8)
+        yield latent_prefill(4, 2048, num_heads)
+
+
+def prefill(batch: int, length: int) -> Work:
+    """Whole prompts, causal."""
+    page_size = 16
+    width = length // page_size
+
+    def make(_: int) -> Callable[[], object]:
+        kv_cache = random(batch * width, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
+        tables = torch.randperm(batch * width, device="cuda").view(batch, width).int()
+        q = random(batch * length, NUM_HEADS, HEAD_DIM)
+        seq_lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
+        planned = plan_batch(
+            tables,
+            seq_lens,
+            starts,
+            num_decodes=0,
+            max_query_len=length,
+            max_seq_len=length,
+            num_heads=NUM_HEADS,
+            kv_cache=kv_cache,
+            backend="triton",
+        )
+        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5)
+
+    cost = 4 * batch * NUM_HEADS * HEAD_DIM * length * (length + 1) / 2
+    return Work(f"prefill {batch} x {length}", make, cost, "TFLOP/s", COLD_BYTES)

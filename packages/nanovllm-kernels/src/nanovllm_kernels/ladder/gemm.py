@@ -1,0 +1,113 @@
+"""Linear layers with what stands before and after them, in bf16 and in block FP8.
+
+This room must not know how a work is timed. Few rows cost the bytes of the weight.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
+from nanovllm_kernels.gemm import block_fp8, linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
+from nanovllm_kernels.ladder.inputs import random
+from nanovllm_kernels.ladder.timing import Work
+
+Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model's widths: of the residual stream, of all heads with their keys and values, of the query heads alone."""
+
+    name: str
+    hidden: int
+    qkv: int
+    heads: int
+    intermediate: int
+    vocab: int
+
+
+SHAPES = (Shapes("0.6B", 1024, 4096, 2048, 3072, 151_936), Shapes("8B", 4096, 6144, 4096, 14336, 128_256))
+
+
+def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
+    """A layer's linears with what stands before and after them, and the head: as chosen for so many rows, and where
+    that is the one kernel, in pieces too.
+    """
+    norm_weight = random(shapes.hidden)
+    eps = 1e-5
+
+    def norm_then(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rms_norm(x, norm_weight, eps), weight)
+
+    # By name: columns, width, what is chosen and the pieces, each of a weight, rows and a residual.
+    works: dict[str, tuple[int, int, Call, Call]] = {
+        "norm + qkv": (
+            shapes.qkv,
+            shapes.hidden,
+            lambda weight, x, _: norm_linear(x, norm_weight, eps, weight),
+            lambda weight, x, _: norm_then(weight, x),
+        ),
+        "o + residual": (
+            shapes.hidden,
+            shapes.heads,
+            lambda weight, x, residual: linear(x, weight, None, residual),
+            lambda weight, x, residual: residual.addmm_(x, weight.t()),
+        ),
+        "norm + gate + up": (
+            2 * shapes.intermediate,
+            shapes.hidden,
+            lambda weight, x, _: norm_gate_up(x, norm_weight, eps, weight),
+            lambda weight, x, _: silu_and_mul(norm_then(weight, x)),
+        ),
+        "down + residual": (
+            shapes.hidden,
+            shapes.intermediate,
+            lambda weight, x, residual: linear(x, weight, None, residual),
+            lambda weight, x, residual: residual.addmm_(x, weight.t()),
+        ),
+        "head": (
+            shapes.vocab,
+            shapes.hidden,
+            lambda weight, x, _: logits(x, pack_linear(weight), weight),
+            lambda weight, x, _: torch.mm(x, weight.t(), out_dtype=torch.float32),
+        ),
+    }
+    for name, (columns, width, chosen, pieces) in works.items():
+        calls = {"": chosen, " in pieces": pieces} if tiles.pays(num_rows, columns, width) else {"": chosen}
+        cost = columns * width * 2
+        for suffix, call in calls.items():
+
+            def make(_: int, call: Call = call, columns: int = columns, width: int = width) -> Callable[[], object]:
+                weight, x, residual = random(columns, width), random(num_rows, width), random(num_rows, columns)
+                return lambda: call(weight, x, residual)
+
+            yield Work(f"{shapes.name} {name}, {num_rows} rows{suffix}", make, cost, "TB/s", cost)
+
+
+def block_fp8_linears(num_rows: int) -> Iterator[Work]:
+    """Products with block FP8 weights of an 8B model and of DeepSeek-R1, what is multiplied quantised on its way: as
+    chosen for so many rows. Few rows cost the weight.
+    """
+    for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
+        few = num_rows <= tiles.OWN_FP8_ROWS
+        cost, unit = (columns * width, "TB/s") if few else (2 * num_rows * columns * width, "TFLOP/s")
+
+        def make(_: int, columns: int = columns, width: int = width) -> Callable[[], object]:
+            weight = block_fp8.empty_weight(columns, width, block_fp8.GROUP, torch.device("cuda"))
+            numbers, scales = block_fp8.quantize_blocks(random(columns, width))
+            weight.data.copy_(numbers)
+            weight.scales.copy_(scales)
+            x = random(num_rows, width)
+            return lambda: block_fp8.linear(x, weight)
+
+        yield Work(f"block FP8 {columns} x {width}, {num_rows} rows", make, cost, unit, columns * width)
+
+    def make_rows(_: int) -> Callable[[], object]:
+        x = random(num_rows, 4096)
+        return lambda: block_fp8.quantize_groups(x)
+
+    cost = num_rows * 4096 * 3
+    yield Work(f"quantize_groups {num_rows} x 4096", make_rows, cost, "GB/s", cost)

@@ -1,0 +1,60 @@
+"""Recurrent layers: Gated DeltaNet of decodes and of prompts, whole or behind others.
+
+This room must not know how a work is timed. Decodes cost the bytes of their states, prompts their operations.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from nanovllm_kernels.ladder.inputs import random
+from nanovllm_kernels.ladder.timing import Work
+from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net, plan_states
+
+DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128
+
+
+def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Work:
+    """Qwen3-Next's recurrent layer of requests with so many tokens each behind `context` others, from its projections
+    to its gated norm: decodes in the bytes of their states, prompts in the operations of their recurrence.
+    """
+    batch, num_tokens, group, dim = len(lengths), sum(lengths), DELTA_V_HEADS // DELTA_K_HEADS, DELTA_DIM
+    channels = DELTA_K_HEADS * (2 + group) * dim
+    decodes = num_tokens == batch
+
+    def make(_: int) -> Callable[[], object]:
+        numbers = torch.tensor([lengths, [context + length for length in lengths]], dtype=torch.int32, device="cuda")
+        planned = plan_states(
+            torch.randperm(batch, device="cuda").int() + 1,
+            torch.zeros((batch, 1, 2), dtype=torch.int32, device="cuda"),
+            numbers[1],
+            torch.cat((numbers.new_zeros(1), numbers[0].cumsum(0).int())),
+            num_decodes=batch if decodes else 0,
+            max_query_len=max(lengths),
+            num_tokens=num_tokens,
+            backend="triton",
+        )
+        ones = torch.ones(DELTA_V_HEADS, device="cuda")
+        weights = DeltaWeights(random(4, channels).float(), ones, ones, torch.ones(dim, device="cuda"), 1e-6)
+        recurrent = torch.randn((batch + 1, DELTA_V_HEADS, dim, dim), device="cuda").to(state_dtype)
+        conv, ba = random(batch + 1, 4, channels), random(num_tokens, 2 * DELTA_V_HEADS)
+        qkvz = random(num_tokens, channels + DELTA_V_HEADS * dim)
+        return lambda: gated_delta_net(qkvz, ba, weights, recurrent, conv, planned)
+
+    states = batch * DELTA_V_HEADS * dim * dim * state_dtype.itemsize
+    kind = "decode" if decodes else f"prefill of {max(lengths)}"
+    name = f"delta net {kind} batch {batch} {str(state_dtype).removeprefix('torch.')}"
+    if decodes:
+        cost = 2 * states + batch * (channels * 2 * 5 + 2 * DELTA_V_HEADS * dim * 2)
+        return Work(name, make, cost, "TB/s", cost)
+    rows = num_tokens * (channels + 2 * DELTA_V_HEADS * dim) * 2
+    return Work(name, make, num_tokens * DELTA_V_HEADS * 6 * dim * dim, "TFLOP/s", states + rows)
+
+
+def delta_nets() -> Iterator[Work]:
+    """Decodes with states of both kinds, and prompts."""
+    for batch in (1, 8, 64, 256):
+        for state_dtype in (torch.float32, torch.bfloat16):
+            yield delta_net([1] * batch, 1000, state_dtype)
+    for lengths in ([8192], [2048] * 4, [64] * 64):
+        yield delta_net(lengths, 0, torch.float32)

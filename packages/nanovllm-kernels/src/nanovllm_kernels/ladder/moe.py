@@ -1,0 +1,88 @@
+"""Mixtures of experts, in bf16 and in block FP8: the choice, and the experts themselves.
+
+This room must not know how a work is timed. Choices are random: a mixture's cost is that of no favourites.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm_kernels import fp8
+from nanovllm_kernels.ladder.inputs import random
+from nanovllm_kernels.ladder.timing import Work
+from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_experts, route
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A model's experts: how many, how many a token goes to, and their widths."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    width: int
+
+
+MIXTURES = (Mixture("30B-A3B", 128, 8, 2048, 768), Mixture("M2", 256, 8, 3072, 1536))
+
+
+def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
+    """Experts of normal numbers in bf16, or of any but NaN in FP8."""
+    shapes = (
+        (mixture.num_experts, 2 * mixture.width, mixture.hidden),
+        (mixture.num_experts, mixture.hidden, mixture.width),
+    )
+    if not in_fp8:
+        return pack_experts(*(random(*shape) for shape in shapes))
+    numbers = (torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF) for shape in shapes)
+    rows, columns = -(-mixture.width // 128), -(-mixture.hidden // 128)
+    scales13 = torch.rand(mixture.num_experts, 2, rows, columns, device="cuda")
+    scales2 = torch.rand(mixture.num_experts, columns, rows, device="cuda")
+    return pack_experts(*(part.view(fp8.DTYPE) for part in numbers), scales13, scales2)
+
+
+def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
+    """Experts that tokens choose at random; the cost is the weights of those that any is expected to choose, or for
+    many tokens the operations.
+    """
+    size = mixture.hidden * mixture.width
+
+    def make(_: int) -> Callable[[], object]:
+        packed = random_experts(mixture, in_fp8=in_fp8)
+        x, residual = random(num_tokens, mixture.hidden), random(num_tokens, mixture.hidden)
+        logits = torch.randn(num_tokens, mixture.num_experts, device="cuda")
+        weights, ids = route(logits, Routing(mixture.top_k))
+        return lambda: fused_experts(x, packed, weights, ids, residual)
+
+    hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens)
+    read = 3 * hit * size * (1 if in_fp8 else 2)
+    whole = 3 * mixture.num_experts * size * (1 if in_fp8 else 2)
+    name = f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens"
+    if num_tokens > 1024:
+        return Work(name, make, 6 * num_tokens * mixture.top_k * size, "TFLOP/s", whole)
+    return Work(name, make, read, "TB/s", whole)
+
+
+def routing(mixture: Mixture, num_tokens: int) -> Work:
+    """The choice of experts, whose cost is its logits."""
+
+    def make(_: int) -> Callable[[], object]:
+        logits = torch.randn(num_tokens, mixture.num_experts, device="cuda")
+        bias = torch.randn(mixture.num_experts, device="cuda")
+        return lambda: route(logits, Routing(mixture.top_k, "sigmoid"), bias)
+
+    cost = 4 * num_tokens * mixture.num_experts
+    return Work(f"route {mixture.name}, {num_tokens} tokens", make, cost, "GB/s", cost)
+
+
+def mixtures() -> Iterator[Work]:
+    """Mixtures of experts, from one token to many."""
+    for mixture in MIXTURES:
+        for num_tokens in (1, 4, 16, 64, 256, 1024, 8192):
+            yield routing(mixture, num_tokens)
+            yield experts(mixture, num_tokens, in_fp8=False)
+            yield experts(mixture, num_tokens, in_fp8=True)
+    # Of DeepSeek-V3's widths, about 32 rows each.
+    yield experts(Mixture("of 16", 16, 1, 7168, 2048), 512, in_fp8=True)

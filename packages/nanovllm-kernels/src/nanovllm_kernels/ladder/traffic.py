@@ -1,0 +1,81 @@
+"""What costs its traffic alone: a plain copy, the elementwise operators, and sampling.
+
+This room must not know how a work is timed.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
+from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
+from nanovllm_kernels.ladder.timing import Work
+from nanovllm_kernels.sampling import sample
+
+
+def copy_ceiling() -> Work:
+    """What a plain copy reaches: the ceiling of every figure in bytes."""
+    size = 1 << 30
+
+    def make(_: int) -> Callable[[], object]:
+        source = torch.empty(size, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    return Work("copy 1 GiB", make, 2 * size, "TB/s", 2 * size)
+
+
+def elementwise(num_tokens: int) -> Iterator[Work]:
+    """Norms, rotary embedding and gate of an 8B model's shapes."""
+    hidden, intermediate = 4096, 14336
+    row = num_tokens * hidden * 2
+    weight = random(hidden)
+
+    def make_norm(_: int) -> Callable[[], object]:
+        x = random(num_tokens, hidden)
+        return lambda: rms_norm(x, weight, 1e-5)
+
+    def make_rope(_: int) -> Callable[[], object]:
+        qkv = random(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
+        positions = torch.randint(0, 8192, (num_tokens,), device="cuda")
+        rotation = plan_rotation(torch.randn(8192, HEAD_DIM, device="cuda"), positions)
+        num_blocks = num_tokens // 16 + 1
+        slots = torch.randperm(num_blocks * 16, device="cuda")[:num_tokens]
+        kv_cache = random(num_blocks, 16, 2 * NUM_KV_HEADS, HEAD_DIM)
+        return lambda: rope_and_cache(qkv, rotation, slots, kv_cache)
+
+    def make_gate(_: int) -> Callable[[], object]:
+        x = random(num_tokens, 2 * intermediate)
+        return lambda: silu_and_mul(x)
+
+    rope = num_tokens * (2 * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4)
+    gate = num_tokens * 3 * intermediate * 2
+    yield Work(f"rms_norm {num_tokens} x {hidden}", make_norm, 2 * row, "GB/s", 2 * row)
+    yield Work(f"rope_and_cache {num_tokens}", make_rope, rope, "GB/s", rope)
+    yield Work(f"silu_and_mul {num_tokens} x {intermediate}", make_gate, gate, "GB/s", gate)
+
+
+def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
+    """Greedy, plain and filtered draws from float32 logits: steep ones, and ones of which top-p keeps most."""
+    ones = torch.ones(batch, device="cuda")
+    zeros = torch.zeros(batch, device="cuda")
+    seeds = torch.arange(batch, device="cuda")
+    cost = batch * vocab_size * 4
+
+    def maker(temperature: float, top_k: int, top_p: float, spread: float) -> Callable[[int], Callable[[], object]]:
+        def make(_: int) -> Callable[[], object]:
+            logits = torch.randn((batch, vocab_size), device="cuda") * spread
+            settings = (ones * temperature, (zeros + top_k).int(), ones * top_p, zeros, seeds, seeds)
+            return lambda: sample(logits, *settings, all_greedy=temperature == 0, any_filter=top_k > 0 or top_p < 1)
+
+        return make
+
+    for name, settings in {
+        "greedy": (0.0, 0, 1.0, 3.0),
+        "gumbel": (0.6, 0, 1.0, 3.0),
+        "top-k": (0.6, 50, 1.0, 3.0),
+        "top-p": (0.6, 0, 0.9, 3.0),
+        "top-p, flat": (0.6, 0, 0.9, 0.5),
+        "top-k + top-p": (0.6, 50, 0.9, 3.0),
+    }.items():
+        yield Work(f"sample {batch} x {vocab_size} {name}", maker(*settings), cost, "GB/s", cost)

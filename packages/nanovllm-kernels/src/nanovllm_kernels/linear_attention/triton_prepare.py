@@ -1,0 +1,355 @@
+"""What tokens of one chunk do to one another, on CUDA, for all chunks of all requests at once.
+
+Convolution and gates, and of the recurrence what doesn't depend on the state before the chunk: a triangular system a
+chunk and value head, see the reference. Chunks end where positions are multiples of CHECKPOINT, so a request may begin
+in the middle of one; a tile is a whole chunk, its rows before the request's first and behind its last token masked.
+This room must not know recurrent states.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels.linear_attention import DeltaWeights, StateBatch
+from nanovllm_kernels.linear_attention.reference import CHECKPOINT
+from nanovllm_kernels.linear_attention.triton_step import L2_EPS, Sizes, log_decay, silu
+
+SIZE = tl.constexpr(CHECKPOINT)
+# Rows of the blocks on the diagonal of a triangular matrix, which are inverted row by row.
+BLOCK = tl.constexpr(16)
+# Least side of a tile of a matrix product.
+MIN_TILE = 16
+CHANNEL_BLOCK = 1024
+
+
+class Chunks(NamedTuple):
+    """What is known of every chunk but for the state before it; T tokens, Hv value heads of dimension V, keys of K.
+
+    Typed as the projections are. mixed [T, channels]: convolved queries, keys and values. readers [T, Hv, K] and
+    new_values [T, Hv, V]: the system's solutions; the changes to a state S are new_values - readers S^T.
+    scores [T, Hv, CHECKPOINT]: what a token reads of its chunk's changes. totals [T, Hv], float32: logarithms of the
+    decay since the chunk began.
+    """
+
+    mixed: Tensor
+    readers: Tensor
+    new_values: Tensor
+    scores: Tensor
+    totals: Tensor
+
+
+def padded(dim: int) -> int:
+    """The side of a matrix product's tile that holds `dim`."""
+    return max(MIN_TILE, triton.next_power_of_2(dim))
+
+
+def count_tiles(num_tokens: int, num_reqs: int) -> int:
+    """How many tiles `find_chunk` numbers: at least as many as there are chunks, whatever the lengths."""
+    return num_tokens // CHECKPOINT + 2 * num_reqs
+
+
+def prepare(qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv: Tensor, batch: StateBatch, sizes: Sizes) -> Chunks:
+    """All that needs no recurrent state, see the package's `gated_delta_net`; keeps the convolution's last inputs, in
+    the slots and where states are saved.
+    """
+    num_tokens, num_reqs = len(qkvz), len(batch.slots)
+    num_tiles = count_tiles(num_tokens, num_reqs)
+    padded_k, padded_v = padded(sizes.k_dim), padded(sizes.v_dim)
+    mixed = qkvz.new_empty((num_tokens, sizes.channels))
+    readers = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.k_dim))
+    new_values = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.v_dim))
+    scores = qkvz.new_empty((num_tokens, sizes.num_v_heads, CHECKPOINT))
+    totals = qkvz.new_empty((num_tokens, sizes.num_v_heads), dtype=torch.float32)
+    _convolve[(num_tiles, 2 * sizes.num_k_heads + sizes.num_v_heads)](
+        qkvz,
+        weights.conv,
+        conv,
+        batch.slots,
+        batch.seq_lens,
+        batch.query_start_loc,
+        mixed,
+        num_reqs,
+        qkvz.stride(0),
+        GROUP=sizes.group,
+        K_DIM=sizes.k_dim,
+        V_DIM=sizes.v_dim,
+        PADDED=max(padded_k, padded_v),
+        CHANNELS=sizes.channels,
+        WIDTH=sizes.width,
+        num_warps=8,
+    )
+    _keep_inputs[(num_reqs, triton.cdiv(sizes.channels, CHANNEL_BLOCK))](
+        qkvz,
+        conv,
+        batch.slots,
+        batch.saves,
+        batch.seq_lens,
+        batch.query_start_loc,
+        qkvz.stride(0),
+        batch.saves.shape[1],
+        PER_KEY=2 * sizes.k_dim + sizes.group * sizes.v_dim,
+        GATES=sizes.group * sizes.v_dim,
+        CHANNELS=sizes.channels,
+        WIDTH=sizes.width,
+        CHANNEL_BLOCK=CHANNEL_BLOCK,
+        num_warps=4,
+    )
+    _solve[(num_tiles, sizes.num_v_heads)](
+        mixed,
+        ba,
+        weights.decay,
+        weights.dt_bias,
+        batch.seq_lens,
+        batch.query_start_loc,
+        readers,
+        new_values,
+        scores,
+        totals,
+        num_reqs,
+        ba.stride(0),
+        HEADS=sizes.num_v_heads,
+        GROUP=sizes.group,
+        K_DIM=sizes.k_dim,
+        V_DIM=sizes.v_dim,
+        PADDED_K=padded_k,
+        PADDED_V=padded_v,
+        CHANNELS=sizes.channels,
+        num_warps=4,
+    )
+    return Chunks(mixed, readers, new_values, scores, totals)
+
+
+@triton.jit
+def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tile):
+    """Whose chunk a tile is: the request, its first token and position in this step, its length, the chunk's first
+    position. The length is 0 if the tile is nobody's.
+
+    Request r's tiles are numbered from start_r // SIZE + 2 r, which leaves room for a first and a last chunk that are
+    not whole: find the last request that begins at or before.
+    """
+    low = 0
+    high = num_reqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = tl.load(query_start_loc_ptr + middle) // SIZE + 2 * middle
+        low = tl.where(begins <= tile, middle, low)
+        high = tl.where(begins <= tile, high, middle - 1)
+    start = tl.load(query_start_loc_ptr + low)
+    count = tl.load(query_start_loc_ptr + low + 1) - start
+    seq_len = tl.load(seq_lens_ptr + low)
+    first = seq_len - count
+    begin = (first // SIZE + tile - (start // SIZE + 2 * low)) * SIZE
+    seq_len = tl.where((count > 1) & (begin < seq_len), seq_len, 0)
+    return low, start, first, seq_len, begin
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs"],
+    do_not_specialize_on_alignment=["slots_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _convolve(
+    qkvz_ptr,
+    weight_ptr,
+    conv_ptr,
+    slots_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    mixed_ptr,
+    num_reqs,
+    qkvz_stride,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Convolution and SiLU of a chunk's query, key or value head; the first two normed."""
+    request, start, first, seq_len, begin = find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0))
+    if seq_len == 0:
+        return
+    owner = tl.program_id(1) // (2 + GROUP)
+    piece = tl.program_id(1) % (2 + GROUP)
+    inner = tl.where(piece < 2, piece * K_DIM, 2 * K_DIM + (piece - 2) * V_DIM)
+    dim = tl.where(piece < 2, K_DIM, V_DIM)
+    columns = tl.arange(0, PADDED)
+    channels = owner * (2 * K_DIM + GROUP * V_DIM) + inner + columns
+    sources = owner * (2 * K_DIM + 2 * GROUP * V_DIM) + inner + columns
+    column_mask = columns < dim
+    positions = begin + tl.arange(0, SIZE)
+    row_mask = (positions >= first) & (positions < seq_len)
+    slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (WIDTH * CHANNELS)
+    tokens = (start + positions - first).to(tl.int64)
+    total = tl.zeros([SIZE, PADDED], dtype=tl.float32)
+    for back in tl.static_range(WIDTH):
+        there = positions - back
+        mask = (row_mask & (there >= first))[:, None] & column_mask[None, :]
+        x = tl.load(qkvz_ptr + (tokens - back)[:, None] * qkvz_stride + sources[None, :], mask=mask, other=0.0)
+        x = x.to(conv_ptr.dtype.element_ty)
+        if begin < first + back:
+            mask = (row_mask & (there < first) & (there >= 0))[:, None] & column_mask[None, :]
+            places = (there + WIDTH) % WIDTH * CHANNELS
+            x += tl.load(slot_ptr + places[:, None] + channels[None, :], mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + (WIDTH - 1 - back) * CHANNELS + channels, mask=column_mask, other=0.0)
+        total += x.to(tl.float32) * weight[None, :]
+    total = silu(total)
+    if piece < 2:
+        scale = tl.where(piece == 0, K_DIM**-0.5, 1.0)
+        total *= (tl.rsqrt(tl.sum(total * total, 1) + L2_EPS) * scale)[:, None]
+    mask = row_mask[:, None] & column_mask[None, :]
+    mixed_ptrs = mixed_ptr + tokens[:, None] * CHANNELS + channels[None, :]
+    tl.store(mixed_ptrs, total.to(mixed_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_saves"],
+    do_not_specialize_on_alignment=["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _keep_inputs(
+    qkvz_ptr,
+    conv_ptr,
+    slots_ptr,
+    saves_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    qkvz_stride,
+    num_saves,
+    PER_KEY: tl.constexpr,
+    GATES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNEL_BLOCK: tl.constexpr,
+):
+    """Write one request's last inputs to its slot, and those up to where its state is saved beside that."""
+    request = tl.program_id(0)
+    start = tl.load(query_start_loc_ptr + request)
+    count = tl.load(query_start_loc_ptr + request + 1) - start
+    if count < 2:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    first = seq_len - count
+    channels = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
+    mask = channels < CHANNELS
+    # The row of token p is that of position first + p.
+    sources = channels + channels // PER_KEY * GATES
+    row_ptr = qkvz_ptr + (start - first).to(tl.int64) * qkvz_stride + sources
+    slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (WIDTH * CHANNELS) + channels
+    for index in range(num_saves):
+        save_ptr = saves_ptr + (request * num_saves + index) * 2
+        at = tl.load(save_ptr)
+        if (at > first) & (at <= seq_len):
+            there_ptr = conv_ptr + tl.load(save_ptr + 1).to(tl.int64) * (WIDTH * CHANNELS) + channels
+            for back in tl.static_range(1, WIDTH):
+                place = (at - back) % WIDTH * CHANNELS
+                if at - back >= first:
+                    x = tl.load(row_ptr + (at - back).to(tl.int64) * qkvz_stride, mask=mask, other=0.0)
+                    tl.store(there_ptr + place, x.to(conv_ptr.dtype.element_ty), mask=mask)
+                else:
+                    tl.store(there_ptr + place, tl.load(slot_ptr + place, mask=mask, other=0.0), mask=mask)
+    # Older inputs, where there are fewer new ones, are where they belong.
+    tl.debug_barrier()
+    for back in tl.static_range(1, WIDTH):
+        if back <= count:
+            x = tl.load(row_ptr + (seq_len - back).to(tl.int64) * qkvz_stride, mask=mask, other=0.0)
+            tl.store(slot_ptr + (seq_len - back) % WIDTH * CHANNELS, x.to(conv_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _invert(a):
+    """(1 + a)^-1 of float32 a [SIZE, SIZE] that is 0 on and above its diagonal.
+
+    Blocks on the diagonal row by row, all at once; with D of their inverses and L the blocks below them, n = D L is 0
+    to the number of blocks, so that (1 + n)^-1 D = (1 - n) (1 + n^2) D.
+    """
+    blocks: tl.constexpr = SIZE // BLOCK
+    tl.static_assert(blocks == 4)
+    rows = tl.arange(0, SIZE)
+    within = (rows // BLOCK)[:, None] == (rows // BLOCK)[None, :]
+    found = tl.sum(tl.reshape(tl.where(within, -a, 0.0), [SIZE, blocks, BLOCK]), 1)
+    found = tl.reshape(found, [blocks, BLOCK, BLOCK])
+    inner = tl.arange(0, BLOCK)
+    for index in range(1, BLOCK):
+        here = (inner == index)[None, :, None]
+        row = tl.sum(tl.where(here, found, 0.0), 1)
+        row += tl.sum(row[:, :, None] * found, 1)
+        found = tl.where(here, row[:, None, :], found)
+    wide = tl.broadcast_to(tl.reshape(found, [SIZE, 1, BLOCK]), [SIZE, blocks, BLOCK])
+    eye = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+    diagonal = tl.where(within, tl.reshape(wide, [SIZE, SIZE]), 0.0) + eye
+    n = tl.dot(diagonal, tl.where(within, 0.0, a), input_precision="tf32x3")
+    left = eye - n
+    left = tl.dot(left, tl.dot(n, n, input_precision="tf32x3"), left, input_precision="tf32x3")
+    return tl.dot(left, diagonal, input_precision="tf32x3")
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _solve(
+    mixed_ptr,
+    ba_ptr,
+    decay_ptr,
+    dt_bias_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    readers_ptr,
+    new_values_ptr,
+    scores_ptr,
+    totals_ptr,
+    num_reqs,
+    ba_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """A chunk of one value head, but for the state before it: see the reference for the formulas."""
+    _, start, first, seq_len, begin = find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0))
+    if seq_len == 0:
+        return
+    head = tl.program_id(1)
+    owner = head // GROUP
+    place = head % GROUP
+    rows = tl.arange(0, SIZE)
+    positions = begin + rows
+    row_mask = (positions >= first) & (positions < seq_len)
+    tokens = (start + positions - first).to(tl.int64)
+    ba_ptrs = ba_ptr + tokens * ba_stride + owner * (2 * GROUP) + place
+    beta = tl.sigmoid(tl.load(ba_ptrs, mask=row_mask, other=0.0).to(tl.float32))
+    a = tl.load(ba_ptrs + GROUP, mask=row_mask, other=0.0).to(tl.float32)
+    left = tl.where(row_mask, log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)), 0.0)
+    total = tl.cumsum(left, 0)
+    tl.store(totals_ptr + tokens * HEADS + head, total, mask=row_mask)
+
+    k_dims = tl.arange(0, PADDED_K)
+    k_mask = row_mask[:, None] & (k_dims < K_DIM)[None, :]
+    first_ptrs = mixed_ptr + tokens[:, None] * CHANNELS + owner * (2 * K_DIM + GROUP * V_DIM)
+    q = tl.load(first_ptrs + k_dims[None, :], mask=k_mask, other=0.0)
+    k = tl.load(first_ptrs + K_DIM + k_dims[None, :], mask=k_mask, other=0.0)
+    causal = rows[:, None] >= rows[None, :]
+    between = tl.where(causal, tl.exp(tl.where(causal, total[:, None] - total[None, :], 0.0)), 0.0)
+    scores = tl.dot(q, k.T, input_precision="tf32x3") * between
+    scores_ptrs = scores_ptr + (tokens * HEADS + head)[:, None] * SIZE + rows[None, :]
+    tl.store(scores_ptrs, scores.to(scores_ptr.dtype.element_ty), mask=row_mask[:, None])
+    system = tl.dot(k, k.T, input_precision="tf32x3") * between * beta[:, None]
+    inverse = _invert(tl.where(rows[:, None] > rows[None, :], system, 0.0)).to(k.dtype)
+
+    sides = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
+    readers = tl.dot(inverse, sides, input_precision="tf32x3")
+    readers_ptrs = readers_ptr + (tokens * HEADS + head)[:, None] * K_DIM + k_dims[None, :]
+    tl.store(readers_ptrs, readers.to(readers_ptr.dtype.element_ty), mask=k_mask)
+    v_dims = tl.arange(0, PADDED_V)
+    v_mask = row_mask[:, None] & (v_dims < V_DIM)[None, :]
+    v = tl.load(first_ptrs + 2 * K_DIM + place * V_DIM + v_dims[None, :], mask=v_mask, other=0.0)
+    new_values = tl.dot(inverse, (v.to(tl.float32) * beta[:, None]).to(v.dtype), input_precision="tf32x3")
+    new_values_ptrs = new_values_ptr + (tokens * HEADS + head)[:, None] * V_DIM + v_dims[None, :]
+    tl.store(new_values_ptrs, new_values.to(new_values_ptr.dtype.element_ty), mask=v_mask)
