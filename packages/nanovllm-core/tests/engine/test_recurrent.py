@@ -4,13 +4,12 @@ checkpoints.
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 from toy_model import VOCAB
-from toy_recurrent import Oracle, RecurrentLM, recurrent_spec
+from toy_recurrent import Oracle, recurrent_spec
 
-from nanovllm_core import AsyncEngine, CacheSpec, ConfigError, EngineConfig, Request, SamplingParams
+from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, Request, SamplingParams
 
 NUM_PROMPTS, OUTPUT = 10, 8
 SETTINGS = {
@@ -83,17 +82,3 @@ async def test_states_that_do_not_fit_are_refused():
         await AsyncEngine.start(recurrent_spec(), EngineConfig(device="cpu", cpu_cache_gib=1e-4))
     with pytest.raises(ConfigError, match="num_state_slots is 8, but must be at least 9"):
         await AsyncEngine.start(recurrent_spec(), EngineConfig(device="cpu", max_num_seqs=8, num_state_slots=8))
-
-
-class UnlikeLM(RecurrentLM):
-    """Its attention layers want caches that no one plan fits."""
-
-    def cache_specs(self) -> tuple[CacheSpec, ...]:
-        first, second, *rest = super().cache_specs()
-        return first, second._replace(head_dim=2 * second.head_dim), *rest
-
-
-async def test_attention_layers_must_be_alike():
-    spec = replace(recurrent_spec(), build=UnlikeLM)
-    with pytest.raises(ValueError, match="all attention layers of a model must be alike"):
-        await AsyncEngine.start(spec, EngineConfig(device="cpu"))

@@ -14,8 +14,14 @@ class TwoKinds(ToyLM):
         return self.heads.cache_spec, MLASpec(latent_dim=32, rope_dim=8, num_heads=4)
 
 
-def test_attention_layers_of_two_kinds_are_refused():
-    spec = replace(toy_spec(), build=TwoKinds)
+class TwoShapes(ToyLM):
+    def cache_specs(self):
+        return self.heads.cache_spec, self.heads.cache_spec._replace(head_dim=32)
+
+
+@pytest.mark.parametrize("build", [TwoKinds, TwoShapes])
+def test_attention_layers_that_are_not_alike_are_refused(build):
+    spec = replace(toy_spec(), build=build)
     config = resolve(EngineConfig(device="cpu"), max_position=64, model_dtype=torch.float32, has_cuda=False)
-    with pytest.raises(ValueError, match="both MLASpec and PagedSpec: all attention layers of a model must be of one"):
+    with pytest.raises(ValueError, match=r"gives both PagedSpec\(.* attention layers of a model must be alike"):
         Runner(spec, config)
