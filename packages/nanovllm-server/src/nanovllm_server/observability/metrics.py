@@ -126,7 +126,6 @@ class Metrics(Collector):
             "cache_dtype": info.kv_cache_dtype,
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
-            "num_state_slots": str(info.num_state_slots),
         }
         cache = GaugeMetricFamily(PREFIX + "cache_config_info", "What the KV cache is, always 1.", labels=list(labels))
         cache.add_metric(list(labels.values()), 1)
