@@ -18,7 +18,7 @@ from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_models import deepseek_v3, llama, load, qwen3_next
 
 VOCAB = 131
-NUM_PROMPTS, OUTPUT = 16, 24
+NUM_PROMPTS, OUTPUT = 16, 16
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",

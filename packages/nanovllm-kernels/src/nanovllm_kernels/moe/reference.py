@@ -58,7 +58,7 @@ def route(logits: Tensor, routing: _Routing, bias: Tensor | None) -> tuple[Tenso
 
 def _mask_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
     """`choice` [T, E] with -inf outside of each token's best groups, by the sum of a group's best two."""
-    grouped = choice.unflatten(-1, (num_groups, -1))
+    grouped = choice.reshape(len(choice), num_groups, -1)
     group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
     kept = group_scores.topk(top_groups, -1).indices
     outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, kept, False)
