@@ -21,7 +21,7 @@ def checkpoint_positions(begin: int, end: int, shared: int) -> list[int]:
     shared: so many of its tokens others had as well, so that more may leave it there. Beyond that whoever comes next
     most likely leaves it near its end (a conversation that goes on), and a state is as large as thousands of tokens'
     keys: so distances from the end double. A request that shares all but n tokens of a prompt finds a checkpoint at
-    most n + CHECKPOINT tokens before it leaves, with as many checkpoints as the prompt's length has binary digits.
+    most n + CHECKPOINT tokens before it leaves, and their number is at most that of the length's binary digits.
     """
     last = end - end % CHECKPOINT
     distances = [0, *(CHECKPOINT << doublings for doublings in range(MAX_CHECKPOINTS))]
