@@ -228,7 +228,8 @@ def test_masks(vocab_size):
     logits[3, :3] = before[3, :3] = -math.inf
     allowed = torch.rand(2, vocab_size) < 0.3
     allowed[1, 0] = True
-    out = apply_masks(logits, torch.tensor([1, 3], dtype=torch.int32), packed(allowed))
+    masks = torch.cat((packed(allowed), torch.zeros_like(packed(allowed[:1]))))
+    out = apply_masks(logits, torch.tensor([1, 3, -1], dtype=torch.int32), masks)
     assert torch.equal(logits, before)
     expected = logits.float()
     expected[1, ~allowed[0]] = expected[3, ~allowed[1]] = -math.inf

@@ -146,8 +146,8 @@ def test_grammars_are_followed_in_one_call_and_one_that_breaks_harms_no_other():
     assert constraints.begin(plan(rows, new_rows))
     for step, others in enumerate([[0, 2, 3], [0, 2, 3], [0, 2, 3], [0, 3]]):
         which, bits = constraints.masks(np.arange(4))
-        assert which.tolist() == others
-        assert allowed(bits) == [[step]] * len(others)
+        assert which[which >= 0].tolist() == others
+        assert allowed(bits[which >= 0]) == [[step]] * len(others)
         assert calls == ([3] * (2 * step + 1) if step < 3 else [3] * 6 + [2])
         constraints.launched(handle([7, 7, 7, 7])[0])
         assert constraints.begin(plan(rows))

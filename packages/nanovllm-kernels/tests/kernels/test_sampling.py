@@ -132,7 +132,7 @@ def test_masks(device, vocab_size, dtype):
     # Wider than needed: what lies behind must not matter.
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32) + 2), device=device).to(torch.int32)
     masks[1, 1:] = 0
-    which = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    which = torch.tensor([4, -1, 2], dtype=torch.int32, device=device)
     actual = OPS.apply_masks(logits, which, masks[:, :-2])
     expected = reference.apply_masks(logits.cpu(), which.cpu(), masks[:, :-2].cpu())
     assert torch.equal(actual.cpu(), expected)

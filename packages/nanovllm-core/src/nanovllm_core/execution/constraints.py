@@ -1,7 +1,8 @@
 """What some rows may sample: rows with a grammar, and rows whose budget has run out.
 
 A row's next mask depends on the token before it. So a step that such a row samples in is launched up to its logits,
-then waits for the tokens of the step before, and only then chooses: the masks are filled while the device computes.
+then waits for the tokens of the step before, and only then chooses: grammars are followed and masks filled while the
+device computes.
 Steps without such rows pass by. Everything here happens on the thread that launches steps. Grammars are followed in one
 call for all rows: each call gives up the interpreter's lock, and may wait milliseconds to have it back. This room must
 not know how grammars are compiled.
@@ -17,12 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanovllm_core.execution.inputs import upload
+from nanovllm_core.execution.inputs import MaskBuffer
 from nanovllm_core.execution.sampler import Masks, StepHandle
 from nanovllm_core.request import Budget, CompiledGrammar, GrammarMatcher
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-_EVERYTHING = np.int32(-1)
 # What following a grammar may take, in seconds: so much at all, and for each token. All others wait meanwhile. JSON
 # takes 10 us a token, and only very ambiguous rules of one's own come near.
 _PATIENCE = 2.0
@@ -153,6 +153,7 @@ class Constraints:
     """The constraints of all rows, and the steps in flight whose tokens they wait for.
 
     failed: which of the requests that the step at hand samples have nothing to sample, and why; there after `masks`.
+    buffer: where the masks of the step at hand are.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
@@ -160,8 +161,7 @@ class Constraints:
         # By row; and whether a row has one, as a column.
         self._constraints: dict[int, Constraint] = {}
         self._is_held = np.zeros(num_rows, np.bool_)
-        self._mask_words = -(-vocab_size // 32)
-        self._device = device
+        self.buffer = MaskBuffer(num_rows, -(-vocab_size // 32), device)
         # Of the step at hand: which of the requests that sample are held and by what, and of those whose mask is due.
         self._held: list[tuple[int, Constraint]] = []
         self._due: list[tuple[int, Constraint]] = []
@@ -176,7 +176,6 @@ class Constraints:
         self.failed, self._held, self._due = [], [], []
         if not self._constraints:
             return False
-        self._take_in(wait=False)
         rows, _, samples = plan.scheduled
         sampling = rows[samples]
         for index in np.flatnonzero(self._is_held[sampling]).tolist():
@@ -195,28 +194,28 @@ class Constraints:
         self._take_in(wait=True)
         held = [each for each in self._due if each[1].matcher is not None and each[1].failure is None]
         others = [each for each in self._due if each[1].matcher is None or each[1].failure is not None]
-        masks = np.full((len(self._due), self._mask_words), _EVERYTHING)
+        masks = self.buffer.draft(len(self._due))
         self._fill([constraint for _, constraint in held], masks)
         leads_on = np.any(masks, axis=1)
-        kept: list[int] = []
+        which: list[int] = []
         for at, (_, constraint) in enumerate(held):
             if constraint.failure is None and not leads_on[at]:
                 constraint.failure = "the grammar has come to a place that no token of the model leads on from"
         for at, (index, constraint) in enumerate([*held, *others]):
+            is_held = False
             if constraint.failure is not None:
                 self.failed.append((index, constraint.failure))
-            elif constraint.force(masks[at]) or at < len(held):
-                kept.append(at)
-        if not kept:
+            else:
+                is_held = constraint.force(masks[at]) or at < len(held)
+            which.append(int(sampled[index]) if is_held else -1)
+        if max(which) < 0:
             return None
-        indices = np.array([index for index, _ in (*held, *others)])
-        which = sampled[indices[kept]].astype(np.int32)
-        bits = masks if len(kept) == len(masks) else masks[kept]
-        there = upload([which, bits.reshape(-1)], self._device)
-        return Masks(there[0], there[1].view(len(kept), self._mask_words))
+        self.buffer.send(which)
+        return Masks(self.buffer.which[: len(which)], self.buffer.bits[: len(which)])
 
     def launched(self, handle: StepHandle) -> None:
-        """Remember the step at hand, for the tokens that it will have made."""
+        """Remember the step at hand, for the tokens that it will have made, and take in what others have made."""
+        self._take_in(wait=False)
         if self._held:
             self._in_flight.append((handle, self._held))
 

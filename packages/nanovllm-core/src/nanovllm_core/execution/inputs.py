@@ -42,6 +42,35 @@ def upload(arrays: Sequence[Int32Array], device: torch.device) -> list[Tensor]:
     return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
 
 
+class MaskBuffer:
+    """Which tokens some of a step's requests may have, always at the same place on the device, where a captured graph
+    finds them.
+
+    which: int32 [size], whose mask each is among the step's requests, -1 for nobody's. bits: int32 [size, words], as
+    `nanovllm_kernels.sampling.apply_masks` reads them.
+    """
+
+    def __init__(self, size: int, num_words: int, device: torch.device):
+        self._size = size
+        self._num_words = num_words
+        self._there = torch.full((size * (1 + num_words),), -1, dtype=torch.int32, device=device)
+        self._next = self._there
+        self.which = self._there[:size]
+        self.bits = self._there[size:].view(size, num_words)
+
+    def draft(self, count: int) -> Int32Array:
+        """Masks [count, words] that allow everything, for the caller to narrow before `send`."""
+        length = self._size + count * self._num_words
+        # Pinned, so that the transfer needs no waiting, and a buffer of its own, as the last one may be on its way yet.
+        self._next = torch.full((length,), -1, dtype=torch.int32, pin_memory=self._there.is_cuda)
+        return self._next.numpy()[self._size :].reshape(count, self._num_words)
+
+    def send(self, which: Sequence[int]) -> None:
+        """Send what was drafted; which: whose each is, -1 for nobody's."""
+        self._next.numpy()[: len(which)] = which
+        self._there[: len(self._next)].copy_(self._next, non_blocking=True)
+
+
 class StepBuffer:
     """The rows of a step, always at the same place on the device, where a captured graph finds them.
 

@@ -21,7 +21,7 @@ from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
-from nanovllm_core.execution.sampler import Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
+from nanovllm_core.execution.sampler import Masks, Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.execution.state_memory import StateMemory
 from nanovllm_core.layers.compiled import compiled
 from nanovllm_core.model import BuildContext, ForwardContext, Launch, MLASpec, ModelSpec, StateSpec
@@ -36,7 +36,11 @@ from nanovllm_kernels.linear_attention import StateBatch, plan_states
 from nanovllm_kernels.platform import describe
 
 # What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
-CAPTURED_NEEDS = (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
+CAPTURED_NEEDS = tuple(
+    needs | mask
+    for needs in (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
+    for mask in (Needs.NOTHING, Needs.MASK)
+)
 # Rows that the compiler is shown; what it makes takes any number, but is laid out with this one in mind.
 COMPILED_ROWS = 1024
 
@@ -155,9 +159,13 @@ class Runner:
 
         captured.replay(plan.shape.num_tokens, plan_attention)
         if step.needs in captured.draws and step.most_logprobs < 0:
-            graph, tokens = captured.draws[step.needs]
+            needs = step.needs
+            if needs & Needs.MASK and self._constraints.masks(step.sampled) is None:
+                needs &= ~Needs.MASK
+            graph, tokens = captured.draws[needs]
             graph.replay()
-            return StepHandle(Sampled(tokens[:count], None, None, None), step.sampled, step.num_logprobs, begin)
+            sampled = Sampled(tokens[:count], None, None, None)
+            return StepHandle(sampled, step.sampled, step.num_logprobs, begin, self._constraints.failed)
         return self._choose(step, Logits(*(tensor[:count] for tensor in captured.found)), begin)
 
     def _choose(
@@ -260,7 +268,9 @@ class Runner:
     def _draw_padded(self, needs: int, found: Logits) -> Tensor:
         buffer, count = self._table.buffer, found.logits.shape[0]
         rows = buffer.rows[:count]
-        tokens = draw(found.logits, rows, found.seq_lens, self._table, Needs(needs), self._gather_settings)
+        there = self._constraints.buffer
+        masks = Masks(there.which[:count], there.bits[:count]) if needs & Needs.MASK else None
+        tokens = draw(found.logits, rows, found.seq_lens, self._table, Needs(needs), self._gather_settings, masks)
         self._commit(rows, buffer.query_start_loc[: count + 1], buffer.samples[:count], tokens, Needs(needs))
         return tokens
 

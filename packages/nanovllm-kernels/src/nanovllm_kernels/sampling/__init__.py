@@ -71,7 +71,8 @@ def apply_bias(
 def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
     """Forbid tokens in some rows. Returns new float32 logits [B, V].
 
-    logits: [B, V]. which: int32 [M], the rows of `logits` that have a mask, none of them twice.
+    logits: [B, V]. which: int32 [M], the rows of `logits` that have a mask, none of them twice; -1 for a mask that is
+        nobody's.
     masks: int32 [M, ceil(V / 32)]: token t is allowed in row which[m] where bit t % 32 of masks[m, t // 32] is set.
         Forbidden ones become -inf. Allowed ones stay as they are but for -inf, which becomes a large negative number:
         where a bias forbids all that a mask allows, the mask decides.

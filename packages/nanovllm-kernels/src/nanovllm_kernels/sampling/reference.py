@@ -59,6 +59,8 @@ def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
     out = logits.to(torch.float32, copy=True)
     vocab_size = logits.shape[1]
     for row, mask in zip(which.tolist(), masks, strict=True):
+        if row < 0:
+            continue
         # A byte at a time, the lowest bit first: tokens in order, as int32 are stored little-endian wherever we run.
         bits = np.unpackbits(mask.contiguous().numpy().view(np.uint8), count=vocab_size, bitorder="little")
         allowed = torch.from_numpy(bits.view(np.bool_))

@@ -151,6 +151,8 @@ def _apply_masks(
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocab_size
     row = tl.load(which_ptr + index).to(tl.int64)
+    if row < 0:
+        return
     words = tl.load(masks_ptr + index * masks_stride + tokens // 32, mask=inside, other=0)
     logits = tl.load(out_ptr + row * out_stride + tokens, mask=inside, other=0.0)
     allowed = ((words >> (tokens % 32)) & 1) != 0
