@@ -1,6 +1,7 @@
 """Block FP8 on CUDA against the reference, over everything that stands around the product."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from nanovllm_kernels.gemm import block_fp8_reference as reference
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, quantize_blocks
 
 OPS = torch.ops.nanovllm
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+# Hopper adds up products of e4m3 to some 14 bits; the interpreter does to 24.
+TOLERANCE = {torch.float32: 1e-5 if os.environ.get("TRITON_INTERPRET") == "1" else 3e-4, torch.bfloat16: 8e-3}
 
 
 def make_weight(num_rows, width, device, block_rows=128):
