@@ -61,7 +61,7 @@ def test_states_in_blocks_of_rows(block_rows, state_case, device, monkeypatch):
     from nanovllm_kernels.linear_attention import triton_step
 
     monkeypatch.setattr(tiles, "INTERPRETER_SMS", 0)
-    monkeypatch.setattr(triton_step, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(triton_step, "BLOCK_ROWS", {4: block_rows})
     for dims in ((16, 16), (8, 24), (24, 40)):
         case = state_case([*SHAPES["decodes"], *[(1, 70)] * 3], heads=(1, 2), dims=dims, device=device)
         check(case, known=True, close=CLOSE[torch.float32])

@@ -202,7 +202,9 @@ class Runner:
             num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        attention = self._plan_attention(batch.block_tables, batch.seq_lens, query_start_loc, bounds)
+        # Attention that is launched is planned at each replay: the less of it in the graph, the better.
+        planned = bounds if launch is None else bounds._replace(num_decodes=0)
+        attention = self._plan_attention(batch.block_tables, batch.seq_lens, query_start_loc, planned)
         states = self._plan_states(rows, batch.seq_lens, query_start_loc, num_tokens, bounds)
         ctx = ForwardContext(
             attention, batch.slot_mapping, self._kv_caches, self._kv_scales, launch, self._states.caches, states
@@ -253,9 +255,6 @@ class Runner:
         self, shape: GraphShape, launch: Launch | None = None, *, num_decodes: int | None = None
     ) -> Logits:
         buffer = self._table.buffer
-        if launch is not None:
-            # Attention that is launched is planned at each replay: the less of it in the graph, the better.
-            num_decodes = 0
         hidden, batch = self._forward(
             buffer.rows[: shape.num_reqs],
             buffer.query_start_loc[: shape.num_reqs + 1],

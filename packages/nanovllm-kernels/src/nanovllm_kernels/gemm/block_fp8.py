@@ -160,7 +160,11 @@ def _block_fp8_linear_op(
         rows, x_scales = triton_block_fp8.quantize_groups(rows, norm_weight, eps)
         norm_weight = None
         dtype = out.dtype if residual is None else x.dtype
-        if num_rows > tiles.OWN_FP8_ROWS and dtype == torch.bfloat16 and _library_takes(data, scales, block_rows):
+        if (
+            not tiles.owns_fp8(num_rows, data.shape[0])
+            and dtype == torch.bfloat16
+            and _library_takes(data, scales, block_rows)
+        ):
             sums = _library_product(rows, x_scales, data, scales)
             if bias is not None:
                 sums += bias

@@ -143,22 +143,36 @@ class BlockFP8Config(NamedTuple):
 
 # Up to so many rows are quantised by the kernel that multiplies them.
 FUSED_FP8_ROWS = 16
-# Behind so many rows the product is the library's, where it takes it.
+# Behind so many rows the product is the library's, where it takes it; and with more than FEW_FP8_COLUMNS columns.
 OWN_FP8_ROWS = 128
-# K is split until there are so many CTAs, about two an SM, while each has so many groups of K.
-FP8_CTAS = 256
+FEW_FP8_COLUMNS = 4096
+OWN_WIDE_FP8_ROWS = 64
+# K is split until there are so many CTAs (of one row tile of FUSED_FP8_ROWS, and of others), while each has so many
+# groups of K.
+FUSED_FP8_CTAS = 192
+FP8_CTAS = 128
 LEAST_GROUPS = 4
 MOST_FP8_SPLITS = 8
 # With so many CTAs and up, a kernel has enough of a weight on its way.
-LEAST_NORMED_CTAS = 64
+LEAST_NORMED_CTAS = 96
 # Pairs of tiles, when gated, are on their way at once for as long as two CTAs find room on an SM.
 GATED_FP8_STAGES = 4
-# By the most rows. Not measured on a GPU yet, but chosen to have 64 KiB or more of a weight on their way to each SM.
+# By the most rows. One H200, weights cold, microseconds with rows quantised, ours (and cuBLAS with the same):
+#
+#     columns x K      12288 x 2048  2048 x 4096  8192 x 3072  3072 x 6144  24576 x 1536  7168 x 16384  28672 x 4096
+#     1 row            11.8          7.6          11.4         10.9         14.6          36.5          35.2
+#     64 rows          12.5 (13.9)   11.0 (16.2)  14.7 (14.6)  14.1 (21.5)  15.2 (18.4)   41.4 (53.3)   36.5 (41.9)
+#     128 rows         15.4 (12.6)   12.2 (17.3)  16.7 (15.6)  18.2 (22.8)  25.2 (18.2)   58.5 (52.9)   51.9 (39.5)
 FP8_ROWS = {
-    16: BlockFP8Config(16, 64, 1, 4, 6),
+    FUSED_FP8_ROWS: BlockFP8Config(16, 64, 1, 4, 4),
     32: BlockFP8Config(32, 64, 1, 4, 6),
-    64: BlockFP8Config(64, 32, 1, 4, 8),
+    64: BlockFP8Config(64, 64, 1, 4, 6),
     OWN_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
+}
+# Instead, where columns make up for CTAs of twice as many.
+WIDE_FP8_ROWS = {
+    FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4),
+    64: BlockFP8Config(64, 128, 1, 4, 3),
 }
 FP8_MANY = BlockFP8Config(128, 128, 1, 8, 4)
 
@@ -167,14 +181,28 @@ def block_fp8_config(num_rows: int, num_columns: int, groups: int, *, gated: boo
     """The tiling for a weight of `num_columns` (pairs of them when gated) and `groups` of 128 along K."""
     if num_rows > OWN_FP8_ROWS:
         return FP8_MANY._replace(block_n=64) if gated else FP8_MANY
-    config = next(config for most, config in FP8_ROWS.items() if num_rows <= most)
+    most = next(most for most in FP8_ROWS if num_rows <= most)
+    few = most == FUSED_FP8_ROWS
+    config, enough = FP8_ROWS[most], FUSED_FP8_CTAS if few else FP8_CTAS
+    most_splits = 1
+    while may_split and most_splits < MOST_FP8_SPLITS and groups >= 2 * most_splits * LEAST_GROUPS:
+        most_splits *= 2
     if gated:
         config = config._replace(num_stages=GATED_FP8_STAGES)
+    elif (wide := WIDE_FP8_ROWS.get(most)) is not None:
+        ctas = -(-num_columns // wide.block_n) * (most_splits if few else 1)
+        if ctas >= FUSED_FP8_CTAS or (few and not may_split):
+            config = wide
     ctas = -(-num_rows // config.block_m) * -(-num_columns // config.block_n)
     splits = 1
-    while may_split and ctas * splits < FP8_CTAS and splits < MOST_FP8_SPLITS and groups >= 2 * splits * LEAST_GROUPS:
+    while splits < most_splits and ctas * splits < enough:
         splits *= 2
     return config._replace(splits=splits)
+
+
+def owns_fp8(num_rows: int, num_columns: int) -> bool:
+    """Whether ours beats the library's product of `num_rows` and a weight of so many columns."""
+    return num_rows <= (OWN_FP8_ROWS if num_columns <= FEW_FP8_COLUMNS else OWN_WIDE_FP8_ROWS)
 
 
 def norms_with_fp8(num_rows: int, num_columns: int) -> bool:
@@ -183,7 +211,7 @@ def norms_with_fp8(num_rows: int, num_columns: int) -> bool:
     """
     if num_rows > FUSED_FP8_ROWS:
         return False
-    return -(-num_columns // FP8_ROWS[FUSED_FP8_ROWS].block_n) >= LEAST_NORMED_CTAS
+    return -(-num_columns // WIDE_FP8_ROWS[FUSED_FP8_ROWS].block_n) >= LEAST_NORMED_CTAS
 
 
 def num_fp8_counters(num_columns: int) -> int:

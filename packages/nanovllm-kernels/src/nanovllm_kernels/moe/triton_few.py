@@ -54,7 +54,7 @@ def few_experts(
         "launch_pdl": overlap,
     }
     wide = x.element_size() == 4
-    config = few_config(rows, num_groups, width, wide=wide, quantized=quantized)
+    config = few_config(rows, num_groups, width, hidden_size, wide=wide, quantized=quantized)
     _few_gate_up[(triton.cdiv(width, config.block_n), num_groups)](
         x,
         w13,
@@ -72,7 +72,7 @@ def few_experts(
         num_warps=config.num_warps,
         **shared,
     )
-    config = few_config(rows, num_groups, hidden_size, wide=wide, quantized=quantized)
+    config = few_config(rows, num_groups, hidden_size, width, wide=wide, quantized=quantized)
     _few_down[(triton.cdiv(hidden_size, config.block_n), num_groups)](
         hidden,
         w2,

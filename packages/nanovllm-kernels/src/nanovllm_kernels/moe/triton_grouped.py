@@ -23,8 +23,6 @@ from nanovllm_kernels.platform import can_overlap_launches, describe
 SORT_BLOCK = 2048
 LIST_BLOCK = 64
 SUM_BLOCK = 1024
-# So many programs for each SM; under the interpreter, where there are none to count, this many in all.
-PROGRAMS_PER_SM = 2
 
 
 def grouped_experts(
@@ -68,7 +66,8 @@ def grouped_experts(
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     hidden_scales = torch.empty((num_pairs, triton.cdiv(width, GROUP)), dtype=torch.float32, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=dtype, device=x.device)
-    programs = PROGRAMS_PER_SM * max(1, describe(x.device).num_sms)
+    # Under the interpreter there are no SMs to count.
+    programs = config.per_sm * max(1, describe(x.device).num_sms)
     products = (
         (True, x, x_scales, w13, scales13, hidden),
         (False, hidden, hidden_scales if quantized else None, w2, scales2, parts),
