@@ -33,7 +33,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             # Behind whatever else wants the core.
             ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
             cwd=session.config.rootpath,
-            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -330,6 +330,15 @@ def quantized() -> Callable[[PagedBatch], PagedBatch]:
 @pytest.fixture
 def naive_attention() -> Callable[[PagedBatch], Tensor]:
     return attend_naively
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a kernel for the CPU shares out: all to one thread, and to more than divide most shapes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
