@@ -19,12 +19,20 @@ from nanovllm_kernels.platform import has_triton
 KERNELS = Path(__file__).parent / "kernels"
 # About half of the time that all take.
 HALF = (KERNELS / "test_attention.py", KERNELS / "test_sampling.py")
+INTERPRETER = Path(__file__).with_name("test_interpreter.py")
 INTERPRETED = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
+
+
+# After pytest has sorted tests by what they share.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is waited for comes last."""
+    items.sort(key=lambda item: item.path == INTERPRETER)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin what `test_interpreter` waits for, if it is among what will run."""
-    wanted = any(item.path == Path(__file__).with_name("test_interpreter.py") for item in session.items)
+    wanted = any(item.path == INTERPRETER for item in session.items)
     if not wanted or not has_triton() or session.config.option.collectonly:
         return
     runs = {"half": HALF, "rest": (KERNELS, *(f"--ignore={file}" for file in HALF))}
