@@ -55,8 +55,9 @@ class ServerProcess:
 
 
 @contextmanager
-def running(model: Path, *flags: str) -> Iterator[ServerProcess]:
-    command = [sys.executable, "-m", "nanovllm_server", str(model), "--port", "0", "--device", "cpu", *flags]
+def running(model: Path, *flags: str, nice: int = 0) -> Iterator[ServerProcess]:
+    server = [sys.executable, "-m", "nanovllm_server", str(model), "--port", "0", "--device", "cpu", *flags]
+    command = ["nice", "-n", str(nice), *server]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -65,13 +65,13 @@ class GetWeather(BaseModel):
 
 @pytest.fixture(scope="module")
 def sdk():
-    with openai.OpenAI(max_retries=0, timeout=60, _strict_response_validation=True) as client:
+    with openai.OpenAI(max_retries=0, timeout=300, _strict_response_validation=True) as client:
         yield client
 
 
 @pytest.fixture
 async def sdk_async():
-    async with openai.AsyncOpenAI(max_retries=0, timeout=60, _strict_response_validation=True) as client:
+    async with openai.AsyncOpenAI(max_retries=0, timeout=300, _strict_response_validation=True) as client:
         yield client
 
 
