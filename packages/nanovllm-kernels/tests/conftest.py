@@ -19,12 +19,20 @@ from nanovllm_kernels.platform import has_triton
 KERNELS = Path(__file__).parent / "kernels"
 # About half of the time that all take.
 HALF = (KERNELS / "test_attention.py", KERNELS / "test_sampling.py")
+INTERPRETER = Path(__file__).with_name("test_interpreter.py")
 INTERPRETED = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
+
+
+# After pytest has sorted tests by what they share.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is waited for comes last."""
+    items.sort(key=lambda item: item.path == INTERPRETER)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin what `test_interpreter` waits for, if it is among what will run."""
-    wanted = any(item.path == Path(__file__).with_name("test_interpreter.py") for item in session.items)
+    wanted = any(item.path == INTERPRETER for item in session.items)
     if not wanted or not has_triton() or session.config.option.collectonly:
         return
     runs = {"half": HALF, "rest": (KERNELS, *(f"--ignore={file}" for file in HALF))}
@@ -33,7 +41,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             # Behind whatever else wants the core.
             ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
             cwd=session.config.rootpath,
-            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -330,6 +338,15 @@ def quantized() -> Callable[[PagedBatch], PagedBatch]:
 @pytest.fixture
 def naive_attention() -> Callable[[PagedBatch], Tensor]:
     return attend_naively
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a kernel for the CPU shares out: all to one thread, and to more than divide most shapes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

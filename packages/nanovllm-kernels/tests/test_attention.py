@@ -79,6 +79,7 @@ def test_a_single_decode(paged_batch, quantized, naive_attention, seq_len, in_fp
 
 
 @pytest.mark.skipif(not has_numba(), reason="there is no kernel for few queries")
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("requests", [[(1, 1)], [(1, 200)], [(1, 130), (1, 4), (3, 20), (2, 2)], [(8, 70)]])
 @pytest.mark.parametrize(("heads", "page_size"), [((9, 3, 64), 16), ((8, 1, 80), 32)])
 def test_few_queries_are_attended_in_float32(paged_batch, naive_attention, requests, heads, page_size):

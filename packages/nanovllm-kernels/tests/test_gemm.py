@@ -127,6 +127,7 @@ def test_few_rows_have_a_kernel_and_keep_the_weight_for_it():
 
 
 @pytest.mark.skipif(not has_numba(), reason="there are no kernels for few rows")
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("num_rows", range(1, FEW_ROWS + 1))
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 1), (2, 7), (5, 576), (96, 33), (130, 100)])
 @pytest.mark.parametrize("with_bias", [True, False])

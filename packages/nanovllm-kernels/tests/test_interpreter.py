@@ -1,7 +1,8 @@
 """The Triton kernels' own source, run by Triton's interpreter on the CPU.
 
 In processes of their own: the interpreter is chosen by an environment variable when triton is first imported. They
-begin with the session's first test (`conftest`), as they take a minute and most other tests leave a core idle.
+begin with the session's first test and are waited for behind its last (`conftest`): they take minutes, and most other
+tests leave a core idle.
 """
 
 import pytest

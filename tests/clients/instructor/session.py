@@ -38,13 +38,13 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def sdk():
-    with openai.OpenAI(max_retries=0, timeout=60) as client:
+    with openai.OpenAI(max_retries=0, timeout=300) as client:
         yield client
 
 
 @pytest.fixture
 async def sdk_async():
-    async with openai.AsyncOpenAI(max_retries=0, timeout=60) as client:
+    async with openai.AsyncOpenAI(max_retries=0, timeout=300) as client:
         yield client
 
 

@@ -49,7 +49,7 @@ async def one_loop():
 
 
 def model(**fields):
-    return ChatOpenAI(**{"model": MODEL, "temperature": 0, "max_tokens": 12, "max_retries": 0, "timeout": 60} | fields)
+    return ChatOpenAI(**{"model": MODEL, "temperature": 0, "max_tokens": 12, "max_retries": 0, "timeout": 300} | fields)
 
 
 def test_chat():

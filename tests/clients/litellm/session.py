@@ -19,7 +19,7 @@ MESSAGES = [
     {"role": "system", "content": "You are a guide. Answer briefly."},
     {"role": "user", "content": "What is the capital of France?"},
 ]
-ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "num_retries": 0, "timeout": 60}
+ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "num_retries": 0, "timeout": 300}
 
 # Shown how to write on one line, the model takes fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'

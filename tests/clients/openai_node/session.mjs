@@ -22,7 +22,7 @@ const describe = {
   messages: [{ role: "user", content: `Describe Paris like this: ${example}` }],
   max_completion_tokens: 200,
 };
-const sdk = new OpenAI({ maxRetries: 0, timeout: 60_000 });
+const sdk = new OpenAI({ maxRetries: 0, timeout: 300_000 });
 const chat = sdk.chat.completions;
 
 const City = z.object({

@@ -65,13 +65,13 @@ class GetWeather(BaseModel):
 
 @pytest.fixture(scope="module")
 def sdk():
-    with openai.OpenAI(max_retries=0, timeout=60, _strict_response_validation=True) as client:
+    with openai.OpenAI(max_retries=0, timeout=300, _strict_response_validation=True) as client:
         yield client
 
 
 @pytest.fixture
 async def sdk_async():
-    async with openai.AsyncOpenAI(max_retries=0, timeout=60, _strict_response_validation=True) as client:
+    async with openai.AsyncOpenAI(max_retries=0, timeout=300, _strict_response_validation=True) as client:
         yield client
 
 
@@ -84,11 +84,12 @@ def test_models(sdk):
 
 
 def test_chat(sdk):
+    asked = int(time.time())
     answer = create(sdk, user="somebody", metadata={"topic": "cities"}, store=False)
     (choice,) = answer.choices
     assert answer.object == "chat.completion"
     assert answer.model == MODEL
-    assert abs(answer.created - time.time()) < 60
+    assert asked <= answer.created <= time.time()
     assert choice.message.role == "assistant"
     assert choice.message.content
     assert choice.message.refusal is None
