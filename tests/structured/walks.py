@@ -11,7 +11,8 @@ import numpy as np
 import xgrammar
 from transformers import AutoTokenizer
 
-from nanovllm_core.grammar.compiler import MAX_WHITESPACE
+from nanovllm_core import GrammarSpec
+from nanovllm_core.grammar.compiler import compile_json
 from nanovllm_models.default_model import default_model_path
 from nanovllm_server.schemas import regex
 from nanovllm_server.schemas.formats import FORMATS
@@ -52,10 +53,9 @@ class Walker:
 
     def compile(self, schema, *, tag: bool = False) -> xgrammar.CompiledGrammar:
         """The grammar of a schema from check_schema as the engine makes it, alone or inside of a structural tag."""
-        if tag:
-            inner = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
-            return self.compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": inner}))
-        return self.compiler.compile_json_schema(json.dumps(schema), max_whitespace_cnt=MAX_WHITESPACE)
+        part = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+        spec = GrammarSpec("structural_tag" if tag else "json_schema", json.dumps(part if tag else schema))
+        return compile_json(self.compiler, spec)
 
     def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random, hints: list[str] | None = None) -> Walk:
         """One walk. Every token is one that the mask allows; after a while those that close are preferred.

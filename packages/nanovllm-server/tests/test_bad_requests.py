@@ -367,6 +367,21 @@ async def test_unknown_model(post):
     assert "scripted" in error["message"]
 
 
+async def test_the_key_comes_first_then_the_json_then_the_fields_then_the_model(client, service, engine):
+    service.api_keys = ("secret",)
+    key, json_type = {"Authorization": "Bearer secret"}, {"Content-Type": "application/json"}
+    wrong = {"model": "gpt-9", "messages": [USER], "guided_json": {}}
+    path = "/v1/chat/completions"
+    await assert_refused(await client.post(path, data="{", headers=json_type), 401)
+    await assert_refused(await client.post(path, data='{"model": "gpt-9",', headers={**json_type, **key}), 400)
+    await assert_refused(await client.post(path, json=wrong, headers=key), 400, "guided_json")
+    # What depends on the model, here how long its context is, comes last.
+    long = {"model": "gpt-9", "messages": [USER], "max_tokens": 1_000_000}
+    await assert_refused(await client.post(path, json=long, headers=key), 404, "model")
+    await assert_refused(await client.post(path, json={**long, "model": "scripted"}, headers=key), 400, "max_tokens")
+    assert engine.requests == []
+
+
 async def test_unknown_path(client):
     await assert_refused(await client.post("/v1/completions", json={}), 404)
     await assert_refused(await client.get("/nothing"), 404)

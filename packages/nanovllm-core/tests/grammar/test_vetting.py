@@ -8,7 +8,6 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 import toy_model
 from grammars import JSON, REGEX, SLOW
@@ -19,8 +18,7 @@ from nanovllm_core.grammar.vetting import Vetter
 
 
 def make_vetter() -> Vetter:
-    vocabulary = toy_model.toy_vocabulary()
-    return Vetter(list(vocabulary.tokens), vocabulary.end_ids, toy_model.VOCAB)
+    return Vetter(toy_model.toy_vocabulary, toy_model.VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,7 @@ def test_what_takes_too_long_is_refused_in_time_and_holds_up_nobody(strict):
 
 def test_a_process_that_was_killed_is_replaced_and_memory_is_limited(strict):
     before = strict.pid
-    strict._setup = msgspec.structs.replace(strict._setup, max_bytes=24 << 20)
+    strict._max_bytes = 24 << 20
     os.kill(before, signal.SIGKILL)
     strict.vet(REGEX)
     assert strict.pid != before

@@ -92,8 +92,7 @@ class SharedVetter(Vetter):
     """A vetter of the toy vocabulary that outlives the engines which use it: its process takes seconds to start."""
 
     def __init__(self) -> None:
-        vocabulary = toy_model.toy_vocabulary()
-        super().__init__(list(vocabulary.tokens), vocabulary.end_ids, toy_model.VOCAB)
+        super().__init__(toy_model.toy_vocabulary, toy_model.VOCAB)
 
     def start(self) -> None:
         pass

@@ -10,6 +10,8 @@ import orjson
 import pytest
 import xgrammar
 
+from nanovllm_core import GrammarSpec
+from nanovllm_core.grammar.compiler import compile_json
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.schema import check_schema
 
@@ -19,7 +21,7 @@ COMPILER = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(VOCABULARY, stop_toke
 
 
 def grammar(schema):
-    return COMPILER.compile_json_schema(json.dumps(check_schema(schema, "schema")), max_whitespace_cnt=2)
+    return compile_json(COMPILER, GrammarSpec("json_schema", json.dumps(check_schema(schema, "schema"))))
 
 
 def permits(compiled, text: str | bytes) -> bool:

@@ -8,6 +8,8 @@ import random
 import jsonschema
 import xgrammar
 
+from nanovllm_core import GrammarSpec
+from nanovllm_core.grammar.compiler import compile_json
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.schema import check_schema
 
@@ -106,7 +108,7 @@ def test_what_is_permitted_is_valid():
         except ApiError:
             continue
         accepted += 1
-        grammar = compiler.compile_json_schema(json.dumps(written), max_whitespace_cnt=9)
+        grammar = compile_json(compiler, GrammarSpec("json_schema", json.dumps(written)))
         validator = jsonschema.Draft202012Validator(schema)
         for _ in range(30):
             value = a_value(rng)

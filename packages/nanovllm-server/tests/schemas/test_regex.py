@@ -9,9 +9,11 @@ import jsonschema
 import pytest
 import xgrammar
 
+from nanovllm_core.grammar import lengths
 from nanovllm_server.schemas import regex, search
 from nanovllm_server.schemas.characters import PLAIN
 from nanovllm_server.schemas.formats import FORMATS
+from nanovllm_server.schemas.spelling import MAX_COUNTED, write, write_value
 from nanovllm_server.schemas.strings import all_but, format_pattern, limit
 
 ALPHABET = "abc 1.^-${}/"
@@ -61,7 +63,7 @@ def whole(pattern: str) -> regex.Node:
 
 
 def grammar(tree: regex.Node) -> xgrammar.Grammar:
-    return xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": regex.write(tree)}))
+    return xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": write(tree)}))
 
 
 def permits(compiled: xgrammar.Grammar, text: str) -> bool:
@@ -175,10 +177,10 @@ def test_lengths_of_strings(low, high):
     """In every size of UTF-8, and in nothing that is none."""
     tree = limit(regex.narrow(regex.ANYTHING, PLAIN), low, high)
     compiled = grammar(tree)
-    if max(low, high or 0) <= regex.MAX_COUNTED:
-        written = regex.write(tree)
+    if max(low, high or 0) <= MAX_COUNTED:
+        written = write(tree)
         again = regex.narrow(regex.parse(written.removeprefix("^").removesuffix("$")), PLAIN)
-        assert regex.write(again) == written
+        assert write(again) == written
     most = low + 10 if high is None else high
     for character in "a ~\x7f\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff":
         for length in {0, 1, low - 1, low, most - 1, most, most + 1} - {-1}:
@@ -196,6 +198,23 @@ def test_lengths_of_strings(low, high):
     ):
         assert not takes(compiled, b'"' + b"a" * low + wrong + b'"')
     assert takes(compiled, b'"' + b"a" * low + b'"')
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 40), (32, 500), (1, 100_000)])
+def test_lengths_of_values_are_left_to_the_engine(low, high):
+    tree = limit(regex.narrow(regex.ANYTHING, PLAIN), low, high)
+    written = write_value(tree)
+    bounded = lengths.read(written)
+    assert (bounded.low, bounded.high) == (low, high)
+    again = regex.narrow(regex.parse(written.removeprefix("^").removesuffix("$")), PLAIN)
+    assert write_value(again) == written
+
+
+@pytest.mark.parametrize(("pattern", "low", "high"), [("^[a-z]*$", 33, 500), ("^a[a-z]*$", 0, 500), ("^a*$", 3, None)])
+def test_other_values_are_not(pattern, low, high):
+    tree = limit(whole(pattern), low, high)
+    assert lengths.read(write_value(tree)) is None
+    assert write_value(tree) == write(tree)
 
 
 @pytest.mark.parametrize("name", FORMATS)

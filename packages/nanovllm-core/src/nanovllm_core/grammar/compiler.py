@@ -6,7 +6,7 @@ xgrammar is imported on first use, as it brings transformers. This room must not
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.grammar.endings import Alphabet, Endings
+from nanovllm_core.grammar.lengths import Lengths
 from nanovllm_core.request import GrammarError, GrammarMatcher, GrammarSpec
 
 if TYPE_CHECKING:
@@ -152,16 +153,12 @@ class Compiler:
         inner = self._inner
         try:
             match spec.kind:
-                case "json_schema":
-                    # Said in fewer words than by what comes next, which quotes all of it.
-                    json.loads(spec.source)
-                    compiled = inner.compile_json_schema(spec.source, max_whitespace_cnt=MAX_WHITESPACE)
+                case "json_schema" | "structural_tag":
+                    compiled = compile_json(inner, spec)
                 case "regex":
                     compiled = inner.compile_regex(spec.source)
                 case "ebnf":
                     compiled = inner.compile_grammar(spec.source)
-                case "structural_tag":
-                    compiled = inner.compile_structural_tag(bound_whitespace(spec.source))
             alphabet = self._alphabet if spec.kind in ("json_schema", "structural_tag") else None
             grammar = Grammar(compiled, self._possible, self._end_ids, alphabet)
             first = np.zeros((1, len(self._possible)), np.int32)
@@ -187,32 +184,57 @@ def _reason(error: Exception) -> str:
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."
 
 
-def bound_whitespace(source: str) -> str:
-    """A structural tag as JSON, whose JSON parts allow MAX_WHITESPACE, but where they say themselves how much.
+def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xgrammar.CompiledGrammar":
+    """Compile a JSON schema or a structural tag. Raises ValueError, RuntimeError, TypeError and RecursionError."""
+    import xgrammar
 
-    Raises ValueError when it is no JSON object.
+    text, lengths = prepare(spec)
+    if spec.kind == "structural_tag":
+        if not lengths:
+            return compiler.compile_structural_tag(text)
+        grammar = xgrammar.Grammar.from_structural_tag(text)
+    else:
+        if not lengths:
+            return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+        grammar = xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+    return compiler.compile_grammar(lengths.put_in(str(grammar)))
+
+
+def prepare(spec: GrammarSpec) -> tuple[str, Lengths]:
+    """A JSON schema or a structural tag as xgrammar is to have it, and the bounded strings that are only marked there.
+
+    Raises ValueError when it is no JSON, or no object where it must be one.
     """
-    tag: Any = json.loads(source)
-    if not isinstance(tag, dict):
+    # What is no JSON is said in fewer words here than by xgrammar, which quotes all of it.
+    source: Any = json.loads(spec.source)
+    lengths = Lengths(spec.source)
+    if spec.kind == "json_schema":
+        marked = lengths.take_out(source)
+        return (json.dumps(marked) if lengths else spec.source), lengths
+    if not isinstance(source, dict):
         raise ValueError("a structural tag must be a JSON object")
-    _bound(cast("dict[str, Any]", tag).get("format"))
-    return json.dumps(tag)
+    for part in _json_parts(cast("dict[str, Any]", source).get("format")):
+        part["json_schema"] = lengths.take_out(part.get("json_schema"))
+        if part.get("max_whitespace_cnt") is None:
+            part["max_whitespace_cnt"] = MAX_WHITESPACE
+    return json.dumps(source), lengths
 
 
-def _bound(part: Any) -> None:
+def _json_parts(part: Any) -> Iterator[dict[str, Any]]:
+    """The formats within a structural tag's that are JSON of a schema."""
     # What is no format is left for xgrammar to complain of.
     if isinstance(part, list):
         for each in cast("list[Any]", part):
-            _bound(each)
+            yield from _json_parts(each)
     if not isinstance(part, dict):
         return
     part = cast("dict[str, Any]", part)
-    if part.get("type") == "json_schema" and part.get("max_whitespace_cnt") is None:
-        part["max_whitespace_cnt"] = MAX_WHITESPACE
+    if part.get("type") == "json_schema":
+        yield part
     for name in _INNER:
-        _bound(part.get(name))
+        yield from _json_parts(part.get(name))
     rules: Any = part.get("rules")
     if isinstance(rules, list):
         for rule in cast("list[Any]", rules):
             if isinstance(rule, list):
-                _bound(cast("list[Any]", rule)[-1:])
+                yield from _json_parts(cast("list[Any]", rule)[-1:])

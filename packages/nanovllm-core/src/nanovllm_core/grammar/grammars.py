@@ -120,7 +120,7 @@ class _Tools:
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Vet and compile. Raises GrammarError."""
         with self._lock:
-            # At the first grammar both get ready at the same time.
+            # At the first grammar both get ready at the same time. The vetter takes longer: it has torch to import.
             vetter, compiler = self._vetter, self._compiler
             compiler.warm()
         vetter.vet(spec)
@@ -147,7 +147,7 @@ class _Tools:
 
     @cached_property
     def _vetter(self) -> Vetter:
-        vetter = Vetter(list(self._vocabulary.tokens), self._vocabulary.end_ids, self._vocab_size)
+        vetter = Vetter(lambda: self._vocabulary, self._vocab_size)
         vetter.start()
         return vetter
 

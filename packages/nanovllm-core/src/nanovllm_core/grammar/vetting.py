@@ -16,10 +16,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from nanovllm_core.request import GrammarError, GrammarSpec
+
+if TYPE_CHECKING:
+    from nanovllm_core.model import Vocabulary
 
 # Of one grammar. It may take this long by the clock, and add this much to its process's memory.
 MAX_SECONDS = 10.0
@@ -73,11 +78,14 @@ class Vetter:
     Any thread may call it. It ends with this process, and when closed.
     """
 
-    def __init__(self, tokens: list[bytes], end_ids: tuple[int, ...], vocab_size: int):
-        self._setup = Setup(tokens, end_ids, vocab_size, MAX_SECONDS, MAX_BYTES)
+    def __init__(self, vocabulary: "Callable[[], Vocabulary]", vocab_size: int):
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
+        self._max_seconds, self._max_bytes = MAX_SECONDS, MAX_BYTES
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._there: socket.socket | None = None
+        self._is_set_up = False
         self._closed = False
 
     @property
@@ -86,7 +94,7 @@ class Vetter:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Have the process get ready, which takes seconds."""
+        """Have the process get ready, which takes seconds, and needs no vocabulary yet."""
         with self._lock:
             self._start()
 
@@ -99,12 +107,12 @@ class Vetter:
             raise GrammarError(said[:-1].decode(errors="replace"))
         if verdict == TOO_LONG:
             raise GrammarError(
-                f"this grammar takes more than {self._setup.max_seconds:g} s to compile: make it smaller, or its "
+                f"this grammar takes more than {self._max_seconds:g} s to compile: make it smaller, or its "
                 "repetitions shorter"
             )
         if verdict == DIED:
             raise GrammarError(
-                f"this grammar takes more than {self._setup.max_bytes >> 20} MiB to compile, or is nested too deeply: "
+                f"this grammar takes more than {self._max_bytes >> 20} MiB to compile, or is nested too deeply: "
                 "make it smaller, or its repetitions shorter"
             )
         if verdict != PASSED:
@@ -133,11 +141,19 @@ class Vetter:
             if self._closed:
                 raise GrammarError("the engine was stopped")
             try:
-                send_message(self._there or self._start(), spec, [theirs])
+                self._send_to(self._there or self._start(), spec, theirs)
             except OSError:
                 # It has died: nothing else closes the other end.
                 self._stop()
-                send_message(self._start(), spec, [theirs])
+                self._send_to(self._start(), spec, theirs)
+
+    def _send_to(self, there: socket.socket, spec: GrammarSpec, theirs: int) -> None:
+        if not self._is_set_up:
+            tokens, end_ids = self._vocabulary()
+            setup = Setup(list(tokens), end_ids, self._vocab_size, self._max_seconds, self._max_bytes)
+            send_message(there, setup, [])
+            self._is_set_up = True
+        send_message(there, spec, [theirs])
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -150,7 +166,7 @@ class Vetter:
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
         self._there = ours
-        send_message(ours, self._setup, [])
+        self._is_set_up = False
         return ours
 
     def _stop(self) -> None:

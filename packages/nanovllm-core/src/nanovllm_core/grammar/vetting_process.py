@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -44,6 +45,9 @@ def main() -> None:
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
     with socket.socket(fileno=int(sys.argv[1])) as engine:
+        # While the engine reads its vocabulary.
+        import_module("xgrammar")
+
         if (first := receive_message(engine)) is None:
             return
         setup = msgspec.msgpack.decode(first[0], type=Setup)

@@ -21,7 +21,8 @@ from nanovllm_server.parsing.typed import resolved, types_of
 from nanovllm_server.protocol.error import ApiError, unsupported
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.schemas.characters import PLAIN, common, invert
-from nanovllm_server.schemas.regex import NOTHING, narrow, parse, write
+from nanovllm_server.schemas.regex import NOTHING, Node, narrow, parse
+from nanovllm_server.schemas.spelling import write, write_value
 
 # Of a function whose parameters have no names.
 MAX_UNNAMED = 16
@@ -102,7 +103,7 @@ def _texts(form: XmlCalls, schema: JSON, root: dict[str, JSON], path: str) -> li
         case {"enum": list(values)}:
             return [literal(text) for text in values if isinstance(text, str) and form.parameter_end not in text]
         case {"type": "string", "pattern": str(pattern)}:
-            return [regex(_without(form, pattern, path).removeprefix("^").removesuffix("$"))]
+            return [regex(write(_without(form, pattern, path)).removeprefix("^").removesuffix("$"))]
         case {"type": "string"}:
             return [any_text((form.parameter_end,))]
         case _:
@@ -117,7 +118,7 @@ def _without_end(form: XmlCalls, schema: JSON, path: str) -> JSON:
         return schema
     match schema:
         case {"type": "string", "pattern": str(pattern)}:
-            return {**schema, "pattern": _without(form, pattern, path)}
+            return {**schema, "pattern": write_value(_without(form, pattern, path))}
         case {"enum": list()}:
             return schema
         case {"type": "object", "patternProperties": _}:
@@ -126,13 +127,13 @@ def _without_end(form: XmlCalls, schema: JSON, path: str) -> JSON:
             return {name: _without_end(form, value, path) for name, value in schema.items()}
 
 
-def _without(form: XmlCalls, pattern: str, path: str) -> str:
+def _without(form: XmlCalls, pattern: str, path: str) -> Node:
     """A pattern, as `check_schema` writes it, where it matches nothing with the character that ends a value."""
     first = ord(form.parameter_end[0])
     tree = narrow(parse(pattern.removeprefix("^").removesuffix("$")), common(PLAIN, invert(((first, first),))))
     if tree == NOTHING:
         raise _impossible(f"{path}/pattern")
-    return write(tree)
+    return tree
 
 
 def _impossible(path: str) -> ApiError:

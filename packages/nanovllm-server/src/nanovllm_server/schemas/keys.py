@@ -4,6 +4,7 @@ from nanovllm_server.schemas import regex, search
 from nanovllm_server.schemas.document import SchemaError
 from nanovllm_server.schemas.library import Library
 from nanovllm_server.schemas.shapes import NEVER, Conj, Constant, Object, Text, where
+from nanovllm_server.schemas.spelling import write
 from nanovllm_server.schemas.strings import all_but, as_tree
 
 
@@ -19,7 +20,7 @@ def others(
     if not shape.names:
         if not declared:
             return [], [(None, rest)]
-        return [], [(regex.write(all_but(declared)), rest)]
+        return [], [(write(all_but(declared)), rest)]
     named: list[tuple[str, Conj, bool]] = []
     patterns: list[tuple[str | None, Conj]] = []
     for names in library.shapes(shape.names):
@@ -29,7 +30,7 @@ def others(
             case Text():
                 tree = _names(names, declared, shape, place)
                 if tree != regex.NOTHING:
-                    patterns.append((regex.write(tree), rest))
+                    patterns.append((write(tree), rest))
             case _:
                 pass
     return named, patterns
@@ -65,5 +66,5 @@ def _by_pattern(shape: Object, declared: list[str], place: str) -> list[tuple[st
                 problem = f"matches the name of a declared property: {pattern!r} and {name!r}"
                 raise SchemaError(where_from, "patternProperties", problem)
         if tree != regex.NOTHING:
-            found.append((regex.write(tree), conj))
+            found.append((write(tree), conj))
     return found

@@ -7,8 +7,9 @@ from nanovllm_server.schemas import regex, search
 from nanovllm_server.schemas.characters import PLAIN, invert, normal
 from nanovllm_server.schemas.document import SchemaError
 from nanovllm_server.schemas.formats import FORMATS
-from nanovllm_server.schemas.regex import Alt, Chars, Node, Repeat, Seq, narrow, parse, whole, write
+from nanovllm_server.schemas.regex import Alt, Chars, Node, Repeat, Seq, narrow, parse, whole
 from nanovllm_server.schemas.shapes import Text, where
+from nanovllm_server.schemas.spelling import write, write_value
 
 MAX_LENGTH = 1_000_000
 # Of the characters of a string that is left out, and of the beginnings of all of them.
@@ -25,7 +26,7 @@ def format_pattern(name: str) -> str | None:
 def as_text(shape: Text, place: str) -> str | None:
     """The strings of a shape as a pattern for xgrammar; None if there are none. Raises SchemaError."""
     tree = as_tree(shape, place)
-    return None if tree == regex.NOTHING else write(tree)
+    return None if tree == regex.NOTHING else write_value(tree)
 
 
 def as_tree(shape: Text, place: str) -> Node:
