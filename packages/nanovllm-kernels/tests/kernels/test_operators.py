@@ -98,4 +98,5 @@ def test_compile_traces_through(device):
     arguments = [torch.randn(shape, device=device) for shape in [(4, 64), (4, 64), (64,), (64, 128)]]
     compiled = torch.compile(layer, fullgraph=True)
     for actual, expected in zip(compiled(*arguments), layer(*arguments), strict=True):
-        torch.testing.assert_close(actual, expected)
+        # The compiler may multiply by another kernel.
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
