@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 KEY = "a key"
-SESSION_S = 550
+# Of one session, beside all other tests.
+SESSION_S = 1500
 # Behind what else is tested, before the interpreter's runs.
 NICE = 10
 # Folder: the package it is about.

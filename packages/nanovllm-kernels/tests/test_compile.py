@@ -347,13 +347,15 @@ def test_split(num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [1, 32, 64, 128, 256])
-@pytest.mark.parametrize(("num_columns", "gated"), [(1024, False), (2048, True), (14336, True)])
+@pytest.mark.parametrize(("num_columns", "gated"), [(1024, False), (28672, False), (2048, True), (14336, True)])
 def test_block_fp8(num_rows, num_columns, gated):
     from nanovllm_kernels.gemm import tiles, triton_block_fp8
 
     groups = 32
     config = tiles.block_fp8_config(num_rows, num_columns, groups, gated=gated, may_split=True)
-    fused = tiles.norms_with_fp8(num_rows, num_columns) if gated else num_rows <= tiles.FUSED_FP8_ROWS
+    fused = num_rows <= tiles.FUSED_FP8_ROWS
+    if gated:
+        fused = tiles.norms_with_fp8(num_rows, num_columns, gated=True)
     constants = {
         "K": groups * 128,
         "GROUPS": groups,
@@ -471,8 +473,7 @@ def test_route(groups):
     compile_kernel(triton_route._route, types, sizes | kinds | {"LEAST_SUM": 1e-20}, num_warps=1)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize(("rows", "num_groups"), [(16, 8), (32, 128)])
+@pytest.mark.parametrize(("rows", "num_groups", "quantized"), [(16, 8, False), (32, 128, False), (16, 8, True)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_experts_for_few_tokens(gated, rows, num_groups, quantized):
     from nanovllm_kernels.moe import tiles, triton_few

@@ -8,6 +8,7 @@ import torch
 from nanovllm_core import Budget, SamplingParams
 from nanovllm_core.execution import constraints as room
 from nanovllm_core.execution.constraints import Constraints
+from nanovllm_core.execution.inputs import MaskBuffer
 from nanovllm_core.execution.sampler import Sampled, StepHandle
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 
@@ -90,6 +91,15 @@ def handle(tokens: list[int]) -> tuple[StepHandle, Event]:
 def allowed(masks: torch.Tensor) -> list[list[int]]:
     bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
     return [np.flatnonzero(row[:VOCAB]).tolist() for row in bits]
+
+
+def test_masks_of_an_earlier_step_are_nobody_s():
+    """A captured choice of tokens looks at as many as it has rows, however few were sent."""
+    buffer = MaskBuffer(4, 2, torch.device("cpu"))
+    for which in ([2, 0, 3], [1]):
+        assert (buffer.draft(len(which)) == -1).all()
+        buffer.send(which)
+    assert buffer.which.tolist() == [1, -1, -1, -1]
 
 
 def test_a_step_waits_only_when_a_mask_depends_on_the_step_before():

@@ -126,6 +126,16 @@ def test_no_rule_loses_its_lookahead(compiler):
     assert all("(=(" in rule for rule in counting), [rule[:80] for rule in counting if "(=(" not in rule]
 
 
+@pytest.mark.parametrize("style", ["json", "qwen_xml"])
+def test_strings_within_a_structural_tag(compiler, style):
+    schema = {"type": "object", "properties": {"a": pattern(0, 3, "[a-z]")}, "required": ["a"]}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema, "style": style}}
+    grammar = compiler.compile(GrammarSpec("structural_tag", json.dumps(tag)))
+    written = '{{"a":"{}"}}' if style == "json" else "<parameter=a>{}</parameter>"
+    for text in ("", "a", "aaa", "aaaa", "marked0a"):
+        assert accepts(grammar, written.format(text)) == (len(text) <= 3)
+
+
 def test_only_patterns_that_bound_a_length_are_taken():
     assert read("^(?:[a-z]){0,3}$") == Bounded(r"[\U00000061-\U0000007a]", 0, 3)
     assert read(r"^(?:[a\-\u{2d}]|\.){1,500}$") == Bounded(

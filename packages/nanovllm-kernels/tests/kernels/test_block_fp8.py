@@ -70,7 +70,7 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
     norm_weight, bias_vector = draw(width), draw(rows)
     added = draw(num_rows, num_columns, dtype=stream or dtype)
     numbers = x.double()
-    fused = tiles.norms_with_fp8(num_rows, num_columns)
+    fused = tiles.norms_with_fp8(num_rows, num_columns, gated=gated)
     if norm and fused:
         factor = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + 1e-5)
         numbers = quantize(x.float() * norm_weight.float()) * factor

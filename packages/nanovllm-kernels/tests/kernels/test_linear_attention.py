@@ -12,6 +12,17 @@ CLOSE = {torch.float32: {"atol": 3e-5, "rtol": 3e-5}, torch.float16: {"atol": 1e
 }
 
 
+def check_close(found, expected, close):
+    """Number by number, or by norms where `close` is how large that of the difference may be."""
+    if isinstance(close, dict):
+        # Of what no request has, NaN is left NaN.
+        torch.testing.assert_close(found, expected, equal_nan=True, **close)
+        return
+    assert torch.equal(found.isnan(), expected.isnan())
+    difference, expected = (found - expected).nan_to_num(0), expected.nan_to_num(0)
+    assert difference.norm() <= close * expected.norm()
+
+
 def check(case, *, known, close):
     exact = replace(case, qkvz=case.qkvz.float(), ba=case.ba.float(), recurrent=case.recurrent.float())
     expected_states, expected_inputs = exact.recurrent.clone(), case.conv.float().clone()
@@ -21,9 +32,8 @@ def check(case, *, known, close):
     recurrent, conv = case.recurrent.clone(), case.conv.clone()
     found = gated_delta_net(case.qkvz, case.ba, case.weights, recurrent, conv, case.plan("triton", known=known))
     assert found.dtype == case.qkvz.dtype
-    torch.testing.assert_close(found.float(), expected, **close)
-    # Of what no request has, NaN is left NaN.
-    torch.testing.assert_close(recurrent.float(), expected_states, equal_nan=True, **close)
+    check_close(found.float(), expected, close)
+    check_close(recurrent.float(), expected_states, close)
     width = conv.shape[1]
     for (count, length), slot, saves in zip(case.lengths, case.slots, case.saves, strict=True):
         for at, where in (*saves, (length, slot)) if count else ():
@@ -89,9 +99,8 @@ def test_bfloat16(state_dtype, state_case, device):
 def test_as_large_as_served(dtype, state_case, device):
     lengths = [*[(1, 100 + 9 * request) for request in range(40)], (3000, 5000), (700, 700), (64, 1000)]
     case = state_case(lengths, heads=(16, 32), dims=(128, 128), dtype=dtype, device=device)
-    # Of so many numbers a few are farther off: results reach 16, and are sums over states of thousands of tokens.
-    close = {"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 0.25, "rtol": 6e-2}
-    check(case, known=False, close=close)
+    # Of so many numbers in bf16 a few are farther off than any bound that would find anything.
+    check(case, known=False, close={"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.gpu

@@ -2,10 +2,9 @@
 
 A row's next mask depends on the token before it. So a step that such a row samples in is launched up to its logits,
 then waits for the tokens of the step before, and only then chooses: grammars are followed and masks filled while the
-device computes.
-Steps without such rows pass by. Everything here happens on the thread that launches steps. Grammars are followed in one
-call for all rows: each call gives up the interpreter's lock, and may wait milliseconds to have it back. This room must
-not know how grammars are compiled.
+device computes. Steps without such rows pass by. Everything here happens on the thread that launches steps. Grammars
+are followed in one call for all rows: each call gives up the interpreter's lock, and may wait milliseconds to have it
+back. This room must not know how grammars are compiled.
 """
 
 import time

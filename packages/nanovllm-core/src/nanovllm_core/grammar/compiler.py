@@ -214,7 +214,9 @@ def prepare(spec: GrammarSpec) -> tuple[str, Lengths]:
     if not isinstance(source, dict):
         raise ValueError("a structural tag must be a JSON object")
     for part in _json_parts(cast("dict[str, Any]", source).get("format")):
-        part["json_schema"] = lengths.take_out(part.get("json_schema"))
+        # In other styles patterns are written out letter by letter, and a mark would stay.
+        if part.get("style", "json") == "json":
+            part["json_schema"] = lengths.take_out(part.get("json_schema"))
         if part.get("max_whitespace_cnt") is None:
             part["max_whitespace_cnt"] = MAX_WHITESPACE
     return json.dumps(source), lengths

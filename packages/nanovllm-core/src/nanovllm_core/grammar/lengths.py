@@ -1,15 +1,15 @@
 """Strings of bounded length in JSON, as rules whose masks are made beforehand and that all such strings share.
 
 Left to itself xgrammar (0.2.8) makes an automaton of a bound of up to 128, a state for each character, with 7 ms for
-each to compile: 13 s for a dozen of fields. Above 128 it counts, and tries thousands of tokens by themselves at every
+each to compile: 13 s for fourteen fields. Above 128 it counts, and tries thousands of tokens by themselves at every
 mask, which takes 17 ms. So the schema is written as rules here, by xgrammar, where each bounded string has a mark in it
 that is then replaced.
 
 `x{0,n}` becomes blocks of BLOCK characters, as many as may be, and behind any of them a tail. A tail is a chain of
-rules, `t2 ::= "" | x t1`, whose end every bound shares. Blocks stand in sequences of 1, 2, 4, ... of them, each of
-which may be left out. As whatever may come at all may come in a tail that began with the block, the blocks need to
-allow no token that leads out of them. A lookahead that nothing meets tells xgrammar so: it is used for masks alone, and
-else such tokens would be tried.
+rules, `t2 ::= "" | x t1`, whose end every bound shares. Blocks stand in sequences of half of them, half of the rest,
+and so on, each of which may be left out. As whatever may come at all may come in a tail that began with the block, the
+blocks need to allow no token that leads out of them. A lookahead that nothing meets tells xgrammar so: it is used for
+masks alone, and else such tokens would be tried.
 
 This room must not know tokens, nor where a schema comes from.
 """
@@ -27,11 +27,11 @@ MAX_LEAST = 32
 
 _POINT = r"(?:\\u\{[0-9a-f]{1,6}\}|\\[!-/:-@\[-`{-~]|[ !#%&',:;<=>@_`~\"a-zA-Z0-9])"
 _CLASS = rf"(?:\[(?:{_POINT}(?:-{_POINT})?)+\]|{_POINT})"
-_BOUNDED = re.compile(rf"\^\(\?:({_CLASS}(?:\|{_CLASS})*)\)\{{(\d{{1,7}}),(\d{{1,7}})\}}\$")
+_BOUNDED = re.compile(rf"\^\(\?:({_CLASS}(?:\|{_CLASS})*)\)\{{([0-9]{{1,7}}),([0-9]{{1,7}})\}}\$")
 _RANGE = re.compile(rf"({_POINT})(?:-({_POINT}))?")
 # What a JSON string can't hold as it is, beside what lies outside of these.
-_LEAST, _MOST, _QUOTE, _BACKSLASH = 0x20, 0x10FFFF, 0x22, 0x5C
-_SURROGATES = range(0xD800, 0xE000)
+_LEAST, _MOST = 0x20, 0x10FFFF
+_APART = ((0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
 # Keywords with a schema, with several, and with several by their names.
 _ONE = ("items", "additionalProperties")
 _LIST = ("prefixItems", "anyOf")
@@ -92,7 +92,8 @@ class Lengths:
         bodies = [shared[bounded.characters].body(bounded) for bounded in self._found]
         line = re.compile(rf'^(\S+ ::=) Regex\("\^{self._mark}(\d+)\[ab\]\$", json_string=true\)$', re.MULTILINE)
         written = line.sub(lambda found: f"{found[1]} {bodies[int(found[2])]}", rules)
-        if self._mark in written:
+        spelled = " ".join(f'"{letter}"' for letter in self._mark)
+        if self._mark in written or spelled in written:
             raise ValueError("the length of a string is not where it was expected")
         return "\n".join([written, *(rule for each in shared.values() for rule in each.rules())])
 
@@ -175,8 +176,7 @@ def _point(spelled: str) -> int:
 
 
 def _is_plain(low: int, high: int) -> bool:
-    apart = (_QUOTE, _BACKSLASH, _SURROGATES.start, _SURROGATES.stop - 1)
-    return _LEAST <= low <= high <= _MOST and not any(low <= point <= high for point in apart)
+    return _LEAST <= low <= high <= _MOST and not any(low <= last and first <= high for first, last in _APART)
 
 
 def _escaped(point: int) -> str:

@@ -151,7 +151,10 @@ class Vetter:
         if not self._is_set_up:
             tokens, end_ids = self._vocabulary()
             setup = Setup(list(tokens), end_ids, self._vocab_size, self._max_seconds, self._max_bytes)
+            # Megabytes, which wait for the other end's imports. If it never reads, an OSError says so.
+            there.settimeout(_START_SECONDS)
             send_message(there, setup, [])
+            there.settimeout(None)
             self._is_set_up = True
         send_message(there, spec, [theirs])
 

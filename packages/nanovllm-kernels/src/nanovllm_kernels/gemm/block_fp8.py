@@ -155,7 +155,9 @@ def _block_fp8_linear_op(
         return out
     rows = x if x.stride(1) == 1 else x.contiguous()
     x_scales = None
-    fused = num_rows <= tiles.FUSED_FP8_ROWS if norm_weight is None else tiles.norms_with_fp8(num_rows, out.shape[1])
+    fused = num_rows <= tiles.FUSED_FP8_ROWS
+    if norm_weight is not None:
+        fused = tiles.norms_with_fp8(num_rows, out.shape[1], gated=gated)
     if not fused:
         rows, x_scales = triton_block_fp8.quantize_groups(rows, norm_weight, eps)
         norm_weight = None

@@ -143,12 +143,12 @@ class BlockFP8Config(NamedTuple):
 
 # Up to so many rows are quantised by the kernel that multiplies them.
 FUSED_FP8_ROWS = 16
-# Behind so many rows the product is the library's, where it takes it; and with more than FEW_FP8_COLUMNS columns.
+# With more rows than this the product is the library's, where it takes it; with more than FEW_FP8_COLUMNS columns it is
+# from OWN_WIDE_FP8_ROWS on.
 OWN_FP8_ROWS = 128
 FEW_FP8_COLUMNS = 4096
 OWN_WIDE_FP8_ROWS = 64
-# K is split until there are so many CTAs (of one row tile of FUSED_FP8_ROWS, and of others), while each has so many
-# groups of K.
+# K is split until there are so many CTAs (the first for up to FUSED_FP8_ROWS rows), while each has LEAST_GROUPS groups.
 FUSED_FP8_CTAS = 192
 FP8_CTAS = 128
 LEAST_GROUPS = 4
@@ -205,13 +205,14 @@ def owns_fp8(num_rows: int, num_columns: int) -> bool:
     return num_rows <= (OWN_FP8_ROWS if num_columns <= FEW_FP8_COLUMNS else OWN_WIDE_FP8_ROWS)
 
 
-def norms_with_fp8(num_rows: int, num_columns: int) -> bool:
+def norms_with_fp8(num_rows: int, num_columns: int, *, gated: bool) -> bool:
     """Whether the kernel that multiplies norms the rows too. It can't split K then, which is worth a launch of its own
     where there would be too few CTAs.
     """
     if num_rows > FUSED_FP8_ROWS:
         return False
-    return -(-num_columns // WIDE_FP8_ROWS[FUSED_FP8_ROWS].block_n) >= LEAST_NORMED_CTAS
+    config = (FP8_ROWS if gated else WIDE_FP8_ROWS)[FUSED_FP8_ROWS]
+    return -(-num_columns // config.block_n) >= LEAST_NORMED_CTAS
 
 
 def num_fp8_counters(num_columns: int) -> int:

@@ -97,7 +97,7 @@ def gated_delta_net(
 
     qkvz: [T, Hk * (2 Dk + 2 Hv / Hk * Dv)], of each key head its query, its key, its value heads, and their gates z;
         rows contiguous. ba: [T, 2 Hv], of each key head the b of its value heads, then their a. Both of one dtype.
-    recurrent: [num_slots, Hv, Dv, Dk], the matrices S, of any floating-point dtype; computed in float32.
+    recurrent: [num_slots, Hv, Dv, Dk], the matrices S, floating-point numbers of 2 or 4 bytes; computed in float32.
     conv: [num_slots, W, C]: the convolution's input at position p lies in row p % W of a slot. Its inputs are rounded
         to its dtype first.
     Both are contiguous, and overwritten in the slots of `batch`. Returns [T, Hv * Dv] in the dtype of `qkvz`.

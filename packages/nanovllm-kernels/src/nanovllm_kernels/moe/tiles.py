@@ -19,7 +19,7 @@ from typing import NamedTuple
 # weights are block FP8, for which each program quantises all rows.
 FEW_TOKENS = 32
 FEW_TOKENS_FP8 = 8
-# Programs that such a launch should have at least: two for each SM of the largest GPUs, and a few.
+# Programs that such a launch, if not of FP8, should have at least: two for each SM of the largest GPUs, and a few.
 ENOUGH_PROGRAMS = 288
 # Else its tiles have so few columns, the fewest that tensor cores take; of more rows than SHORT_ROWS they have at most
 # twice as many, or two of them wouldn't fit an SM.
