@@ -1,4 +1,4 @@
-"""Parity with transformers on tiny random checkpoints, float32: the same logits, and so the same greedy tokens."""
+"""DeepSeek-V3: its layers for further tokens, FP8 checkpoints, and what is refused."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import write_checkpoint, write_twin
-from torch._dynamo.testing import CompileCounterWithBackend
+from tiny_families import COMMON, DEEPSEEK_YARN, FAMILIES, PROMPTS, make_checkpoint
 
 import nanovllm_models
-from nanovllm_core.layers import compiled
 from nanovllm_core.layers.weights import WeightError
 from nanovllm_kernels import fp8
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, quantize_groups
@@ -19,106 +18,7 @@ from nanovllm_models import deepseek_v3
 from nanovllm_models.errors import ModelError
 from nanovllm_models.fields import Fields
 
-PROMPTS = [[5, 17, 3, 88, 41, 2, 60], list(range(40))]
-TOLERANCE = 1e-4
-TINY = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 128,
-    "num_nextn_predict_layers": 0,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "beta_fast": 8.0,
-    "beta_slow": 1.0,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.3,
-    "original_max_position_embeddings": 32,
-}
-VARIANTS = {
-    "as published": {"rope_parameters": YARN},
-    "dense": {"first_k_dense_replace": 3},
-    "no rank of queries": {"q_lora_rank": None, "first_k_dense_replace": 3},
-    "tied, biases": {"tie_word_embeddings": True, "attention_bias": True},
-    "not interleaved": {"rope_interleave": False, "first_k_dense_replace": 3},
-    "yarn without mscale": {
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0}
-        | {"original_max_position_embeddings": 16, "attention_factor": 1.1},
-        "first_k_dense_replace": 3,
-    },
-    "all experts": {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
-    "weights as they are": {"norm_topk_prob": False, "routed_scaling_factor": 1.7},
-}
-
-
-def make_checkpoint(path: Path, **fields: object) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(initializer_range=0.2, **TINY | fields)
-    model = transformers.DeepseekV3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("bias", "norm.weight")):
-                weight.add_(torch.randn_like(weight) * 0.3)
-    model.save_pretrained(path)
-    return model
-
-
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_same_logits_and_tokens_as_transformers(fields, tmp_path, session):
-    theirs = make_checkpoint(tmp_path, **fields)
-    ours = session(nanovllm_models.load(tmp_path))
-    sequences = [list(prompt) for prompt in PROMPTS]
-    new = sequences
-    for _ in range(6):
-        logits = ours.step(new)
-        for sequence, fresh, found in zip(sequences, new, logits, strict=True):
-            with torch.no_grad():
-                expected = theirs(torch.tensor([sequence])).logits[0, -len(fresh) :]
-            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
-            assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()
-        new = [[int(found[-1].argmax())] for found in logits]
-        sequences = [sequence + fresh for sequence, fresh in zip(sequences, new, strict=True)]
-
-
-def test_chunked_prefill_gives_the_same_logits(tmp_path, session):
-    make_checkpoint(tmp_path, rope_parameters=YARN)
-    spec = nanovllm_models.load(tmp_path)
-    whole = session(spec).step([PROMPTS[1]])[0]
-    chunked = session(spec)
-    parts = [chunked.step([PROMPTS[1][begin : begin + 13]])[0] for begin in range(0, 40, 13)]
-    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-5)
-
-
-def test_the_config_as_transformers_4_wrote_it_means_the_same(tmp_path, session):
-    make_checkpoint(tmp_path, rope_parameters=YARN)
-    expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
-    file = tmp_path / "config.json"
-    fields = json.loads(file.read_text())
-    rope = fields.pop("rope_parameters")
-    fields["torch_dtype"] = fields.pop("dtype")
-    fields["rope_theta"] = rope.pop("rope_theta")
-    rope["type"] = rope.pop("rope_type")
-    more = {"rope_scaling": rope, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-    file.write_text(json.dumps(fields | more))
-    found = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+TINY = COMMON | FAMILIES["deepseek_v3"][1]
 
 
 def add_mtp_layer(path: Path) -> dict[str, torch.Tensor]:
@@ -140,7 +40,7 @@ def add_mtp_layer(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_layers_for_multi_token_prediction_are_loaded_and_change_nothing(tmp_path, session):
-    make_checkpoint(tmp_path)
+    make_checkpoint(tmp_path, "deepseek_v3")
     expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
     layer = add_mtp_layer(tmp_path)
     ours = session(nanovllm_models.load(tmp_path))
@@ -153,7 +53,7 @@ def test_layers_for_multi_token_prediction_are_loaded_and_change_nothing(tmp_pat
 
 
 def test_every_tensor_must_be_there_and_no_other(tmp_path, session):
-    make_checkpoint(tmp_path)
+    make_checkpoint(tmp_path, "deepseek_v3")
     add_mtp_layer(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -165,30 +65,6 @@ def test_every_tensor_must_be_there_and_no_other(tmp_path, session):
         save_file(tensors | {name: torch.zeros(3)}, file)
         with pytest.raises(WeightError, match=f"tensor {name} .* the model has no such weight"):
             session(nanovllm_models.load(tmp_path))
-
-
-def test_what_is_compiled_is_compiled_once_for_each_kind_of_layer(tmp_path, session, monkeypatch):
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compiled, "BACKEND", counter)
-    monkeypatch.setattr(deepseek_v3, "LEAST_ROWS", 9)
-    make_checkpoint(tmp_path, num_hidden_layers=5, first_k_dense_replace=2)
-    spec = nanovllm_models.load(tmp_path)
-    plain, fast = session(spec), session(spec, compiled=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for step in ([PROMPTS[1]], [[5], PROMPTS[0]], [[6], [7]], [[1], list(range(20))]):
-            for found, expected in zip(fast.step(step), plain.step(step), strict=True):
-                torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
-    assert counter.frame_count == 2
-
-
-def test_bfloat16_is_near_float32(tmp_path, session):
-    make_checkpoint(tmp_path, first_k_dense_replace=3)
-    spec = nanovllm_models.load(tmp_path)
-    exact = session(spec).step(PROMPTS)
-    coarse = session(spec, torch.bfloat16).step(PROMPTS)
-    for a, b in zip(coarse, exact, strict=True):
-        assert a.dtype == torch.float32
-        assert torch.nn.functional.cosine_similarity(a.float(), b, dim=-1).min() > 0.99
 
 
 def test_experts_are_where_the_config_says():
@@ -225,7 +101,7 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
 def test_block_fp8_checkpoints(tmp_path, session):
     """As in test_fp8_checkpoints; what expands latents is dequantised, so its input isn't rounded."""
     torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(initializer_range=0.1, **TINY | {"first_k_dense_replace": 3})
+    config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
     write_checkpoint(tmp_path / "fp8", model, fp8=True, old_config=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
@@ -249,13 +125,14 @@ def test_block_fp8_checkpoints(tmp_path, session):
 def test_experts_of_block_fp8_checkpoints(tmp_path, session):
     """Experts round their inputs where no hook of the twin's reaches, and the layer for further tokens is FP8 too."""
     torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(initializer_range=0.1, **TINY)
+    config = transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
     write_checkpoint(tmp_path / "fp8", model, fp8=True, mtp=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
-    exact = torch.cat(session(nanovllm_models.load(tmp_path / "twin")).step(PROMPTS))
+    prompts = [PROMPTS[0], list(range(40))]
+    exact = torch.cat(session(nanovllm_models.load(tmp_path / "twin")).step(prompts))
     ours = session(nanovllm_models.load(tmp_path / "fp8"))
-    found = torch.cat(ours.step(PROMPTS))
+    found = torch.cat(ours.step(prompts))
     assert 2**-8 < (found - exact).norm() / exact.norm() < 0.15
     last = ours.model.model.layers[3]
     assert last.mlp.experts.weights.w2.dtype == last.mlp.shared_experts.down_proj.weight.data.dtype == fp8.DTYPE
@@ -272,7 +149,7 @@ def test_blocks_that_cut_rotated_rows_are_refused(tmp_path, session):
 
 def test_random_weights_for_a_config_as_published(tmp_path, session):
     """Of fewer and narrower layers, but with heads that FP8's blocks cut as they do the published ones."""
-    scaling = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
+    scaling = {name: value for name, value in DEEPSEEK_YARN.items() if name not in ("rope_type", "rope_theta")}
     fields = TINY | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "qk_nope_head_dim": 128,
