@@ -31,6 +31,10 @@ from nanovllm_core.scheduling.queue import WaitingQueue
 from nanovllm_core.scheduling.rows import Rows, RowTable
 
 
+# Blocks are given ahead of need where so many times as many are free.
+PLENTY = 4
+
+
 class ScheduledStep(NamedTuple):
     """A step in flight: the plan for the runners, and how many tokens each row has computed after it, int64 [n]."""
 
@@ -169,9 +173,25 @@ class Scheduler:
         decodes = np.flatnonzero(rows.running & (num_tokens - rows.num_computed == 1) & (num_tokens < rows.max_total))
         # None lacks more than one block, as none computes more tokens than a block holds.
         short = decodes[num_tokens[decodes] > rows.capacity[decodes]]
-        if not len(short) or self._grow(rows.of(short), new_blocks):
+        if not len(short):
+            return decodes
+        soon = self._soon_short(decodes)
+        if len(soon) * PLENTY <= self.cache.pool.num_free:
+            short = soon
+        if self._grow(rows.of(short), new_blocks):
             return decodes
         return self._decodes_by_urgency(decodes, new_blocks)
+
+    def _soon_short(self, decodes: Rows) -> Rows:
+        """Those of `decodes` that will need a block more before a block's worth of steps is over.
+
+        Given to all of them at once, the device's block tables change in one step of so many, and in none between.
+        """
+        rows = self.rows
+        capacity = rows.capacity[decodes]
+        # The last token of an answer is never computed.
+        needs_more = capacity < rows.max_total[decodes] - 1
+        return decodes[needs_more & (capacity - rows.num_tokens[decodes] < self.cache.block_size)]
 
     def _grow(self, requests: Sequence[Request], new_blocks: NewBlocks) -> bool:
         """One block more for each of `requests`; False, and nothing changed, when there are too few."""
