@@ -56,3 +56,56 @@ def test_blocks_for_all_cost_two_calls_a_request():
     # One step of all lets the tables grow.
     assert sum(extra > 0 for extra in per_request) == 1
     assert max(per_request) <= 2
+
+
+def held_by_need(num_blocks: int, num_steps: int) -> tuple[list[int], list[int]]:
+    """Of decodes whose blocks are full at different times: how many get a block in each of `num_steps` steps, and how
+    many more each holds at the end than its tokens need.
+    """
+    count = BLOCK_SIZE
+    cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=False, prefix_hash="fast", watermark=0)
+    scheduler = Scheduler(
+        cache, max_num_seqs=count, max_num_batched_tokens=1024, max_model_len=LONGEST, eos_token_ids=[EOS]
+    )
+    requests = [Request(f"r{key}", [2] * (33 + key), SamplingParams(ignore_eos=True)) for key in range(count)]
+    for key, request in enumerate(requests):
+        request.key = key
+        scheduler.add(request)
+    step(scheduler, count)
+    grown: list[int] = []
+    for _ in range(num_steps):
+        planned = scheduler.schedule()
+        grown.append(len(planned.plan.new_blocks.rows))
+        scheduler.complete(planned, StepTokens(np.full(count, 7, np.int32), ()))
+    # The last token has been made, but not computed.
+    return grown, [
+        len(request.block_ids) - -(-(len(request.token_ids) - 1) // BLOCK_SIZE) for request in scheduler.running
+    ]
+
+
+def test_plenty_of_blocks_are_given_to_all_in_one_step():
+    grown, ahead = held_by_need(1000, 2 * BLOCK_SIZE + 1)
+    assert grown == [BLOCK_SIZE, *[0] * (BLOCK_SIZE - 1)] * 2 + [BLOCK_SIZE]
+    assert max(ahead) == 1
+
+
+def test_few_blocks_are_given_to_who_needs_one_now():
+    # Three for each prompt, and three more: less than four for each that will need one.
+    grown, ahead = held_by_need(6 * BLOCK_SIZE, 3 * BLOCK_SIZE)
+    assert grown == [1] * 3 * BLOCK_SIZE
+    assert max(ahead) == 0
+
+
+def test_nobody_is_given_a_block_beyond_its_end():
+    cache = CacheManager(1000, BLOCK_SIZE, prefix_caching=False, prefix_hash="fast", watermark=0)
+    scheduler = Scheduler(
+        cache, max_num_seqs=2, max_num_batched_tokens=1024, max_model_len=LONGEST, eos_token_ids=[EOS]
+    )
+    # The first needs a block at once, the other's is enough for all of its answer.
+    for key, (length, max_tokens) in enumerate(((16, 10), (20, 13))):
+        request = Request(f"r{key}", [2] * length, SamplingParams(ignore_eos=True, max_tokens=max_tokens))
+        request.key = key
+        scheduler.add(request)
+    step(scheduler, 2)
+    step(scheduler, 2)
+    assert [len(request.block_ids) for request in scheduler.running] == [2, 2]

@@ -30,7 +30,6 @@ from nanovllm_core.scheduling.policy import MIXED_TOKENS, Score, favours_prompts
 from nanovllm_core.scheduling.queue import WaitingQueue
 from nanovllm_core.scheduling.rows import Rows, RowTable
 
-
 # Blocks are given ahead of need where so many times as many are free.
 PLENTY = 4
 
