@@ -6,9 +6,10 @@ know tokens' text.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,7 +24,13 @@ from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
+from nanovllm_models.config_file import (
+    DEFAULT_ROPE_THETA,
+    parse_dtype,
+    parse_eos_token_ids,
+    parse_quantization,
+    parse_rotary,
+)
 from nanovllm_models.fields import Fields
 from nanovllm_models.vocabulary import read_vocabulary
 
@@ -48,45 +55,81 @@ class LlamaConfig:
     rotary: RotaryConfig
     attention_bias: bool
     output_bias: bool
-    mlp_bias: bool
     tie_word_embeddings: bool
+    mlp_bias: bool = False
     qk_norm: bool = False
     quantization: BlockFP8 | None = None
 
 
-def parse_config(config: Fields) -> LlamaConfig:
-    """Read config.json, with the defaults that transformers has.
+class Defaults(NamedTuple):
+    """What transformers takes for the fields that a family's config.json leaves out.
+
+    num_key_value_heads: None for as many as there are query heads. head_dim: None for their share of the hidden size.
+    rotates_part: whether the family may rotate a part of each head.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    max_position_embeddings: int
+    head_dim: int | None = None
+    rope_theta: float = DEFAULT_ROPE_THETA
+    rotates_part: bool = False
+
+
+DEFAULTS = Defaults(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=None,
+    max_position_embeddings=2048,
+)
+
+
+def parse_layers(config: Fields, defaults: Defaults) -> LlamaConfig:
+    """Read of config.json what all families of such layers have; whoever has more replaces it.
 
     Raises ModelError for a field that is wrong or asks for what is not implemented.
     """
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
-    hidden_size = config.integer("hidden_size", 4096)
-    num_heads = config.integer("num_attention_heads", 32)
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    hidden_size = config.integer("hidden_size", defaults.hidden_size)
+    num_heads = config.integer("num_attention_heads", defaults.num_attention_heads)
+    num_kv_heads = config.integer("num_key_value_heads", defaults.num_key_value_heads or num_heads)
     if num_heads % num_kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
-    if not config.has("head_dim") and hidden_size % num_heads:
+    if defaults.head_dim is None and not config.has("head_dim") and hidden_size % num_heads:
         raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
-    max_position = config.integer("max_position_embeddings", 2048)
+    head_dim = config.integer("head_dim", defaults.head_dim or hidden_size // num_heads)
+    max_position = config.integer("max_position_embeddings", defaults.max_position_embeddings)
+    partial_of = head_dim if defaults.rotates_part else None
     attention_bias = config.flag("attention_bias", False)
     return LlamaConfig(
-        vocab_size=config.integer("vocab_size", 32000),
+        vocab_size=config.integer("vocab_size", defaults.vocab_size),
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size", 11008),
-        num_hidden_layers=config.integer("num_hidden_layers", 32),
+        intermediate_size=config.integer("intermediate_size", defaults.intermediate_size),
+        num_hidden_layers=config.integer("num_hidden_layers", defaults.num_hidden_layers),
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=config.integer("head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
         max_position_embeddings=max_position,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rotary=parse_rotary(config, max_position),
+        rotary=parse_rotary(config, max_position, default_theta=defaults.rope_theta, partial_of=partial_of),
         attention_bias=attention_bias,
         output_bias=attention_bias,
-        mlp_bias=config.flag("mlp_bias", False),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         quantization=parse_quantization(config),
     )
+
+
+def parse_config(config: Fields) -> LlamaConfig:
+    """Read config.json. Raises ModelError for a field that is wrong or asks for what is not implemented."""
+    return replace(parse_layers(config, DEFAULTS), mlp_bias=config.flag("mlp_bias", False))
 
 
 class LlamaAttention(nn.Module):

@@ -5,7 +5,7 @@ tokens (`num_mtp_modules`); the published checkpoints have no weights for them, 
 not know tokens' text.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +20,8 @@ from nanovllm_core.layers.rotary import Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import norm_parts
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
-from nanovllm_models.llama import LlamaConfig, make_spec
+from nanovllm_models.llama import Defaults, LlamaConfig, make_spec, parse_layers
 
 NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
@@ -35,42 +34,32 @@ class SparseConfig:
     routing: Routing
 
 
+DEFAULTS = Defaults(
+    vocab_size=200064,
+    hidden_size=3072,
+    intermediate_size=1536,
+    num_hidden_layers=62,
+    num_attention_heads=48,
+    num_key_value_heads=8,
+    max_position_embeddings=196608,
+    head_dim=128,
+    rope_theta=5_000_000.0,
+    rotates_part=True,
+)
+
+
 def parse_config(config: Fields) -> LlamaConfig:
-    """Read of config.json what shapes everything but the experts, with the defaults that transformers has.
+    """Read of config.json what shapes everything but the experts.
 
     Raises ModelError for a field that is wrong or asks for what is not implemented.
     """
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.error("hidden_act", "silu")
     if not config.flag("use_qk_norm", True):
         raise config.error("use_qk_norm", "true")
     if config.text("qk_norm_type", "per_layer") != "per_layer":
         raise config.error("qk_norm_type", "per_layer")
     if any(kind != 1 for kind in config.indices("attn_type_list")):
         raise config.error("attn_type_list", "1 for each layer: only full attention is supported")
-    num_heads = config.integer("num_attention_heads", 48)
-    num_kv_heads = config.integer("num_key_value_heads", 8)
-    if num_heads % num_kv_heads:
-        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
-    head_dim = config.integer("head_dim", 128)
-    max_position = config.integer("max_position_embeddings", 196608)
-    return LlamaConfig(
-        vocab_size=config.integer("vocab_size", 200064),
-        hidden_size=config.integer("hidden_size", 3072),
-        intermediate_size=config.integer("intermediate_size", 1536),
-        num_hidden_layers=config.integer("num_hidden_layers", 62),
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=max_position,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rotary=parse_rotary(config, max_position, default_theta=5_000_000.0, partial_of=head_dim),
-        attention_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        quantization=parse_quantization(config),
-    )
+    return replace(parse_layers(config, DEFAULTS), attention_bias=False, output_bias=False)
 
 
 def parse_sparse_config(config: Fields) -> SparseConfig:

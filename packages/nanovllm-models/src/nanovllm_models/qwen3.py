@@ -3,48 +3,31 @@
 This room must not know tokens' text, nor Qwen3's mixtures of experts.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from nanovllm_core.model import ModelSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
-from nanovllm_models.llama import LlamaConfig, make_spec
+from nanovllm_models.llama import Defaults, LlamaConfig, make_spec, parse_layers
+
+DEFAULTS = Defaults(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=22016,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    max_position_embeddings=32768,
+    head_dim=128,
+)
 
 
-def parse_config(config: Fields) -> LlamaConfig:
-    """Read config.json, with the defaults that transformers has.
-
-    Raises ModelError for a field that is wrong or asks for what is not implemented.
-    """
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.error("hidden_act", "silu")
+def parse_config(config: Fields, defaults: Defaults = DEFAULTS) -> LlamaConfig:
+    """Read config.json. Raises ModelError for a field that is wrong or asks for what is not implemented."""
     if config.flag("use_sliding_window", False):
         raise config.error("use_sliding_window", "false: sliding windows are not supported")
-    num_heads = config.integer("num_attention_heads", 32)
-    num_kv_heads = config.integer("num_key_value_heads", 32)
-    if num_heads % num_kv_heads:
-        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
-    max_position = config.integer("max_position_embeddings", 32768)
-    attention_bias = config.flag("attention_bias", False)
-    return LlamaConfig(
-        vocab_size=config.integer("vocab_size", 151936),
-        hidden_size=config.integer("hidden_size", 4096),
-        intermediate_size=config.integer("intermediate_size", 22016),
-        num_hidden_layers=config.integer("num_hidden_layers", 32),
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=config.integer("head_dim", 128),
-        max_position_embeddings=max_position,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rotary=parse_rotary(config, max_position),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=False,
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        qk_norm=True,
-        quantization=parse_quantization(config),
-    )
+    return replace(parse_layers(config, defaults), qk_norm=True)
 
 
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SparseMLP
 from nanovllm_core.model import BuildContext, ModelSpec
+from nanovllm_models import qwen3
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
-from nanovllm_models.llama import LlamaConfig, LlamaLayer, make_spec
+from nanovllm_models.llama import Defaults, LlamaConfig, LlamaLayer, make_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,42 +25,20 @@ class SparseConfig:
     sparse_layers: frozenset[int]
 
 
-def parse_config(config: Fields) -> LlamaConfig:
-    """Read of config.json what the dense layers have too, with the defaults that transformers has.
+DEFAULTS = Defaults(
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=24,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+)
 
-    Raises ModelError for a field that is wrong or asks for what is not implemented.
-    """
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.error("hidden_act", "silu")
-    if config.flag("use_sliding_window", False):
-        raise config.error("use_sliding_window", "false: sliding windows are not supported")
-    hidden_size = config.integer("hidden_size", 2048)
-    num_heads = config.integer("num_attention_heads", 32)
-    num_kv_heads = config.integer("num_key_value_heads", 4)
-    if num_heads % num_kv_heads:
-        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
-    if not config.has("head_dim") and hidden_size % num_heads:
-        raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
-    max_position = config.integer("max_position_embeddings", 32768)
-    attention_bias = config.flag("attention_bias", False)
-    return LlamaConfig(
-        vocab_size=config.integer("vocab_size", 151936),
-        hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size", 6144),
-        num_hidden_layers=config.integer("num_hidden_layers", 24),
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=config.integer("head_dim", hidden_size // num_heads),
-        max_position_embeddings=max_position,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rotary=parse_rotary(config, max_position),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=False,
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        qk_norm=True,
-        quantization=parse_quantization(config),
-    )
+
+def parse_config(config: Fields) -> LlamaConfig:
+    """Read of config.json what the dense layers have too. Raises ModelError, as `qwen3.parse_config`."""
+    return qwen3.parse_config(config, DEFAULTS)
 
 
 def parse_sparse_config(config: Fields, num_layers: int) -> SparseConfig:
