@@ -43,7 +43,8 @@ class LLM:
     def __init__(self, model, *, skip_tokenizer_init, load_format, dtype, enable_prefix_caching, seed, **options):
         assert skip_tokenizer_init and os.environ["HF_HUB_OFFLINE"] == "1" and "nanovllm_server" not in sys.modules
         print("INFO: loading", model)
-        keep(load_format=load_format, dtype=dtype, enable_prefix_caching=enable_prefix_caching, **options)
+        keep(load_format=load_format, dtype=dtype, enable_prefix_caching=enable_prefix_caching,
+             routing=os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"), **options)
 
     def generate(self, prompts, sampling_params, use_tqdm):
         assert not use_tqdm
@@ -143,7 +144,12 @@ def test_vllm_is_left_its_own_limits(bench, vllm):
     assert status == 0
     assert result["peer"] == {"name": "vllm", "version": "0.26.0"}
     engine, *runs = told()
-    assert engine == {"load_format": "dummy", "dtype": "float32", "enable_prefix_caching": False}
+    assert engine == {
+        "load_format": "dummy",
+        "dtype": "float32",
+        "enable_prefix_caching": False,
+        "routing": "uniform_random",
+    }
     (case,) = result["cases"]
     warm_up, first, second = runs
     assert warm_up["limits"] == [4, 4, 4]
@@ -174,6 +180,13 @@ def test_first_token_of_vllm_takes_a_run_of_its_own(bench, vllm):
     (run,) = result["cases"][0]["peer"]["runs"]
     assert run["first"] < run["last"]
     assert result["cases"][0]["peer"]["rate"] == pytest.approx(118 / (run["last"] - run["first"]))
+
+
+def test_how_vllm_is_to_route_can_be_said(bench, vllm):
+    flags, told = vllm
+    flags = [*flags, "--peer-env", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=normal_routing"]
+    assert bench("throughput", "--num-requests", "1", "--input-len", "5", "--output-len", "2", *flags)[0] == 0
+    assert told()[0]["routing"] == "normal_routing"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")

@@ -1,10 +1,11 @@
-"""vLLM's `LLM` class, with vLLM's own choices wherever the job leaves one.
+"""vLLM's `LLM` class, with vLLM's own choices wherever the job leaves one and they lead to a run that can be compared.
 
 It tells no times but its own, of the whole. Where that of the first token matters, the same requests run for one token
 before they run in full.
 """
 
 import importlib.util
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,9 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if importlib.util.find_spec("flashinfer") is None:
             # Which 0.26 takes for Gated DeltaNet's prompts on Hopper without asking whether it is there.
             options["additional_config"] = {"gdn_prefill_backend": "triton"}
+    if job["load_format"] == "dummy":
+        # Its dummy weights are next to nothing, so that a bias alone chooses, and the same few experts for every token.
+        os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     llm: Any = vllm.LLM(
         model=job["model"],
         # Token ids in, token ids out, for which config.json suffices.
