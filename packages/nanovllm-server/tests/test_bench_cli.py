@@ -9,7 +9,7 @@ import torch
 from nanovllm_server.bench import cli
 from nanovllm_server.bench.workload import Lengths
 
-PROGRAMS = ("throughput", "latency", "prefill", "serve", "grammars", "kernels")
+PROGRAMS = ("throughput", "latency", "prefill", "serve", "grammars", "trace", "kernels")
 
 
 def test_help_imports_nothing_slow():

@@ -106,6 +106,20 @@ def test_throughput_makes_every_token(bench, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_steps_are_traced_for_who_asks(bench, tmp_path, capsys):
+    trace, figures = tmp_path / "steps.json", tmp_path / "figures.json"
+    assert bench("latency", "--batch", "1", "--output-len", "6", "--repeat", "1", "--trace", str(trace))[0] == 0
+    capsys.readouterr()
+    assert cli.main(["trace", str(trace), "--json", str(figures)]) == 0
+    found = json.loads(figures.read_bytes())
+    steps = {spans["track"]: spans["steps"] for spans in found["tracks"]}
+    # Four of the warm-up and six; what is planned beyond a request's end isn't launched.
+    assert set(steps) == {"host", "plan", "launch", "output"}
+    assert steps["launch"] == steps["output"] == steps["host"] == 10
+    # Nothing tells when a CPU began and ended a step.
+    assert found["rest"] is None
+
+
 def test_latency_is_a_case_a_batch(bench):
     status, result = bench("latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "6", "--repeat", "1")
     assert status == 0

@@ -83,6 +83,13 @@ def parser() -> argparse.ArgumentParser:
     grammars.add_argument("--repeat", type=_positive, default=5, help="rounds, each of all mixes")
     grammars.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
 
+    trace = program(
+        "trace", "what steps took on the host and the device, and how long that rested, by a file of --trace"
+    )
+    trace.add_argument("file", type=Path, help="what --trace wrote")
+    trace.add_argument("--steps", type=_lengths, metavar="N[..M]", help="only step N, or those from N to M")
+    trace.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+
     kernels = program("kernels", "bytes and operations a second of the kernels; needs a GPU")
     kernels.add_argument("--only", default="", metavar="WORD", help="only kernels with this in their name")
     _add_results(kernels, repeat=1)
@@ -99,6 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _serve(options)
         elif options.program == "grammars":
             _grammars(options)
+        elif options.program == "trace":
+            from nanovllm_server.bench import trace
+            from nanovllm_server.bench.report import Results
+
+            trace.run(options.file, options.steps, Results(options.json, None))
         elif options.program == "kernels":
             from nanovllm_server.bench import kernels
 
@@ -205,6 +217,7 @@ def _engine_config(options: argparse.Namespace) -> "EngineConfig":
         depth=options.depth,
         graph_mode=None if options.graph_mode == "auto" else options.graph_mode,
         compile=False if options.no_compile else None,
+        trace=options.trace,
     )
 
 
@@ -257,6 +270,7 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
     ours("--depth", type=int, choices=(1, 2), default=2, help="steps in flight")
     ours("--graph-mode", choices=("auto", *GRAPH_MODES), default="auto", help="steps replayed from CUDA graphs")
     ours("--no-compile", action="store_true", help="no torch.compile between attention operators")
+    ours("--trace", type=Path, metavar="FILE", help="write what each step took here, for the program trace or Perfetto")
     peer = program.add_argument_group("peer").add_argument
     peer(
         "--peer", choices=("vllm", "transformers", "none"), default="none", help="whom to compare to, in the same call"

@@ -3,6 +3,7 @@
 This room must not know what is measured.
 """
 
+import math
 import os
 import platform
 import statistics
@@ -88,6 +89,13 @@ def keep(path: Path | None, result: dict[str, JSON]) -> None:
 def median(values: Iterable[float]) -> float:
     """The middle of the values."""
     return statistics.median(values)
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """A percentile of values in rising order, between the two nearest in proportion."""
+    at = percent / 100 * (len(ordered) - 1)
+    below = ordered[math.floor(at)]
+    return below + (ordered[math.ceil(at)] - below) * (at % 1)
 
 
 def _version(package: str) -> str | None:

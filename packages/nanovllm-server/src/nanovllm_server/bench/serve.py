@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from nanovllm_server.bench import plot
 from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, list_models, stream_chat
-from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, show
+from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, percentile, show
 from nanovllm_server.bench.workload import ChatWork, Shape, arrivals, random_chats
 from nanovllm_server.protocol.json import JSON
 
@@ -218,13 +218,7 @@ def _point(answers: Sequence[Answer], failed: int, rate: float | None, concurren
 def spread(seconds: Iterable[float]) -> Spread:
     """Mean and percentiles, the latter between the two nearest values in proportion; NaN of nothing."""
     values = sorted(1000 * value for value in seconds) or [math.nan]
-
-    def percentile(percent: float) -> float:
-        at = percent / 100 * (len(values) - 1)
-        below = values[math.floor(at)]
-        return below + (values[math.ceil(at)] - below) * (at % 1)
-
-    return Spread(sum(values) / len(values), *map(percentile, PERCENTILES))
+    return Spread(sum(values) / len(values), *(percentile(values, percent) for percent in PERCENTILES))
 
 
 def _middle(runs: Sequence[Point]) -> Point:
