@@ -120,6 +120,14 @@ def test_steps_are_traced_for_who_asks(bench, tmp_path, capsys):
     assert found["rest"] is None
 
 
+def test_a_trace_that_cannot_be_written_is_refused(bench, tmp_path, capsys):
+    file = tmp_path / "none" / "steps.json"
+    assert bench("latency", "--batch", "1", "--repeat", "1", "--trace", str(file)) == (2, None)
+    assert capsys.readouterr().err.startswith(
+        f"nanovllm-bench: trace is '{file}', which can't be written (No such file"
+    )
+
+
 def test_latency_is_a_case_a_batch(bench):
     status, result = bench("latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "6", "--repeat", "1")
     assert status == 0

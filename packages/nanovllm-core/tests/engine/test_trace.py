@@ -5,7 +5,7 @@ import json
 import pytest
 from toy_model import toy_spec
 
-from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, Request, SamplingParams
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -25,3 +25,18 @@ async def test_every_step_has_its_spans(tmp_path, device):
             assert spans.count((track, f"step {step}")) == 1
         assert (("plan", f"step {step}")) in spans
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+async def test_a_trace_that_cannot_be_written_is_an_error_before_anything_is_loaded(tmp_path):
+    file = tmp_path / "none" / "trace.json"
+    # Of this model loading fails, too.
+    with pytest.raises(ConfigError, match=r"trace is '.*trace\.json', which can't be written \(No such file"):
+        await AsyncEngine.start(toy_spec("refusing"), EngineConfig(device="cpu", trace=file))
+
+
+async def test_a_trace_is_closed_when_loading_fails(tmp_path):
+    """A file that is left open is a warning, and so an error here."""
+    file = tmp_path / "trace.json"
+    with pytest.raises(ValueError, match="this model can't be built"):
+        await AsyncEngine.start(toy_spec("refusing"), EngineConfig(device="cpu", trace=file))
+    assert file.read_text().count("thread_name") == 4

@@ -16,7 +16,7 @@ from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
-from nanovllm_core.engine.trace import Tracer, Track
+from nanovllm_core.engine.trace import Trace, Tracer, Track
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.sampler import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
@@ -66,12 +66,16 @@ class EngineLoop:
 
     @classmethod
     async def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "EngineLoop":
-        """Load the model and size the cache, off the event loop. Raises what `Runner` raises."""
+        """Load the model and size the cache, off the event loop. Raises what `Trace` and `Runner` raise."""
+        # First, as loading may take minutes.
+        trace = None if config.trace is None else Trace(config.trace)
         launcher = ThreadPoolExecutor(1, "nanovllm-launch")
         try:
             runner = await asyncio.get_running_loop().run_in_executor(launcher, Runner, spec, config)
         except BaseException:
             launcher.shutdown(wait=False)
+            if trace is not None:
+                trace.close()
             raise
         cache = CacheManager(
             runner.num_blocks,
@@ -110,7 +114,7 @@ class EngineLoop:
         grammars = None
         if spec.vocabulary is not None:
             grammars = Grammars(spec.vocabulary, spec.vocab_size, spec.eos_token_ids)
-        tracer = None if config.trace is None else Tracer(config.trace, runner.device)
+        tracer = None if trace is None else Tracer(trace, runner.device)
         return cls(scheduler, runner, info, config.depth, launcher, tracer, grammars)
 
     async def compile(self, spec: GrammarSpec) -> None:

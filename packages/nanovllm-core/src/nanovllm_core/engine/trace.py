@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 import torch
 
+from nanovllm_core.config import ConfigError
 from nanovllm_core.execution.sampler import StepHandle
 
 _encode = msgspec.json.Encoder().encode
@@ -25,10 +26,15 @@ TRACKS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3}
 
 
 class Trace:
-    """A trace file. Tracks show up as threads."""
+    """A trace file. Tracks show up as threads. Raises ConfigError when it can't be written."""
 
     def __init__(self, path: Path):
-        self._file = path.open("wb")
+        try:
+            self._file = path.open("wb")
+        except OSError as error:
+            raise ConfigError(
+                f"trace is {str(path)!r}, which can't be written ({error.strerror}): name a file that can be"
+            ) from error
         self._file.write(b"[\n")
         for track, number in TRACKS.items():
             self._write({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": track}})
@@ -58,8 +64,8 @@ class Trace:
 class Tracer:
     """The trace of an engine's steps: spans of the host, and on a GPU of the device."""
 
-    def __init__(self, path: Path, device: torch.device):
-        self.trace = Trace(path)
+    def __init__(self, trace: Trace, device: torch.device):
+        self.trace = trace
         self._origin: torch.cuda.Event | None = None
         self._at = 0.0
         if device.type == "cuda":
