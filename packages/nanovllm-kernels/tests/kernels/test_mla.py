@@ -7,6 +7,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import tiles
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
 from nanovllm_kernels.elementwise import reference
+from nanovllm_kernels.platform import has_flash_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # Decodes, prompts that are whole in the step, chunks.
@@ -14,7 +15,7 @@ MIXED = [(1, 1), (1, 37), (5, 5), (1, 20), (20, 70), (33, 33), (2, 9)]
 OPS = torch.ops.nanovllm
 
 
-def check(batch, naive_latents):
+def check(batch, naive_latents, backend="triton"):
     expected = naive_latents(batch)
     for num_decodes in (batch.num_decodes, None):
         planned = plan_latent_batch(
@@ -26,7 +27,7 @@ def check(batch, naive_latents):
             max_seq_len=batch.max_seq_len,
             num_heads=batch.q.shape[1],
             kv_cache=batch.kv_cache,
-            backend="triton",
+            backend=backend,
             dtype=batch.q.dtype,
         )
         out = latent_attention(
@@ -130,6 +131,18 @@ def test_grid(device, latent_batch, quantized_latents, naive_latents, dtype, num
 def test_long_contexts_and_many_decodes(device, latent_batch, naive_latents, requests, dtype):
     batch = latent_batch(requests, (16, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
     check(batch, naive_latents)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("requests", [MIXED, [(1, 1), (700, 700), (2, 2), (300, 300)], [(1, 5), (40, 400)]])
+def test_whole_prompts_by_flash_attention(
+    device, latent_batch, quantized_latents, naive_latents, dtype, in_fp8, requests
+):
+    batch = latent_batch(requests, (16, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
+    check(quantized_latents(batch) if in_fp8 else batch, naive_latents, backend="fastest")
 
 
 @pytest.mark.gpu

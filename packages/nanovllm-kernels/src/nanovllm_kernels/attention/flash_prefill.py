@@ -1,4 +1,4 @@
-"""Paged attention of requests with several queries each, by FlashAttention's CuTe build (Shah et al. 2024), on Hopper.
+"""Attention of requests with several queries each, by FlashAttention's CuTe build (Shah et al. 2024), on Hopper.
 
 This room must not know requests with one query: the Triton kernels have them.
 """
@@ -13,17 +13,27 @@ from torch import Tensor
 from nanovllm_kernels.platform import kept_directory
 
 HEAD_DIMS = (64, 96, 128, 256)
+# Of keys and of values, where these are no pages but rows.
+PLAIN_HEAD_DIMS = ((192, 128),)
 # Of what a whole batch fits into one tile FlashAttention makes a kernel of its own, compiled when such a batch first
 # comes. The bound it is given need not be tight: with one above a tile's rows, there is one kernel for all batches.
 LEAST_BOUND = 256
 # A captured step may hold one chunk of so many tokens over a long context. It reads its keys from end to end in one go,
 # so that for few tokens a kernel that cuts them into parts is faster.
 LEAST_CAPTURED = 512
+# Whether a tile holds all query heads of a key-value head, as is its default. With one head a tile it reads queries and
+# writes results in larger pieces, which is faster for prompts, and slower where a request has few queries.
+PACKED = False
 
 
 def supports(head_dim: int, dtype: torch.dtype) -> bool:
     """Whether FlashAttention has a kernel for such heads."""
     return head_dim in HEAD_DIMS and dtype in (torch.bfloat16, torch.float16)
+
+
+def supports_plain(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether it is used for such heads where keys and values lie in rows."""
+    return (key_dim, value_dim) in PLAIN_HEAD_DIMS and dtype in (torch.bfloat16, torch.float16)
 
 
 def paged_prefill(
@@ -54,6 +64,38 @@ def paged_prefill(
         max_seqlen_q=max(max_query_len, LEAST_BOUND),
         softmax_scale=scale,
         causal=True,
+        pack_gqa=PACKED,
+        out=out,
+    )
+
+
+def plain_prefill(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_start_loc: Tensor,
+    query_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    out: Tensor,
+) -> None:
+    """Attend for requests of which all tokens are here, `query_lens` int32 [B] of them, none leaving a request out.
+
+    q [T, H, D], keys [T, H, D], values [T, H, V]: the last dimension contiguous. The rest as in `paged_prefill`.
+    """
+    bound = max(max_query_len, LEAST_BOUND)
+    _forward()(
+        q,
+        keys,
+        values,
+        cu_seqlens_q=query_start_loc,
+        cu_seqlens_k=query_start_loc,
+        seqused_q=query_lens,
+        max_seqlen_q=bound,
+        max_seqlen_k=bound,
+        softmax_scale=scale,
+        causal=True,
+        pack_gqa=PACKED,
         out=out,
     )
 

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm_kernels.attention import AttentionBatch, Backend, _plan_units_op, mla_reference, reference, tiles
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.attention import (
+    AttentionBatch,
+    Backend,
+    _plan_units_op,
+    flash_prefill,
+    mla_reference,
+    reference,
+    tiles,
+)
+from nanovllm_kernels.platform import describe, has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
@@ -31,9 +39,10 @@ def plan_latent_batch(
 ) -> AttentionBatch:
     """Prepare a step's latent attention, once for all its layers: `plan_batch` for a cache [N, P, 1, L + R].
 
-    Of the backends "torch" is plain torch; for all others, of which none has kernels of its own, it is Triton.
+    Of the backends "torch" is plain torch; for all others it is Triton, with FlashAttention, where `plan_batch` would
+    use it, for prompts that are whole in the step.
     """
-    units = gathers = None
+    units = gathers = prefill_lens = None
     page_size, element_size = kv_cache.shape[1], kv_cache.element_size()
     if backend == "torch":
         if num_decodes is None:
@@ -45,8 +54,21 @@ def plan_latent_batch(
         num_slots = (describe(kv_cache.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
         num_units = tiles.choose_units(-(-num_heads // config.block_m), num_slots, tiles.LATENT_UNIT_WAVES)
         units = _plan_units_op(seq_lens, query_start_loc, num_units, config.block_n)
+    if backend in ("flash", "fastest") and has_flash_attention() and max_query_len > 1:
+        query_lens = query_start_loc.diff()
+        prefill_lens = query_lens * ((query_lens > 1) & (query_lens == seq_lens))
     return AttentionBatch(
-        block_tables, seq_lens, query_start_loc, max_query_len, max_seq_len, False, gathers, units, None, (), None
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        max_query_len,
+        max_seq_len,
+        False,
+        gathers,
+        units,
+        None,
+        (),
+        prefill_lens,
     )
 
 
@@ -94,13 +116,40 @@ def latent_attention(
     out = q.new_empty((q.shape[0], num_heads, expanded - key_dim))
     torch.bmm(found.transpose(0, 1), to_value.transpose(1, 2), out=out.transpose(0, 1))
     if batch.max_query_len > 1:
-        lengths = (batch.seq_lens, batch.query_start_loc)
-        latents = _gather_latents_op(kv_cache, kv_scales, batch.block_tables, *lengths, q.shape[0], q.dtype)
-        expanded_kv = functional.linear(latents[:, :latent_dim], expansion.view(-1, latent_dim))
-        _attend_whole_prompts_op(
-            q, expanded_kv.view(-1, num_heads, expanded), latents[:, latent_dim:], *lengths, scale, out
-        )
+        _attend_whole_prompts(q, expansion, kv_cache, kv_scales, batch, scale, out)
     return out
+
+
+def _attend_whole_prompts(
+    q: Tensor,
+    expansion: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+    batch: AttentionBatch,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Expand and attend plainly; writes the rows of `out` [T, H, V] that are of prompts whole in the step."""
+    num_tokens, num_heads, head_dim = q.shape
+    expanded, latent_dim = expansion.shape[1:]
+    value_dim = out.shape[2]
+    key_dim = expanded - value_dim
+    lengths = (batch.seq_lens, batch.query_start_loc)
+    cached = _gather_latents_op(kv_cache, kv_scales, batch.block_tables, *lengths, num_tokens, q.dtype)
+    latents, k_rope = cached.split((latent_dim, head_dim - key_dim), 1)
+    if batch.prefill_lens is None or not flash_prefill.supports_plain(head_dim, value_dim, q.dtype):
+        kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded)
+        _attend_whole_prompts_op(q, kv, k_rope, *lengths, scale, out)
+        return
+    keys, values = torch.empty_like(q), torch.empty_like(out)
+    to_key, to_value = expansion.transpose(1, 2).split((key_dim, value_dim), 2)
+    shared = latents.expand(num_heads, -1, -1)
+    torch.bmm(shared, to_key, out=keys[:, :, :key_dim].transpose(0, 1))
+    keys[:, :, key_dim:] = k_rope.unsqueeze(1)
+    torch.bmm(shared, to_value, out=values.transpose(0, 1))
+    flash_prefill.plain_prefill(
+        q, keys, values, batch.query_start_loc, batch.prefill_lens, scale, batch.max_query_len, out
+    )
 
 
 @torch.library.custom_op("nanovllm::latent_attention", mutates_args=())
@@ -153,11 +202,11 @@ def _gather_latents_op(
     dtype: torch.dtype,
 ) -> Tensor:
     """What the cache holds of the step's own tokens, [num_tokens, L + R] in `dtype`: of those of prompts that are whole
-    in the step, and anything for the others.
+    in the step, and zeros for the others, as FlashAttention reads on behind a prompt.
     """
     from nanovllm_kernels.attention import triton_mla_plain
 
-    out = kv_cache.new_empty((num_tokens, kv_cache.shape[3]), dtype=dtype)
+    out = kv_cache.new_zeros((num_tokens, kv_cache.shape[3]), dtype=dtype)
     triton_mla_plain.gather_latents(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc, out)
     return out
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from nanovllm_kernels.ladder.attention import cute_decode, decode, flash_decode, latent_works, prefill
+from nanovllm_kernels.ladder.attention import latent_works, paged_works
 from nanovllm_kernels.ladder.gemm import SHAPES, block_fp8_linears, projections
 from nanovllm_kernels.ladder.linear_attention import delta_nets
 from nanovllm_kernels.ladder.moe import mixtures
 from nanovllm_kernels.ladder.timing import Figure, Work, measure
 from nanovllm_kernels.ladder.traffic import copy_ceiling, elementwise, sampling
-from nanovllm_kernels.platform import describe, has_cuda, has_cute, has_flash_attention
+from nanovllm_kernels.platform import describe, has_cuda
 
 __all__ = ["Figure", "Work", "ladder", "main", "measure", "selected"]
 
@@ -30,17 +30,7 @@ __all__ = ["Figure", "Work", "ladder", "main", "measure", "selected"]
 def ladder() -> Iterator[Work]:
     """All the work, smallest inputs first within a family."""
     yield copy_ceiling()
-    for page_size in (16, 64):
-        for batch in (1, 8, 64, 256):
-            for context in (512, 2048, 8192, 32768):
-                for in_fp8 in (False, True):
-                    yield decode(batch, context, page_size, in_fp8=in_fp8)
-                    if has_cute():
-                        yield cute_decode(batch, context, page_size, in_fp8=in_fp8)
-                if has_flash_attention():
-                    yield flash_decode(batch, context, page_size)
-    yield prefill(4, 2048)
-    yield prefill(1, 8192)
+    yield from paged_works()
     yield from latent_works()
     for num_tokens in (256, 8192):
         yield from elementwise(num_tokens)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.attention import paged_attention, plan_batch
+from nanovllm_kernels.attention import Backend, paged_attention, plan_batch
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
 from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
 from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
+from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 # DeepSeek-V3's: of a head's key those not rotated and those rotated, of its value, and of a latent.
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
@@ -92,7 +93,16 @@ def flash_decode(batch: int, context: int, page_size: int) -> Work:
 
 
 def latent_attention_work(
-    name: str, batch: int, query_len: int, context: int, num_heads: int, cost: float, unit: str, *, in_fp8: bool = False
+    name: str,
+    batch: int,
+    query_len: int,
+    context: int,
+    num_heads: int,
+    cost: float,
+    unit: str,
+    *,
+    in_fp8: bool = False,
+    backend: Backend = "triton",
 ) -> Work:
     """Latent attention of `query_len` queries a request at the end of `context` tokens, pages of 64 in random order,
     with the products that bring queries to the latents and results back.
@@ -117,7 +127,7 @@ def latent_attention_work(
             max_seq_len=context,
             num_heads=num_heads,
             kv_cache=kv_cache,
-            backend="triton",
+            backend=backend,
             dtype=DTYPE,
         )
         q = random(batch * query_len, num_heads, KEY_DIM + ROPE_DIM)
@@ -140,11 +150,12 @@ def latent_decode(batch: int, context: int, num_heads: int, *, in_fp8: bool = Fa
     return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TFLOP/s", in_fp8=in_fp8)
 
 
-def latent_prefill(batch: int, length: int, num_heads: int) -> Work:
+def latent_prefill(batch: int, length: int, num_heads: int, backend: Backend = "triton") -> Work:
     """Whole prompts, in the operations that plain attention takes."""
     pairs = length * (length + 1) / 2
     cost = 2 * batch * num_heads * pairs * (KEY_DIM + ROPE_DIM + VALUE_DIM)
-    return latent_attention_work("MLA prefill", batch, length, length, num_heads, cost, "TFLOP/s")
+    name = _by("MLA prefill", backend)
+    return latent_attention_work(name, batch, length, length, num_heads, cost, "TFLOP/s", backend=backend)
 
 
 def latent_works() -> Iterator[Work]:
@@ -153,10 +164,19 @@ def latent_works() -> Iterator[Work]:
         for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
             for in_fp8 in (False, True):
                 yield latent_decode(batch, context, num_heads, in_fp8=in_fp8)
-        yield latent_prefill(4, 2048, num_heads)
+        yield from (latent_prefill(4, 2048, num_heads, backend) for backend in prefill_backends())
 
 
-def prefill(batch: int, length: int) -> Work:
+def prefill_backends() -> tuple[Backend, ...]:
+    """Who has kernels for prompts here."""
+    return ("triton", "flash") if has_flash_attention() else ("triton",)
+
+
+def _by(name: str, backend: Backend) -> str:
+    return name if backend == "triton" else f"{backend} {name}"
+
+
+def prefill(batch: int, length: int, backend: Backend = "triton") -> Work:
     """Whole prompts, causal."""
     page_size = 16
     width = length // page_size
@@ -176,9 +196,25 @@ def prefill(batch: int, length: int) -> Work:
             max_seq_len=length,
             num_heads=NUM_HEADS,
             kv_cache=kv_cache,
-            backend="triton",
+            backend=backend,
         )
         return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5)
 
     cost = 4 * batch * NUM_HEADS * HEAD_DIM * length * (length + 1) / 2
-    return Work(f"prefill {batch} x {length}", make, cost, "TFLOP/s", COLD_BYTES)
+    return Work(f"{_by('prefill', backend)} {batch} x {length}", make, cost, "TFLOP/s", COLD_BYTES)
+
+
+def paged_works() -> Iterator[Work]:
+    """Decodes and whole prompts by everyone who has kernels for them here."""
+    for page_size in (16, 64):
+        for batch in (1, 8, 64, 256):
+            for context in (512, 2048, 8192, 32768):
+                for in_fp8 in (False, True):
+                    yield decode(batch, context, page_size, in_fp8=in_fp8)
+                    if has_cute():
+                        yield cute_decode(batch, context, page_size, in_fp8=in_fp8)
+                if has_flash_attention():
+                    yield flash_decode(batch, context, page_size)
+    for backend in prefill_backends():
+        yield prefill(4, 2048, backend)
+        yield prefill(1, 8192, backend)
