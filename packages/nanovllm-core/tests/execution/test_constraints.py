@@ -9,6 +9,7 @@ from nanovllm_core import Budget, SamplingParams
 from nanovllm_core.execution import constraints as room
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.inputs import MaskBuffer
+from nanovllm_core.execution.landing import Place
 from nanovllm_core.execution.sampler import Sampled, StepHandle
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 
@@ -19,8 +20,11 @@ class Event:
     """Of a step that the device has not ended until somebody waits for it, or it is told."""
 
     def __init__(self):
-        self.over = False
+        self.over = True
         self.waits = 0
+
+    def record(self) -> None:
+        self.over = False
 
     def query(self) -> bool:
         return self.over
@@ -82,10 +86,10 @@ def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bo
 
 
 def handle(tokens: list[int]) -> tuple[StepHandle, Event]:
+    landed, event = torch.empty(len(tokens) + 1, dtype=torch.int32), Event()
+    place = Place(landed, landed.numpy(), Event(), event)
     sampled = Sampled(torch.tensor(tokens, dtype=torch.int32), None, None, None)
-    made = StepHandle(sampled, np.arange(len(tokens)), np.full(len(tokens), -1), None)
-    made.end = event = Event()
-    return made, event
+    return StepHandle(sampled, np.arange(len(tokens)), np.full(len(tokens), -1), place), event
 
 
 def allowed(masks: torch.Tensor) -> list[list[int]]:

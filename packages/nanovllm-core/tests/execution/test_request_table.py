@@ -1,5 +1,7 @@
 """The device's tables follow plans, and cost the host the same whatever the number of requests."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from counting import calls
@@ -48,9 +50,22 @@ def test_no_function_is_called_for_each_request():
     counts = []
     for count in (8, 256):
         table = table_of(count)
-        plan = plan_of(list(range(count)), [1] * count, [True] * count)
-        table.apply(plan)
-        counts.append(calls(table.apply, plan))
+        first, second = (plan_of(list(range(count)), [1] * count, [True] * count) for _ in range(2))
+        table.apply(first)
+        counts.append(calls(table.apply, second))
     few, many = counts
     assert few == many
     assert sum(many.values()) < 200
+
+
+def test_steps_that_are_scheduled_alike_have_the_same_inputs():
+    table = table_of(4)
+    first = plan_of([0, 2], [1, 1], [True, True])
+    inputs = table.apply(first)
+    grown = replace(first, new_blocks=NewBlocks([2], [3], [6]))
+    assert table.apply(grown) is inputs
+    assert table.block_table[2].tolist() == [0, 0, 0, 6]
+    # Who gets a row may ask for something else there.
+    new = NewRow(2, [3, 4], 2, 1, SamplingParams(temperature=0.5), seed=1, stop_ids=())
+    assert table.apply(replace(first, new_rows=[new])).needs == Needs.RANDOM
+    assert table.apply(plan_of([0], [1], [True])).rows.tolist() == [0]

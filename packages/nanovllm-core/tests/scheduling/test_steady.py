@@ -6,6 +6,7 @@ from counting import calls
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.scheduling.intake import COMMITTED
 from nanovllm_core.scheduling.plan import StepTokens
 from nanovllm_core.scheduling.scheduler import Scheduler
 
@@ -42,8 +43,7 @@ def test_no_function_is_called_for_each_request(prefix_caching: bool):
         counts[count] = [calls(step, scheduler, count) for _ in range(8)]
     for at_few, at_many in zip(counts[few], counts[many], strict=True):
         assert at_few["call"] == at_many["call"] < 100
-        # But one: the token is appended to the request's.
-        assert at_many["c_call"] - at_few["c_call"] <= many - few
+        assert at_few["c_call"] == at_many["c_call"]
 
 
 def test_blocks_for_all_cost_two_calls_a_request():
@@ -109,3 +109,43 @@ def test_nobody_is_given_a_block_beyond_its_end():
     step(scheduler, 2)
     step(scheduler, 2)
     assert [len(request.block_ids) for request in scheduler.running] == [2, 2]
+
+
+def test_steps_of_the_same_requests_are_scheduled_alike():
+    scheduler = decoding(2, prefix_caching=False)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first.plan.scheduled is second.plan.scheduled
+    tokens = StepTokens(np.array([7, 8], np.int32), ())
+    scheduler.complete(first, tokens)
+    scheduler.abort(1)
+    # Its key is free, and so is its row, once the step in flight has ended.
+    assert scheduler.complete(second, tokens).keys == [0]
+    newcomer = Request("r1", [9], SamplingParams())
+    newcomer.key = 1
+    scheduler.add(newcomer)
+    mixed = scheduler.schedule()
+    assert scheduler.complete(mixed, tokens).begins == [(1, 0)]
+    third = scheduler.schedule()
+    assert third.plan.scheduled.rows.tolist() == first.plan.scheduled.rows.tolist()
+    assert third.plan.scheduled is not first.plan.scheduled
+    assert scheduler.complete(third, tokens).keys == [0, 1]
+    assert newcomer.token_ids == [9, 8, 8]
+
+
+def test_blocks_of_an_answer_are_found_some_at_a_time_and_at_its_end_all():
+    cache = CacheManager(100, BLOCK_SIZE, prefix_caching=True, prefix_hash="fast", watermark=0)
+    scheduler = Scheduler(
+        cache, max_num_seqs=1, max_num_batched_tokens=1024, max_model_len=LONGEST, eos_token_ids=[EOS]
+    )
+    request = Request("r", [2] * 40, SamplingParams(max_tokens=100, ignore_eos=True))
+    request.key = 0
+    scheduler.add(request)
+    committed: list[int] = []
+    for _ in range(100):
+        step(scheduler, 1)
+        committed.append(request.num_committed_blocks)
+    # By the tokens that are computed: 40 to 138. What a request holds no more is not counted as its own.
+    some = COMMITTED * BLOCK_SIZE
+    assert committed == [max(2, computed // some * COMMITTED) for computed in range(40, 139)] + [0]
+    again = Request("again", request.token_ids, SamplingParams())
+    assert cache.admit(again, keep_watermark=False) == 138 // BLOCK_SIZE * BLOCK_SIZE

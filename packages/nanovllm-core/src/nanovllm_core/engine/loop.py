@@ -22,8 +22,9 @@ from nanovllm_core.execution.sampler import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.request import GrammarError, GrammarSpec, Request, RequestStatus, StepOutputs
+from nanovllm_core.scheduling.intake import ScheduledStep
 from nanovllm_core.scheduling.plan import StepPlan
-from nanovllm_core.scheduling.scheduler import ScheduledStep, Scheduler
+from nanovllm_core.scheduling.scheduler import Scheduler
 
 Emit = Callable[[StepOutputs, EngineStats], None]
 

@@ -76,6 +76,6 @@ class Tracer:
 
     def device(self, step: int, handle: StepHandle) -> None:
         """Record when the device ran a step that has ended."""
-        if self._origin is not None and handle.begin is not None and handle.end is not None:
-            begin, end = (self._at + self._origin.elapsed_time(each) / 1e3 for each in (handle.begin, handle.end))
+        if self._origin is not None and handle.events is not None:
+            begin, end = (self._at + self._origin.elapsed_time(each) / 1e3 for each in handle.events)
             self.trace.add("device", f"step {step}", begin, end)

@@ -22,7 +22,7 @@ from nanovllm_core.request import (
     MAX_STOP_TOKENS,
     SamplingParams,
 )
-from nanovllm_core.scheduling.plan import NewBlocks, NewRow, StepPlan
+from nanovllm_core.scheduling.plan import NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_kernels.sampling import IN_PROMPT
 
 _FOREVER = np.iinfo(np.int32).max
@@ -114,9 +114,15 @@ class RequestTable:
         # What the special tables hold of each row, be it over.
         self._written = np.zeros(num_rows, np.uint8)
         self._num_logprobs = np.full(num_rows, -1, np.int64)
+        # Steady decodes are scheduled alike, and need nothing but new blocks then.
+        self._last: tuple[ScheduledRows, StepInputs] | None = None
 
     def apply(self, plan: StepPlan) -> StepInputs:
         """Bring the rows up to date with `plan`, and return what its step works on."""
+        if self._last is not None and plan.scheduled is self._last[0] and not plan.new_rows:
+            if plan.new_blocks.rows:
+                self._write_diffs(plan)
+            return self._last[1]
         rows, lengths, samples = plan.scheduled
         count = len(rows)
         if plan.new_rows or plan.new_blocks.rows:
@@ -126,7 +132,7 @@ class RequestTable:
         sampled = np.flatnonzero(samples)
         sample_rows = rows[sampled]
         num_logprobs = self._num_logprobs[sample_rows]
-        return StepInputs(
+        inputs = StepInputs(
             buffer=self.buffer,
             rows=self.buffer.rows[:count],
             query_start_loc=self.buffer.query_start_loc[: count + 1],
@@ -137,6 +143,8 @@ class RequestTable:
             most_logprobs=int(num_logprobs.max(initial=-1)),
             restored=restored,
         )
+        self._last = plan.scheduled, inputs
+        return inputs
 
     def _write_states(self, new_rows: Sequence[NewRow]) -> tuple[Tensor, Tensor] | None:
         states = [new.state for new in new_rows]

@@ -19,6 +19,7 @@ from nanovllm_core.cache.planner import bytes_per_block, bytes_per_slot, plan_ca
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
+from nanovllm_core.execution.landing import Landing, Place
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
 from nanovllm_core.execution.sampler import Masks, Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
@@ -83,6 +84,9 @@ class Runner:
             self.device,
             has_states=bool(self._state_specs),
         )
+        self._landing: Landing | None = None
+        if self.device.type == "cuda":
+            self._landing = Landing(config.max_num_seqs, config.depth, timed=config.trace is not None)
         self._constraints = Constraints(config.max_num_seqs, spec.vocab_size, self.device)
         attention, *others = dict.fromkeys(self._paged_specs)
         if others:
@@ -120,36 +124,36 @@ class Runner:
         Raises RuntimeError when something does wait and the config forbids it.
         """
         with self._no_waiting():
-            begin = self._now() if self._config.trace is not None else None
+            place = None if self._landing is None else self._landing.take()
+            if place is not None and self._config.trace is not None:
+                place.begin.record()
             step = self._table.apply(plan)
             if self._constraints.begin(plan):
                 step = replace(step, needs=step.needs | Needs.MASK)
             if step.restored is not None:
                 self._states.copy(*step.restored)
-            handle = self._start(plan, step, begin)
+            handle = self._start(plan, step, place)
             self._constraints.launched(handle)
             return handle
 
-    def _start(self, plan: StepPlan, step: StepInputs, begin: torch.cuda.Event | None) -> StepHandle:
+    def _start(self, plan: StepPlan, step: StepInputs, place: Place | None) -> StepHandle:
         captured = self.graphs.dispatch(plan.shape, launched=bool(plan.prompt_logprobs))
         if captured is not None:
-            return self._replay(plan, step, captured, begin)
+            return self._replay(plan, step, captured, place)
         hidden, batch = self._forward(
             step.rows, step.query_start_loc, num_tokens=plan.shape.num_tokens, bounds=_bounds(plan)
         )
         # First, as the choice of tokens may have to wait.
         scored = [self._score(part, hidden) for part in plan.prompt_logprobs]
         logits = self._logits(hidden, batch) if step.sampled.size else hidden[:0]
-        return self._choose(step, Logits(logits, batch.seq_lens, batch.block_tables), begin, scored)
+        return self._choose(step, Logits(logits, batch.seq_lens, batch.block_tables), place, scored)
 
     def _score(self, part: PromptPart, hidden: Tensor) -> Scored:
         # A copy, so that pieces of it begin where kernels like it.
         tokens = self._table.tokens[part.row, part.start : part.start + part.num_tokens].clone()
         return score(hidden[part.at : part.at + part.num_tokens], tokens, part.num_top, self._model.compute_logits)
 
-    def _replay(
-        self, plan: StepPlan, step: StepInputs, captured: CapturedStep, begin: torch.cuda.Event | None
-    ) -> StepHandle:
+    def _replay(self, plan: StepPlan, step: StepInputs, captured: CapturedStep, place: Place | None) -> StepHandle:
         count = len(step.rows)
 
         def plan_attention(found: Logits) -> AttentionBatch:
@@ -165,21 +169,21 @@ class Runner:
             graph, tokens = captured.draws[needs]
             graph.replay()
             sampled = Sampled(tokens[:count], None, None, None)
-            return StepHandle(sampled, step.sampled, step.num_logprobs, begin, self._constraints.failed)
-        return self._choose(step, Logits(*(tensor[:count] for tensor in captured.found)), begin)
+            return StepHandle(sampled, step.sampled, step.num_logprobs, place, self._constraints.failed)
+        return self._choose(step, Logits(*(tensor[:count] for tensor in captured.found)), place)
 
     def _choose(
-        self, step: StepInputs, found: Logits, begin: torch.cuda.Event | None, scored: Sequence[Scored] = ()
+        self, step: StepInputs, found: Logits, place: Place | None, scored: Sequence[Scored] = ()
     ) -> StepHandle:
         if not step.sampled.size:
             # What is passed for the tokens isn't read.
             self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
-            return StepHandle(None, step.sampled, step.num_logprobs, begin, scored=scored)
+            return StepHandle(None, step.sampled, step.num_logprobs, place, scored=scored)
         masks = self._constraints.masks(step.sampled) if step.needs & Needs.MASK else None
         tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs, self._gather_settings, masks)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
         sampled = with_logprobs(tokens, found.logits, step.sampled, step.num_logprobs, step.most_logprobs)
-        return StepHandle(sampled, step.sampled, step.num_logprobs, begin, self._constraints.failed, scored)
+        return StepHandle(sampled, step.sampled, step.num_logprobs, place, self._constraints.failed, scored)
 
     def _forward(
         self,
@@ -285,13 +289,6 @@ class Runner:
         for shape in tqdm((several, GraphShape(1, 1, 1, "none")), desc="compiling", disable=not progress):
             self._draw_padded(Needs.RANDOM, self._forward_padded(shape))
             self._forward_padded(shape, num_decodes=0)
-
-    def _now(self) -> torch.cuda.Event | None:
-        if self.device.type == "cpu":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _no_waiting(self) -> AbstractContextManager[None]:
         return forbidden_waiting() if self._config.forbid_sync else nullcontext()

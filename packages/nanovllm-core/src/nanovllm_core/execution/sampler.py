@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.execution.inputs import to_device
+from nanovllm_core.execution.landing import Place
 from nanovllm_core.execution.request_table import Needs, RequestTable
 from nanovllm_core.request import PromptLogprobs, TokenLogprobs
 from nanovllm_core.scheduling.plan import StepTokens
@@ -126,10 +127,10 @@ def score(hidden: Tensor, tokens: Tensor, num_top: int, compute_logits: Callable
 class StepHandle:
     """A step in flight: its tokens are on their way to the host.
 
-    sampled: of every request of the step, None when none samples. which: int64, the requests that do. num_logprobs:
-    int64, of each. begin, end: on CUDA, when the device began the step, if anyone wants to know, and when it ended.
-    failed: which of the requests that sample have no token, and why. scored: of each part of a prompt that the step was
-    to tell of.
+    sampled: of every request of the step, None when none samples. which: int64, the requests that do, rising.
+    num_logprobs: int64, of each. place: on CUDA, where the tokens are to land; it is this step's until `depth` others
+    have begun, so that they must have been read by then. failed: which of the requests that sample have no token, and
+    why. scored: of each part of a prompt that the step was to tell of.
     """
 
     def __init__(
@@ -137,43 +138,50 @@ class StepHandle:
         sampled: Sampled | None,
         which: NDArray[np.int64],
         num_logprobs: NDArray[np.int64],
-        begin: torch.cuda.Event | None,
+        place: Place | None,
         failed: Sequence[tuple[int, str]] = (),
         scored: Sequence[Scored] = (),
     ):
         self._failed = failed
         self._which = which
         self._num_logprobs = num_logprobs
-        self.begin = begin
-        self.end: torch.cuda.Event | None = None
-        on_its_way = False
-        if sampled is not None and sampled.tokens.is_cuda:
+        self._numbers = np.zeros(0, np.int32)
+        if sampled is not None:
             tokens, *rest = sampled
-            sampled = Sampled(_to_host(tokens), *(None if tensor is None else _to_host(tensor) for tensor in rest))
-            on_its_way = True
-        if scored and scored[0].logprobs.is_cuda:
+            if place is None:
+                self._numbers = tokens.numpy()
+            else:
+                self._numbers = place.numbers[: len(tokens)]
+                place.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
+                sampled = Sampled(tokens, *(None if tensor is None else _to_host(tensor) for tensor in rest))
+        if place is not None:
             scored = [Scored(*map(_to_host, each)) for each in scored]
-            on_its_way = True
-        if on_its_way:
-            self.end = torch.cuda.Event(enable_timing=begin is not None)
-            self.end.record()
+        self._place = place if sampled is not None or scored else None
+        if self._place is not None:
+            self._place.end.record()
         self._sampled = sampled
         self._scored = scored
 
     @property
     def ready(self) -> bool:
         """Whether the device has ended the step, or nobody wants to know."""
-        return self.end is None or self.end.query()
+        return self._place is None or self._place.end.query()
 
     def wait(self) -> None:
         """Wait until it has."""
-        if self.end is not None:
-            self.end.synchronize()
+        if self._place is not None:
+            self._place.end.synchronize()
+
+    @property
+    def events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+        """When the device began the step and ended it, if anybody waits for that on a GPU."""
+        return None if self._place is None else (self._place.begin, self._place.end)
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """The tokens alone, of the requests that sample; to be called when the step has ended."""
-        return np.zeros(0, np.int32) if self._sampled is None else self._sampled.tokens.numpy()[self._which]
+        all_sample = len(self._which) == len(self._numbers)
+        return self._numbers.copy() if all_sample else self._numbers[self._which]
 
     def tokens(self) -> StepTokens:
         """What was sampled, and found of prompts; to be called when the step has ended."""

@@ -1,21 +1,20 @@
-"""Decides, step by step, which requests compute how many tokens, and keeps their state as steps come back.
+"""Decides, step by step, which requests compute how many tokens.
 
 One rule: a request has `num_computed_tokens` chasing `num_tokens`, and a step gives each some tokens out of one
 budget. Several steps may be in flight: `schedule` is called before the last step's tokens are known, `complete` when
-they are. Whatever ends a request's hold on its row and blocks (finish, abort, preemption) goes through one exit, which
-waits until no step in flight refers to it. This room must not know about devices, tensors, text or asyncio.
+they are. This room must not know about devices, tensors, text or asyncio.
 """
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import FinishReason, Request, RequestStatus, StepOutputs
+from nanovllm_core.request import Request, RequestStatus, StepOutputs
+from nanovllm_core.scheduling.intake import Intake, ScheduledStep
+from nanovllm_core.scheduling.lifecycle import Lifecycle
 from nanovllm_core.scheduling.plan import (
     BatchShape,
     NewBlocks,
@@ -27,18 +26,10 @@ from nanovllm_core.scheduling.plan import (
     StepTokens,
 )
 from nanovllm_core.scheduling.policy import MIXED_TOKENS, Score, favours_prompts, urgency, victim_score
-from nanovllm_core.scheduling.queue import WaitingQueue
 from nanovllm_core.scheduling.rows import Rows, RowTable
 
 # Blocks are given ahead of need where so many times as many are free.
 PLENTY = 4
-
-
-class ScheduledStep(NamedTuple):
-    """A step in flight: the plan for the runners, and how many tokens each row has computed after it, int64 [n]."""
-
-    plan: StepPlan
-    ends: NDArray[np.int64]
 
 
 class Chunk(NamedTuple):
@@ -46,19 +37,6 @@ class Chunk(NamedTuple):
 
     row: int
     num_tokens: int
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start. tokens: computed, prompts and decodes alike. prefix_queries, prefix_hits: in tokens."""
-
-    steps: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    tokens: int = 0
 
 
 class Scheduler:
@@ -74,20 +52,17 @@ class Scheduler:
         eos_token_ids: Sequence[int],
         seed: int = 0,
     ):
+        self._eos_token_ids = frozenset(eos_token_ids)
         self.cache = cache
-        self.counters = SchedulerCounters()
-        self.waiting = WaitingQueue()
+        self.rows = RowTable(max_num_seqs, len(self._eos_token_ids))
+        self._lifecycle = Lifecycle(cache, self.rows)
+        self.waiting, self.counters = self._lifecycle.waiting, self._lifecycle.counters
+        self._intake = Intake(self._lifecycle)
         self._max_num_batched_tokens = max_num_batched_tokens
         # Room for a block of some prompt, whoever decodes, or prompts would starve.
         self._max_mixed_tokens = min(max_num_batched_tokens, max(MIXED_TOKENS, max_num_seqs + cache.block_size))
         self._max_model_len = max_model_len
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self.rows = RowTable(max_num_seqs, len(self._eos_token_ids))
         self._seeds = random.Random(seed)
-        self._requests: dict[int, Request] = {}
-        # Requests that are over or preempted, and whose row and blocks wait for a step in flight.
-        self._num_finishing = 0
-        self._num_preempting = 0
 
     @property
     def running(self) -> list[Request]:
@@ -97,16 +72,16 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row, those included whose preemption waits for a step in flight."""
-        return len(self.waiting) + self._num_preempting
+        return self._lifecycle.num_waiting
 
     @property
     def has_requests(self) -> bool:
         """Whether anything is left to do, be it only to take back what finished requests held."""
-        return bool(self._requests) or self._num_finishing > 0
+        return self._lifecycle.has_requests
 
     def add(self, request: Request) -> None:
         """Queue a new request, already checked. Raises ValueError when its key is taken."""
-        if request.key in self._requests:
+        if self._lifecycle.find(request.key) is not None:
             raise ValueError(f"request key {request.key} is in use")
         sampling = request.sampling
         room = self._max_model_len - request.num_prompt_tokens
@@ -116,15 +91,14 @@ class Scheduler:
         if not sampling.ignore_eos or sampling.grammar is not None:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        self._requests[request.key] = request
-        self.waiting.push(request)
+        self._lifecycle.add(request)
 
     def abort(self, key: int) -> bool:
         """End a request now; what it holds comes back once no step refers to it. False if it is unknown or over."""
-        request = self._requests.get(key)
+        request = self._lifecycle.find(key)
         if request is None:
             return False
-        self._finish(request)
+        self._lifecycle.finish(request)
         return True
 
     def schedule(self) -> ScheduledStep | None:
@@ -139,7 +113,7 @@ class Scheduler:
         most = self._max_num_batched_tokens if favours_prompts(len(decodes), num_prompts) else self._max_mixed_tokens
         budget = self._schedule_chunks(chunks, begun, most - len(decodes))
         # Whoever was just preempted needs the next free blocks more than a newcomer does.
-        if self.counters.preemptions == preemptions and self._num_preempting == 0:
+        if self.counters.preemptions == preemptions and self._lifecycle.num_preempting == 0:
             self._admit(chunks, new_rows, new_blocks, budget)
         if not len(decodes) and not chunks:
             return None
@@ -147,23 +121,7 @@ class Scheduler:
 
     def complete(self, step: ScheduledStep, found: StepTokens) -> StepOutputs:
         """Take in what a step computed, and return what it made for whom. Steps come back in the order they began."""
-        rows = self.rows
-        scheduled, num_tokens, samples = step.plan.scheduled
-        rows.steps_in_flight[scheduled] -= 1
-        wanted = ~rows.over[scheduled]
-        if self.cache.prefix_caching:
-            self._commit(scheduled[wanted], num_tokens[wanted], step.ends[wanted])
-        prompt_logprobs = [
-            (int(rows.keys[part.row]), logprobs)
-            for part, logprobs in zip(step.plan.prompt_logprobs, found.prompt_logprobs, strict=True)
-            if not rows.over[part.row]
-        ]
-        outputs = self._append(scheduled[samples], wanted[samples], found)
-        outputs.prompt_logprobs.extend(prompt_logprobs)
-        # Some have just ended and given theirs back: such a row is nobody's.
-        for request in rows.of(scheduled[~rows.running[scheduled]]):
-            self._release_when_idle(request)
-        return outputs
+        return self._intake.complete(step, found)
 
     def _schedule_decodes(self, new_blocks: NewBlocks) -> Rows:
         """One token for every running request that has its prompt behind it, and blocks to put it in."""
@@ -221,10 +179,10 @@ class Scheduler:
         """Get a block for a decode, from less urgent requests if need be; False if it must sit this step out."""
         while not self._grow([request], new_blocks):
             # Blocks are on their way back with a step in flight: take nobody else's meanwhile.
-            if self._num_preempting or self._num_finishing:
+            if self._lifecycle.num_preempting or self._lifecycle.num_finishing:
                 return False
             victim = max((other for other in self.running if other.row not in chosen), key=self._victim_score)
-            self._preempt(victim)
+            self._lifecycle.preempt(victim)
             if victim is request:
                 return False
         return True
@@ -296,33 +254,35 @@ class Scheduler:
         self, decodes: Rows, chunks: list[Chunk], new_rows: list[NewRow], new_blocks: NewBlocks
     ) -> ScheduledStep:
         rows = self.rows
-        scheduled, counts = decodes, np.ones(len(decodes), np.int64)
-        prompt_logprobs: list[PromptPart] = []
-        if chunks:
-            # A chunk of one token is a decode to the kernels.
-            chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
-            scheduled = np.concatenate((decodes, [chunk.row for chunk in chunks]))
-            counts = np.concatenate((counts, [chunk.num_tokens for chunk in chunks]))
-            prompt_logprobs = self._prompt_parts(chunks, len(decodes))
-        ends = rows.num_computed[scheduled] + counts
-        samples = ends == rows.num_tokens[scheduled]
-        rows.num_computed[scheduled] = ends
-        rows.num_tokens[scheduled] += samples
-        rows.steps_in_flight[scheduled] += 1
-        num_tokens = int(counts.sum())
-        query_len = int(counts[0]) if (counts == counts[0]).all() else None
+        cohort = None if chunks else rows.cohort(decodes)
+        scheduled = self._with_chunks(decodes, chunks) if cohort is None else cohort.scheduled
+        prompt_logprobs = self._prompt_parts(chunks, len(decodes)) if chunks else []
+        taking, counts, samples = scheduled
+        ends = rows.num_computed[taking] + counts
+        rows.num_computed[taking] = ends
+        rows.num_tokens[taking] += samples
+        rows.steps_in_flight[taking] += 1
+        num_tokens = len(decodes) + sum(chunk.num_tokens for chunk in chunks)
+        is_uniform = cohort is not None or bool((counts == counts[0]).all())
         plan = StepPlan(
             step=self.counters.steps,
             new_rows=new_rows,
             new_blocks=new_blocks,
-            scheduled=ScheduledRows(scheduled, counts, samples),
-            shape=BatchShape(len(scheduled), num_tokens, query_len),
+            scheduled=scheduled,
+            shape=BatchShape(len(taking), num_tokens, int(counts[0]) if is_uniform else None),
             max_seq_len=int(ends.max()),
             prompt_logprobs=prompt_logprobs,
         )
         self.counters.steps += 1
         self.counters.tokens += num_tokens
-        return ScheduledStep(plan, ends)
+        return ScheduledStep(plan, ends, cohort)
+
+    def _with_chunks(self, decodes: Rows, chunks: list[Chunk]) -> ScheduledRows:
+        # A chunk of one token is a decode to the kernels.
+        chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
+        rows = np.concatenate((decodes, [chunk.row for chunk in chunks]))
+        counts = np.concatenate((np.ones(len(decodes), np.int64), [chunk.num_tokens for chunk in chunks]))
+        return ScheduledRows(rows, counts, self.rows.num_computed[rows] + counts == self.rows.num_tokens[rows])
 
     def _prompt_parts(self, chunks: list[Chunk], at: int) -> list[PromptPart]:
         """What `chunks`, which begin at `at` of the step's tokens, are to tell of their prompts.
@@ -341,78 +301,3 @@ class Scheduler:
                 request.num_scored += count
             at += num_tokens
         return parts
-
-    def _commit(self, scheduled: Rows, num_tokens: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Let later prompts find the blocks that a step filled."""
-        size = self.cache.block_size
-        filled = np.flatnonzero(ends // size > (ends - num_tokens) // size)
-        for request, end in zip(self.rows.of(scheduled[filled]), ends[filled].tolist(), strict=True):
-            self.cache.commit(request, end)
-
-    def _append(self, sampled: Rows, wanted: NDArray[np.bool_], found: StepTokens) -> StepOutputs:
-        """Take in the tokens of the rows `sampled`, but of those only that are `wanted`."""
-        rows = self.rows
-        failures: list[tuple[int, str]] = []
-        for index, reason in found.failed:
-            if wanted[index]:
-                wanted[index] = False
-                (request,) = rows.of(sampled[index : index + 1])
-                failures.append((request.key, reason))
-                self._finish(request)
-        keys, took, tokens = rows.keys[sampled], sampled[wanted], found.tokens[wanted]
-        requests, new = rows.of(took), tokens.tolist()
-        for request, token in zip(requests, new, strict=True):
-            request.token_ids.append(token)
-        first = rows.num_known[took] == rows.num_prompt[took]
-        rows.num_known[took] += 1
-        stopped = rows.stopped_by(took, tokens)
-        ended = stopped | (rows.num_known[took] >= rows.max_total[took])
-        self.counters.generation_tokens += len(new)
-        ends: list[tuple[int, FinishReason, int | None]] = []
-        for index in np.flatnonzero(ended).tolist():
-            request = requests[index]
-            ends.append((request.key, "stop", new[index]) if stopped[index] else (request.key, "length", None))
-            self._finish(request)
-        return StepOutputs(
-            keys=keys[wanted].tolist(),
-            tokens=new,
-            logprobs=[(int(keys[index]), logprobs) for index, logprobs in found.logprobs if wanted[index]],
-            begins=[
-                (requests[index].key, requests[index].num_cached_tokens) for index in np.flatnonzero(first).tolist()
-            ],
-            ends=ends,
-            failures=failures,
-        )
-
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it will compute its tokens again. Its tokens in flight still count."""
-        self.rows.running[request.row] = False
-        request.status = RequestStatus.WAITING
-        request.num_preemptions += 1
-        self.counters.preemptions += 1
-        self._num_preempting += 1
-        self._release_when_idle(request)
-
-    def _finish(self, request: Request) -> None:
-        if request.status is RequestStatus.WAITING and not self.waiting.remove(request):
-            self._num_preempting -= 1
-        if request.row >= 0:
-            self.rows.running[request.row], self.rows.over[request.row] = False, True
-        request.status = RequestStatus.FINISHED
-        # Its key is free again at once, whenever its blocks come back.
-        del self._requests[request.key]
-        self._num_finishing += 1
-        self._release_when_idle(request)
-
-    def _release_when_idle(self, request: Request) -> None:
-        """The one exit: give back row and blocks, unless a step in flight still refers to them."""
-        if request.row >= 0:
-            if self.rows.steps_in_flight[request.row] > 0:
-                return
-            self.rows.give_back(request)
-            self.cache.release(request)
-        if request.status is RequestStatus.FINISHED:
-            self._num_finishing -= 1
-        else:
-            self._num_preempting -= 1
-            self.waiting.push(request)

@@ -1,0 +1,43 @@
+"""Where the tokens of steps land on the host: pinned memory and events, used in turn, as making them anew would cost a
+step more than the copy.
+
+This room must not know what the tokens are for.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Place(NamedTuple):
+    """One step's: pinned int32 [size], the same as numbers, and when the device began the step and ended it."""
+
+    tokens: Tensor
+    numbers: NDArray[np.int32]
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class Landing:
+    """Places for steps of up to `size` tokens each, of which up to `depth` are in flight, in the order they began.
+
+    A step's place is another's again when `depth` + 2 have begun after it. timed: whether the events measure time.
+    """
+
+    def __init__(self, size: int, depth: int, *, timed: bool):
+        self._places = [_make_place(size, timed=timed) for _ in range(depth + 2)]
+        self._at = 0
+
+    def take(self) -> Place:
+        """The place of the step that begins."""
+        self._at = (self._at + 1) % len(self._places)
+        return self._places[self._at]
+
+
+def _make_place(size: int, *, timed: bool) -> Place:
+    tokens = torch.empty(size, dtype=torch.int32, pin_memory=True)
+    begin, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
+    return Place(tokens, tokens.numpy(), begin, end)
