@@ -462,30 +462,35 @@ ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights
 
 
 @pytest.mark.parametrize("groups", [(1, 1), (8, 4)])
-def test_route(groups):
+@pytest.mark.parametrize("shared", ["none", "always", "gated"])
+def test_route(groups, shared):
     from nanovllm_kernels.moe import triton_route
 
     num_groups, top_groups = groups
     sizes = {"NUM_GROUPS": num_groups, "GROUP_SIZE": 256 // num_groups, "PADDED_GROUPS": num_groups}
-    sizes |= {"PADDED_SIZE": 256 // num_groups, "TOP_GROUPS": top_groups, "TOP_K": 8, "PADDED_K": 8}
+    sizes |= {"PADDED_SIZE": 256 // num_groups, "TOP_GROUPS": top_groups, "TOP_K": 8}
+    sizes |= {"SLOTS": 8, "PADDED_SLOTS": 8} if shared == "none" else {"SLOTS": 9, "PADDED_SLOTS": 16}
     kinds = {"SIGMOID": num_groups > 1, "BIAS": num_groups > 1, "RENORMALIZE": True, "OVERLAP": True}
+    kinds["GATED"] = shared == "gated"
     types = ROUTED | {"logits_ptr": FLOAT, "bias_ptr": FLOAT, "scale": "fp32"}
     compile_kernel(triton_route._route, types, sizes | kinds | {"LEAST_SUM": 1e-20}, num_warps=1)
 
 
-@pytest.mark.parametrize(("rows", "num_groups", "quantized"), [(16, 8, False), (32, 128, False), (16, 8, True)])
+@pytest.mark.parametrize(
+    ("rows", "num_groups", "top_k", "quantized"),
+    [(16, 8, 8, False), (32, 128, 8, False), (16, 8, 8, True), (16, 11, 11, True)],
+)
 @pytest.mark.parametrize("gated", [True, False])
-def test_experts_for_few_tokens(gated, rows, num_groups, quantized):
+def test_experts_for_few_tokens(gated, rows, num_groups, top_k, quantized):
     from nanovllm_kernels.moe import tiles, triton_few
 
     hidden_size, width = 2048, 768
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
     config = tiles.few_config(rows, num_groups, columns, depth, wide=False, quantized=quantized)
-    constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "PADDED_K": 8, "ROWS": rows, "QUANTIZED": quantized}
+    constants = {"WIDTH": columns, "K": depth, "TOP_K": top_k, "PADDED_K": 8 if top_k == 8 else 16, "ROWS": rows}
     constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages}
-    constants |= {"SWAPPED": config.swapped, "BY_EXPERT": num_groups == 128, "OVERLAP": True} | (
-        {} if gated else {"RESIDUAL": True}
-    )
+    constants |= {"QUANTIZED": quantized, "SWAPPED": config.swapped, "BY_EXPERT": num_groups == 128, "OVERLAP": True}
+    constants |= {} if gated else {"RESIDUAL": True}
     kernel = triton_few._few_gate_up if gated else triton_few._few_down
     types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
@@ -527,7 +532,7 @@ def test_order_and_sum_of_experts():
     from nanovllm_kernels.moe import triton_grouped
 
     compile_kernel(triton_grouped._sort_pairs, ROUTED, {"BLOCK": 2048, "OVERLAP": True}, num_warps=8)
-    sizes = {"PADDED_EXPERTS": 512, "BLOCK_M": 64, "BLOCK": 64, "OVERLAP": True}
+    sizes = {"PADDED_BEFORE": 512, "BLOCK_M": 64, "BLOCK": 64, "OVERLAP": True}
     compile_kernel(triton_grouped._list_tiles, ROUTED, sizes, num_warps=1)
     sizes = {"WIDTH": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
     compile_kernel(triton_grouped._sum_pairs, {}, sizes, num_warps=4)

@@ -1,5 +1,7 @@
 """Mixtures of experts in plain torch against loops over tokens in float64."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,9 @@ def route_naively(logits: Tensor, routing: Routing, bias: Tensor | None) -> list
     """Of each token the weights by expert."""
     found = []
     for row in logits.double():
+        gate = None
+        if routing.shared == "gated":
+            row, gate = row[:-1], row[-1].item()
         scores = row.softmax(-1) if routing.scoring == "softmax" else row.sigmoid()
         choice = (scores if bias is None else scores + bias.double()).tolist()
         size = len(choice) // routing.num_groups
@@ -25,6 +30,8 @@ def route_naively(logits: Tensor, routing: Routing, bias: Tensor | None) -> list
         chosen = sorted(eligible, key=lambda i: -choice[i])[: routing.top_k]
         total = sum(scores[i].item() for i in chosen) if routing.renormalize else 1.0
         found.append({i: scores[i].item() / total * routing.scale for i in chosen})
+        if routing.shared != "none":
+            found[-1][len(choice)] = 1.0 if gate is None else 1 / (1 + math.exp(-gate))
     return found
 
 
@@ -36,18 +43,22 @@ def route_naively(logits: Tensor, routing: Routing, bias: Tensor | None) -> list
     renormalize=st.booleans(),
     scale=st.sampled_from([1.0, 2.5]),
     with_bias=st.booleans(),
+    shared=st.sampled_from(["none", "always", "gated"]),
     seed=st.integers(0, 1 << 20),
 )
-def test_route(num_tokens, groups, scoring, renormalize, scale, with_bias, seed):
+def test_route(num_tokens, groups, scoring, renormalize, scale, with_bias, shared, seed):
     num_groups, top_groups, size = groups
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn((num_tokens, num_groups * size), generator=generator) * 2
+    num_logits = num_groups * size + (shared == "gated")
+    logits = torch.randn((num_tokens, num_logits), generator=generator) * 2
     bias = torch.randn(num_groups * size, generator=generator) if with_bias else None
     top_k = 1 + seed % (top_groups * size)
-    routing = Routing(top_k, scoring, renormalize, num_groups, top_groups, scale)
+    routing = Routing(top_k, scoring, renormalize, num_groups, top_groups, scale, shared)
     weights, ids = route(logits, routing, bias)
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
-    assert weights.shape == ids.shape == (num_tokens, top_k)
+    assert weights.shape == ids.shape == (num_tokens, top_k + (shared != "none"))
+    if shared != "none":
+        assert (ids[:, -1] == num_groups * size).all()
     for expected, own_weights, own_ids in zip(
         route_naively(logits, routing, bias), weights.tolist(), ids.tolist(), strict=True
     ):
@@ -133,15 +144,16 @@ def test_experts_in_block_fp8(hidden_size, width):
     torch.testing.assert_close(fused_experts(x, experts, weights, ids.int()), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_a_compiler_sees_the_same_functions():
-    w13, w2, bias = torch.randn(6, 32, 16), torch.randn(6, 16, 16), torch.randn(6)
-    routing = Routing(2, "sigmoid", num_groups=2, top_groups=1)
+@pytest.mark.parametrize("shared", ["none", "gated"])
+def test_a_compiler_sees_the_same_functions(shared):
+    w13, w2, bias = torch.randn(7, 32, 16), torch.randn(7, 16, 16), torch.randn(6)
+    routing = Routing(2, "sigmoid", num_groups=2, top_groups=1, shared=shared)
 
     def layer(x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = route(logits, routing, bias)
         return fused_experts(x, pack_experts(w13, w2), weights, ids, x)
 
-    x, logits = torch.randn(5, 16), torch.randn(5, 6)
+    x, logits = torch.randn(5, 16), torch.randn(5, 6 + (shared == "gated"))
     expected = layer(x.clone(), logits)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, logits), expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import write_checkpoint, write_twin
+from tiny_checkpoints import read_tensors, write_checkpoint, write_twin
 from tiny_families import COMMON, DEEPSEEK_YARN, FAMILIES, PROMPTS, make_checkpoint
 
 import nanovllm_models
@@ -135,8 +135,37 @@ def test_experts_of_block_fp8_checkpoints(tmp_path, session):
     found = torch.cat(ours.step(prompts))
     assert 2**-8 < (found - exact).norm() / exact.norm() < 0.15
     last = ours.model.model.layers[3]
-    assert last.mlp.experts.weights.w2.dtype == last.mlp.shared_experts.down_proj.weight.data.dtype == fp8.DTYPE
+    assert last.mlp.experts.weights.w2.dtype == fp8.DTYPE
+    assert last.mlp.experts.weights.w2.shape[0] == 9
+    assert last.mlp.shared_experts is None
     assert last.eh_proj.weight.data.dtype == torch.float32
+
+
+def test_shared_experts_that_are_stored_otherwise_stay_beside_the_others(tmp_path, session):
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1}))
+    write_checkpoint(tmp_path / "fp8", model.eval(), fp8=True)
+    write_twin(tmp_path / "fp8", tmp_path / "twin")
+    plain = read_tensors(tmp_path / "twin")
+    kept = {name: tensor for name, tensor in plain.items() if "layers.1.mlp.shared_experts" in name}
+    tensors = {
+        name: tensor for name, tensor in read_tensors(tmp_path / "fp8").items() if "layers.1.mlp.shared_" not in name
+    }
+    for file in (tmp_path / "fp8").glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors | kept, tmp_path / "fp8" / "model.safetensors")
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.1.mlp.shared_experts"]
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    ours = session(nanovllm_models.load(tmp_path / "fp8"))
+    beside, among = (ours.model.model.layers[index].mlp for index in (1, 2))
+    down = "model.layers.{}.mlp.shared_experts.down_proj.weight"
+    assert torch.equal(beside.shared_experts.down_proj.weight.data, kept[down.format(1)])
+    assert among.shared_experts is None
+    assert torch.equal(among.experts.weights.w2[8].float(), tensors[down.format(2)].float())
+    prompts = [PROMPTS[0], list(range(40))]
+    exact = torch.cat(session(nanovllm_models.load(tmp_path / "twin")).step(prompts))
+    assert (torch.cat(ours.step(prompts)) - exact).norm() < 0.15 * exact.norm()
 
 
 def test_blocks_that_cut_rotated_rows_are_refused(tmp_path, session):

@@ -78,6 +78,8 @@ VARIANTS = {
             "mlp_only_layers": [0, 3],
             "norm_topk_prob": False,
             "linear_conv_kernel_dim": 2,
+            # Its shared experts can't be among the others; the other variants' are.
+            "shared_expert_intermediate_size": 24,
         },
         "every second layer has experts": {
             "decoder_sparse_step": 2,

@@ -93,6 +93,7 @@ def test_a_head_for_multi_token_prediction_is_loaded_and_changes_nothing(tmp_pat
         ("model.layers.2.linear_attn.in_proj_qkvz.weight", "[160, 32]"),
         ("model.layers.3.self_attn.q_proj.weight", "[128, 32]"),
         ("model.layers.3.mlp.shared_expert_gate.weight", "[1, 32]"),
+        ("model.layers.3.mlp.shared_expert.down_proj.weight", "[32, 40]"),
     ],
 )
 def test_tensors_that_are_wrong_are_named(name, shape, tmp_path, session):
@@ -134,29 +135,38 @@ def test_configs_that_are_wrong_are_refused(changes, message, tmp_path):
         nanovllm_models.load(tmp_path)
 
 
-def test_block_fp8_weights_get_to_where_the_float32_twins_are(tmp_path, session):
-    model = make_model("qwen3_next", head_dim=128, mlp_only_layers=[1], num_hidden_layers=2, full_attention_interval=2)
+@pytest.mark.parametrize("shared_width", [40, 24], ids=["shared among the others", "beside them"])
+def test_block_fp8_weights_get_to_where_the_float32_twins_are(shared_width, tmp_path, session):
+    changes = {"mlp_only_layers": [1], "num_hidden_layers": 2, "full_attention_interval": 2, "initializer_range": 0.1}
+    model = make_model("qwen3_next", head_dim=128, shared_expert_intermediate_size=shared_width, **changes)
     write_checkpoint(tmp_path / "fp8", model, fp8=True, mtp=True, old_config=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
     ours, twin = (session(nanovllm_models.load(tmp_path / name)) for name in ("fp8", "twin"))
     delta, plain_delta = (each.model.model.layers[0].linear_attn for each in (ours, twin))
     full, plain_full = (each.model.model.layers[1] for each in (ours, twin))
-    shared, plain_shared = (each.model.model.layers[0].mlp.shared_expert for each in (ours, twin))
+    sparse, plain_sparse = (each.model.model.layers[0].mlp for each in (ours, twin))
     head, plain_head = (each.model.mtp.layers[0].self_attn for each in (ours, twin))
     joint = plain_delta.in_proj.weight.data
     qkvz, ba = joint.split((delta.in_proj.weight.data.shape[0], delta.in_proj_ba.weight.data.shape[0]))
     assert torch.equal(delta.in_proj_ba.weight.data, ba)
-    for linear, expected in (
-        (delta.in_proj, qkvz),
-        (delta.out_proj, plain_delta.out_proj.weight.data),
-        (full.self_attn.qkv_proj, plain_full.self_attn.qkv_proj.weight.data),
-        (full.self_attn.o_proj, plain_full.self_attn.o_proj.weight.data),
-        (full.mlp.gate_up_proj, plain_full.mlp.gate_up_proj.weight.data),
-        (shared.down_proj, plain_shared.down_proj.weight.data),
-        (head.qkv_proj, plain_head.qkv_proj.weight.data),
+    assert (sparse.shared_expert is None) == (shared_width == 40)
+    if shared_width == 40:
+        experts, plain_experts = sparse.experts.weights, plain_sparse.experts.weights
+        down, plain_down = BlockFP8Weight(experts.w2[8], experts.scales2[8]), plain_experts.w2[8]
+        assert torch.equal(sparse.gate.shared_gate, plain_sparse.gate.shared_gate)
+    else:
+        down, plain_down = sparse.shared_expert.down_proj.weight, plain_sparse.shared_expert.down_proj.weight.data
+    for weight, expected in (
+        (delta.in_proj.weight, qkvz),
+        (delta.out_proj.weight, plain_delta.out_proj.weight.data),
+        (full.self_attn.qkv_proj.weight, plain_full.self_attn.qkv_proj.weight.data),
+        (full.self_attn.o_proj.weight, plain_full.self_attn.o_proj.weight.data),
+        (full.mlp.gate_up_proj.weight, plain_full.mlp.gate_up_proj.weight.data),
+        (down, plain_down),
+        (head.qkv_proj.weight, plain_head.qkv_proj.weight.data),
     ):
-        assert isinstance(linear.weight, BlockFP8Weight)
-        torch.testing.assert_close(dequantize(linear.weight), expected)
+        assert isinstance(weight, BlockFP8Weight)
+        torch.testing.assert_close(dequantize(weight), expected)
     found, expected = (torch.cat(each.step(PROMPTS)) for each in (ours, twin))
     near = torch.nn.functional.cosine_similarity(found, expected, dim=-1) > 0.98
     assert near.float().mean() > 0.8

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanovllm_core.layers.moe import STANDARD_NAMES, ExpertNames, Experts, Router, Routing, SparseMLP
+from nanovllm_core.layers.mlp import GatedMLP
+from nanovllm_core.layers.moe import (
+    STANDARD_NAMES,
+    ExpertNames,
+    Experts,
+    Router,
+    Routing,
+    SharedExpert,
+    SparseMLP,
+    TokenGate,
+)
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.weights import WeightError, fill_random, load_weights
@@ -26,6 +36,18 @@ def expert_tensors(prefix: str, names: ExpertNames = STANDARD_NAMES, width: int 
         for expert in range(NUM_EXPERTS)
         for name, shape in shapes.items()
     }
+
+
+def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As a checkpoint has them, but for the router's."""
+    stored = {}
+    for name, tensor in tensors.items():
+        if name.endswith("gate.weight"):
+            stored[name] = tensor
+            continue
+        numbers, scales = quantize_blocks(tensor)
+        stored |= {name: numbers, f"{name}_scale_inv": scales.bfloat16()}
+    return stored
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, tensors: dict[str, Tensor], names: ExpertNames) -> Tensor:
@@ -67,11 +89,12 @@ def test_widths_that_ranks_cannot_share_are_refused(ranks):
 @pytest.mark.parametrize(("size", "width"), [(1, 150), (2, 256)])
 def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, routed):
     x, weights, ids = routed
-    plain, stored = expert_tensors("experts", width=width), {}
-    for name, tensor in plain.items():
-        numbers, scales = quantize_blocks(tensor)
-        stored |= {name: numbers, f"{name}_scale_inv": scales.bfloat16()}
-        plain[name] = dequantize(BlockFP8Weight(numbers, scales.bfloat16().float()))
+    stored = quantized(expert_tensors("experts", width=width))
+    plain = {
+        name: dequantize(BlockFP8Weight(tensor, stored[f"{name}_scale_inv"].float()))
+        for name, tensor in stored.items()
+        if name.endswith(".weight")
+    }
     total = torch.zeros(5, HIDDEN)
     for build in ranks(size):
         experts = Experts(NUM_EXPERTS, HIDDEN, width, build, quantization=BlockFP8())
@@ -112,6 +135,43 @@ def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
     torch.testing.assert_close(mlp.forward(x, residual.clone(), norm), normed)
 
 
+@pytest.mark.parametrize("quantization", [None, BlockFP8()])
+@pytest.mark.parametrize("gate", [None, "shared_expert_gate"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_shared_expert_is_one_more(size, gate, quantization, ranks):
+    """The same as beside the others, of the same tensors."""
+    width, shared = (256, SharedExpert("shared_expert", gate))
+    tensors = expert_tensors("mlp.experts", width=width) | {"mlp.gate.weight": torch.randn(NUM_EXPERTS, HIDDEN)}
+    own = {name.replace("experts.0", "shared_expert"): 2 * tensors[name] for name in tensors if "experts.0" in name}
+    if quantization is not None:
+        tensors, own = (quantized(plain) for plain in (tensors, own))
+    gates = {} if gate is None else {f"mlp.{gate}.weight": torch.randn(1, HIDDEN)}
+    x, residual = torch.randn(6, HIDDEN), torch.randn(6, HIDDEN)
+    joint, apart = torch.zeros(6, HIDDEN), torch.zeros(6, HIDDEN)
+    for build in ranks(size):
+        sizes = (NUM_EXPERTS, HIDDEN, width, build)
+        router = Router(HIDDEN, NUM_EXPERTS, ROUTING, build, shared=shared)
+        mlp = SparseMLP(router, Experts(*sizes, shared=shared, quantization=quantization))
+        load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | own | gates).items())
+        joint += mlp.forward(x, residual.clone())
+        assert router.forward(x)[1][:, -1].tolist() == [NUM_EXPERTS] * 6
+
+        chosen = SparseMLP(Router(HIDDEN, NUM_EXPERTS, ROUTING, build), Experts(*sizes, quantization=quantization))
+        load_weights(nn.ModuleDict({"mlp": chosen}), tensors.items())
+        beside = nn.ModuleDict({"shared_expert": GatedMLP(HIDDEN, width, build, quantization=quantization)})
+        load_weights(nn.ModuleDict({"mlp": beside}), own.items())
+        weight = torch.ones(6, 1)
+        if gate is not None:
+            token_gate = TokenGate(HIDDEN, build)
+            load_weights(nn.ModuleDict({"mlp": nn.ModuleDict({gate: token_gate})}), gates.items())
+            weight = token_gate.forward(x)
+        apart += chosen.forward(x, residual.clone()) + weight * beside["shared_expert"].forward(x)
+    torch.testing.assert_close(joint, apart, rtol=1e-4, atol=1e-3)
+    del own[next(iter(own))]
+    with pytest.raises(WeightError, match=r"lacks 1 of \d+ tensors: mlp\.shared_expert\.gate_proj\.weight \[256, 8\]"):
+        load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | own | gates).items())
+
+
 def test_a_router_decides_in_float32_on_a_cpu(build):
     router = Router(HIDDEN, NUM_EXPERTS, ROUTING, replace(build, dtype=torch.bfloat16), correction_bias="bias")
     load_weights(
@@ -126,7 +186,7 @@ def test_a_router_decides_in_float32_on_a_cpu(build):
 
 def test_random_experts_depend_on_the_seed(build):
     def made(seed: int, quantization: BlockFP8 | None = None) -> Experts:
-        experts = Experts(2, 64, 64, build, quantization=quantization)
+        experts = Experts(1, 64, 64, build, shared=SharedExpert("shared"), quantization=quantization)
         fill_random(nn.ModuleList([experts]), seed)
         return experts
 

@@ -12,8 +12,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 def check_route(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
-    groups = routing.num_groups, routing.top_groups
-    weights, ids = _route_op(logits, bias, routing.top_k, routing.scoring, routing.renormalize, *groups, routing.scale)
+    rest = routing.num_groups, routing.top_groups, routing.scale, routing.shared
+    weights, ids = _route_op(logits, bias, routing.top_k, routing.scoring, routing.renormalize, *rest)
     expected_weights, expected_ids = reference.route(logits, routing, bias)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
@@ -28,6 +28,10 @@ def check_route(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
         Routing(8, "sigmoid", num_groups=4, top_groups=2),
         Routing(5, "sigmoid", num_groups=2, top_groups=1, scale=2.5),
         Routing(4, "softmax", num_groups=8, top_groups=5),
+        Routing(3, "softmax", shared="gated"),
+        Routing(2, "sigmoid", shared="always", scale=2.5),
+        Routing(4, "sigmoid", num_groups=4, top_groups=2, shared="gated", renormalize=False),
+        Routing(8, "sigmoid", num_groups=4, top_groups=2, shared="always"),
     ],
     ids=str,
 )
@@ -35,7 +39,8 @@ def check_route(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
 def test_route(routing, num_experts, device):
     # Logits that differ in bf16 too.
     order = torch.rand((3, num_experts + 5), device=device).argsort(-1)
-    logits = ((order - 10) / 8).to(torch.bfloat16 if num_experts == 24 else torch.float32)[:, :num_experts]
+    logits = ((order - 10) / 8).to(torch.bfloat16 if num_experts == 24 else torch.float32)
+    logits = logits[:, : num_experts + (routing.shared == "gated")]
     bias = torch.rand(num_experts, device=device) * 0.01
     check_route(logits, routing, bias)
     if routing.num_groups == 1:
@@ -49,15 +54,17 @@ def test_route_large(num_tokens, num_experts, device):
     logits, bias = torch.randn(num_tokens, num_experts, device=device), torch.randn(num_experts, device=device)
     for routing in (Routing(8), Routing(10, "sigmoid"), Routing(8, "sigmoid", True, 8, 4, 2.5)):
         check_route(logits, routing, bias)
+    check_route(logits[:, :-1], Routing(10, shared="always"), None)
+    check_route(logits, Routing(10, shared="gated"), None)
 
 
 def test_logits_that_are_no_numbers_give_experts_that_exist(device):
     logits = torch.full((2, 20), torch.nan, device=device)
     logits[1] = torch.arange(20, device=device) / 4
     for groups in ((1, 1), (4, 2)):
-        _, ids = _route_op(logits, None, 3, "sigmoid", True, *groups, 1.0)
-        assert ((ids[0] >= 0) & (ids[0] < 20)).all()
-        assert ids[1].tolist() == [19, 18, 17]
+        _, ids = _route_op(logits, None, 3, "sigmoid", True, *groups, 1.0, "always")
+        assert ((ids[0, :3] >= 0) & (ids[0, :3] < 20)).all()
+        assert ids[1].tolist() == [19, 18, 17, 20]
 
 
 def check_experts(
@@ -72,8 +79,11 @@ def check_experts(
     residual: torch.dtype | None = None,
     quantized: bool = False,
     favourite: bool = False,
+    shared: bool = False,
 ) -> None:
-    """favourite: all tokens choose the same experts. `x` is a view of longer rows."""
+    """favourite: all tokens choose the same experts. shared: the last of the experts is every token's last. `x` is a
+    view of longer rows.
+    """
     generator = torch.Generator(device).manual_seed(num_tokens * 31 + width)
 
     def draw(*shape: int) -> Tensor:
@@ -90,8 +100,11 @@ def check_experts(
         w2, scales2 = (torch.stack(parts) for parts in zip(*downs, strict=True))
     else:
         w13, w2 = w13.to(dtype), w2.to(dtype)
-    scores = draw(num_tokens, num_experts)
-    weights, ids = scores.topk(top_k, -1)
+    scores = draw(num_tokens, num_experts - shared)
+    weights, ids = scores.topk(top_k - shared, -1)
+    if shared:
+        weights = torch.cat((weights, draw(num_tokens, 1)), -1)
+        ids = torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), -1)
     ids = (ids[:1].expand(num_tokens, -1) if favourite else ids).int().contiguous()
     added = None if residual is None else draw(num_tokens, hidden_size).to(residual)
     counters = torch.zeros(tiles.num_counters(hidden_size), dtype=torch.int32, device=device)
@@ -122,6 +135,18 @@ def test_few_tokens(num_tokens, num_experts, top_k, hidden_size, width, device):
     check_experts(num_tokens, num_experts, hidden_size, width, top_k, dtype, device, residual=residual)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 14), (1, 40), (3, 12), (3, 40)])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_few_tokens_and_an_expert_for_all(num_tokens, num_experts, quantized, device):
+    """11 experts a token, as of Qwen3-Next: no power of two."""
+    check_experts(
+        *(num_tokens, num_experts, 32, 24, 11, torch.float32, device),
+        residual=torch.float32 if num_tokens > 1 else None,
+        quantized=quantized,
+        shared=True,
+    )
+
+
 @pytest.fixture
 def few_are_fewer(monkeypatch):
     monkeypatch.setattr(tiles, "FEW_TOKENS", 2)
@@ -136,6 +161,15 @@ def test_many_tokens(num_tokens, num_experts, top_k, device):
     check_experts(num_tokens, num_experts, 48, 40, top_k, torch.float16, device)
     if num_tokens < 20:
         check_experts(num_tokens, num_experts, 48, 40, top_k, torch.float32, device, residual=torch.float32)
+
+
+@pytest.mark.usefixtures("few_are_fewer")
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(3, 17, 9), (40, 5, 3)])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_many_tokens_and_an_expert_for_all(num_tokens, num_experts, top_k, quantized, device):
+    """Behind the first 2 ** n experts there is one more, which has more than a tile of rows."""
+    sizes = num_tokens, num_experts, 48, 40, top_k
+    check_experts(*sizes, torch.float32, device, residual=torch.float32, quantized=quantized, shared=True)
 
 
 def test_many_tokens_of_one_expert(device):
@@ -173,10 +207,12 @@ def test_fp8(num_tokens, favourite, device):
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 33, 64, 65, 200, 1000, 4000])
 @pytest.mark.parametrize(
-    ("num_experts", "hidden_size", "width", "top_k"), [(128, 2048, 768, 8), (512, 2048, 512, 10), (64, 3072, 1536, 8)]
+    ("num_experts", "hidden_size", "width", "top_k", "shared"),
+    [(128, 2048, 768, 8, False), (513, 2048, 512, 11, True), (64, 3072, 1536, 8, False), (65, 7168, 2048, 9, True)],
 )
-def test_large(num_tokens, num_experts, hidden_size, width, top_k, quantized, device):
-    check_experts(num_tokens, num_experts, hidden_size, width, top_k, torch.bfloat16, device, quantized=quantized)
+def test_large(num_tokens, num_experts, hidden_size, width, top_k, shared, quantized, device):
+    sizes = num_tokens, num_experts, hidden_size, width, top_k
+    check_experts(*sizes, torch.bfloat16, device, quantized=quantized, shared=shared)
 
 
 @pytest.mark.parametrize(("sizes", "width"), [((48, 16), 100), ((96, 32), 128)])

@@ -30,7 +30,7 @@ def arguments():
         "silu_and_mul": (torch.randn(3, 16),),
         "sigmoid_and_mul": (torch.randn(3, 16), torch.randn(3, 16)),
         "norm_parts": (torch.randn(3, 24), [16, 4], torch.randn(16), torch.randn(4), 1e-5),
-        "route": (torch.randn(3, 8), torch.randn(8), 2, "sigmoid", True, 4, 2, 1.5),
+        "route": (torch.randn(3, 9), torch.randn(8), 2, "sigmoid", True, 4, 2, 1.5, "gated"),
         "fused_experts": (
             *(torch.randn(3, 16), torch.randn(4, 8, 16), torch.randn(4, 16, 4), None, None),
             *(torch.zeros(1, dtype=torch.int32), torch.rand(3, 2), integers([[0, 1], [2, 1], [3, 0]])),

@@ -15,7 +15,7 @@ from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part
 from nanovllm_core.layers.mla import LatentAttention, LatentShape
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
@@ -24,6 +24,8 @@ from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
 from nanovllm_models.vocabulary import read_vocabulary
+
+SHARED = SharedExpert("shared_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +140,31 @@ def _parse_moe(config: Fields) -> MoEConfig:
 
 
 class DeepseekV3MoE(nn.Module):
-    """Experts of which each token goes through a few, beside some that all of them go through, joined into one."""
+    """Experts of which each token goes through a few, and one that all of them go through.
+
+    That one is among the others where it is a single one and stored alike; else beside them, several joined into one.
+    """
 
     def __init__(self, config: DeepseekV3Config, name: str, build: BuildContext):
         super().__init__()
         hidden_size, moe = config.hidden_size, config.moe
-        bias = "gate.e_score_correction_bias"
-        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, correction_bias=bias)
+        width, bias = moe.intermediate_size, "gate.e_score_correction_bias"
         how = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
-        self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build, quantization=how)
-        width = moe.num_shared_experts * moe.intermediate_size
-        how = quantization_of(config.quantization, f"{name}.shared_experts", *STANDARD_NAMES)
-        self.shared_experts = GatedMLP(hidden_size, width, build, quantization=how)
+        shared_how = quantization_of(config.quantization, f"{name}.shared_experts", *STANDARD_NAMES)
+        among = SHARED if moe.num_shared_experts == 1 and shared_how == how else None
+        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=among, correction_bias=bias)
+        self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=among, quantization=how)
+        self.shared_experts = None
+        if among is None:
+            width *= moe.num_shared_experts
+            self.shared_experts = GatedMLP(hidden_size, width, build, quantization=shared_how)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
         """Of what `norm` makes of x, plus `residual`, which may be overwritten; all [T, hidden]."""
         normed = norm.forward(x)
-        weights, ids = self.gate.forward(normed)
-        return self.experts.forward(normed, weights, ids, self.shared_experts.forward(normed, residual))
+        if self.shared_experts is not None:
+            residual = self.shared_experts.forward(normed, residual)
+        return self.experts.forward(normed, *self.gate.forward(normed), residual)
 
 
 class DeepseekV3Layer(nn.Module):

@@ -20,7 +20,7 @@ from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, TokenGate
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert, TokenGate
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
@@ -35,6 +35,7 @@ from nanovllm_models.vocabulary import read_vocabulary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 MTP = "mtp."
+SHARED = SharedExpert("shared_expert", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,27 +191,33 @@ class GatedAttention(nn.Module):
 
 
 class Qwen3NextMoE(nn.Module):
-    """Experts of which each token goes through a few, beside one that all go through, as far as its gate lets them.
+    """Experts of which each token goes through a few, and one that all go through, as far as its gate lets them.
 
-    name: of this module.
+    That one is among the others where it is as wide and stored alike, else beside them. name: of this module.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, name: str):
         super().__init__()
-        hidden_size, moe = config.hidden_size, config.moe
-        quantization = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
-        shared = quantization_of(config.quantization, f"{name}.shared_expert", *STANDARD_NAMES)
-        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build)
-        self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build, quantization=quantization)
-        self.shared_expert = GatedMLP(hidden_size, moe.shared_intermediate_size, build, quantization=shared)
-        self.shared_expert_gate = TokenGate(hidden_size, build)
+        hidden_size, moe, width = config.hidden_size, config.moe, config.moe.shared_intermediate_size
+        how = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
+        shared_how = quantization_of(config.quantization, f"{name}.shared_expert", *STANDARD_NAMES)
+        among = SHARED if (width, shared_how) == (moe.intermediate_size, how) else None
+        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=among)
+        self.experts = Experts(
+            moe.num_experts, hidden_size, moe.intermediate_size, build, shared=among, quantization=how
+        )
+        self.shared_expert = self.shared_expert_gate = None
+        if among is None:
+            self.shared_expert = GatedMLP(hidden_size, width, build, quantization=shared_how)
+            self.shared_expert_gate = TokenGate(hidden_size, build)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
         """Of what `norm` makes of x, plus `residual`, which may be overwritten; all [T, hidden]."""
         normed = norm.forward(x)
-        gate = self.shared_expert_gate.forward(normed)
-        shared = self.shared_expert.forward(normed)
         out = self.experts.forward(normed, *self.gate.forward(normed), residual)
+        if self.shared_expert is None:
+            return out
+        shared, gate = self.shared_expert.forward(normed), self.shared_expert_gate.forward(normed)
         return torch.addcmul(out, shared.to(out.dtype), gate.to(out.dtype))
 
 

@@ -39,7 +39,7 @@ FAMILIES = {
             "head_dim": 16,
             "num_experts": 8,
             "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
+            "moe_intermediate_size": 40,
             "shared_expert_intermediate_size": 40,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,

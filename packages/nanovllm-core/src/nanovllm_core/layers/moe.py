@@ -1,10 +1,12 @@
 """Mixtures of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): a router, all experts in two tensors.
 
-Experts are split over ranks by their width. Experts that see every token are a family's business. This room must not
-know how experts are chosen, only what is asked of each.
+Experts are split over ranks by their width. An expert that every token goes to lies behind the others, where it is as
+wide as they are and stored alike; any other is a family's business. This room must not know how experts are chosen,
+only what is asked of each.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +22,10 @@ from nanovllm_kernels.gemm import PackedWeight, linear, logits
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 from nanovllm_kernels.moe import Routing, fused_experts, pack_experts, route
 
-__all__ = ["STANDARD_NAMES", "ExpertNames", "Experts", "Router", "Routing", "SparseMLP", "TokenGate"]
+__all__ = ["STANDARD_NAMES", "ExpertNames", "Experts", "Router", "Routing", "SharedExpert", "SparseMLP", "TokenGate"]
+
+# So that each token's logits begin at a multiple of 16 bytes, which cuBLAS's fastest kernels ask for.
+COLUMN_STEP = 8
 
 
 class ExpertNames(NamedTuple):
@@ -41,12 +46,23 @@ class ExpertNames(NamedTuple):
 STANDARD_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 
 
+class SharedExpert(NamedTuple):
+    """An expert that every token goes to: what checkpoints call it, and its gate, beside the router and the experts.
+
+    gate: None where it has the weight 1.
+    """
+
+    name: str
+    gate: str | None = None
+
+
 class Router(WeightedModule):
     """Says which experts a token goes to: [T, hidden_size] -> weights float32 [T, k], ids int32 [T, k].
 
-    The same on every rank. correction_bias: where the checkpoint has one, its name beside this module, that is,
-    "gate.name" for a tensor within a module "gate" and "name" for one next to it. in_float32: the checkpoint keeps the
-    weight in float32 whatever the model's dtype.
+    The same on every rank. routing: of those that are chosen. shared: one that every token goes to besides; then it is
+    k + 1 experts, and its gate a row more of the one product. correction_bias: where the checkpoint has one, its name
+    beside this module, that is, "gate.name" for a tensor within a module "gate" and "name" for one next to it.
+    in_float32: the checkpoint keeps the weight in float32 whatever the model's dtype.
     """
 
     def __init__(
@@ -56,39 +72,51 @@ class Router(WeightedModule):
         routing: Routing,
         build: BuildContext,
         *,
+        shared: SharedExpert | None = None,
         correction_bias: str | None = None,
         in_float32: bool = False,
     ):
         super().__init__(build)
+        self._gate_name = None if shared is None else shared.gate
+        if shared is not None:
+            routing = replace(routing, shared="always" if shared.gate is None else "gated")
         self._routing = routing
         self._bias_name = correction_bias
         # So few numbers decide so much that a CPU, whose bf16 products are rounded, keeps them in float32 anyway.
         dtype = torch.float32 if in_float32 or build.device.type == "cpu" else build.dtype
-        self.weight = torch.empty((num_experts, hidden_size), dtype=dtype, device=build.device)
+        self._num_logits = num_experts + (self._gate_name is not None)
+        num_rows = num_experts if self._gate_name is None else -(-self._num_logits // COLUMN_STEP) * COLUMN_STEP
+        self._rows = torch.zeros((num_rows, hidden_size), dtype=dtype, device=build.device)
+        self.weight, self.shared_gate = self._rows[:num_experts], self._rows[num_experts : self._num_logits]
         self.bias = None if correction_bias is None else torch.zeros(num_experts, device=build.device)
-        self._packed = PackedWeight(self.weight, blocked=False)
+        self._packed = PackedWeight(self._rows, blocked=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden_size] -> weights and ids, each [T, k]."""
-        rows = x.float() if self.weight.dtype == torch.float32 else x
-        return route(logits(rows, self._packed, self.weight), self._routing, self.bias)
+        """[T, hidden_size] -> weights and ids, each [T, k], or [T, k + 1] with a shared expert."""
+        rows = x.float() if self._rows.dtype == torch.float32 else x
+        scores = logits(rows, self._packed, self._rows)[:, : self._num_logits]
+        return route(scores, self._routing, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """The weight, and the bias if there is one, whole on every rank."""
+        """The weight, and the shared expert's gate and the bias if there are any, whole on every rank."""
+        prefix = name[: name.rfind(".") + 1]
         yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
+        if self._gate_name is not None:
+            yield f"{prefix}{self._gate_name}.weight", Slot(tuple(self.shared_gate.shape), self.shared_gate.copy_)
         if self.bias is not None:
-            yield f"{name[: name.rfind('.') + 1]}{self._bias_name}", Slot(tuple(self.bias.shape), self.bias.copy_)
+            yield f"{prefix}{self._bias_name}", Slot(tuple(self.bias.shape), self.bias.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights; the bias is 0."""
-        fill_normal(self.weight, generator)
+        fill_normal(self._rows, generator)
 
 
 class Experts(WeightedModule):
     """Gated feed-forward layers, of which each token goes through a few: [T, hidden_size] -> [T, hidden_size].
 
     Each rank has an even share of every expert's width. The checkpoint has three linears an expert, each copied
-    straight to its place. quantization: how their weights are stored, if not in the model's dtype.
+    straight to its place. shared: one that every token goes to, the last. quantization: how their weights are stored,
+    if not in the model's dtype.
     Raises ValueError when the ranks can't share the width evenly, or a quantised weight's blocks.
     """
 
@@ -100,11 +128,14 @@ class Experts(WeightedModule):
         build: BuildContext,
         names: ExpertNames = STANDARD_NAMES,
         *,
+        shared: SharedExpert | None = None,
         quantization: BlockFP8 | None = None,
     ):
         super().__init__(build)
         self._parallel = build.parallel
         self._names = names
+        self._shared = shared
+        num_experts += shared is not None
         self._shape = (intermediate_size, hidden_size)
         self._share = build.parallel.share(intermediate_size, "the width of an expert")
         if quantization is not None and build.parallel.size > 1 and self._share % GROUP:
@@ -138,8 +169,11 @@ class Experts(WeightedModule):
         halves = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
         rows, columns = (width, hidden_size), (hidden_size, width)
-        for expert in range(w2.shape[0]):
-            gate, up, down = (f"{name}.{expert}.{part}.weight" for part in self._names)
+        modules = [f"{name}.{expert}" for expert in range(w2.shape[0])]
+        if self._shared is not None:
+            modules[-1] = f"{name[: name.rfind('.') + 1]}{self._shared.name}"
+        for expert, module in enumerate(modules):
+            gate, up, down = (f"{module}.{part}.weight" for part in self._names)
             yield gate, self._slot(rows, halves, (expert, 0), 0)
             yield up, self._slot(rows, halves, (expert, 1), 0)
             yield down, self._slot(columns, w2, (expert,), 1)

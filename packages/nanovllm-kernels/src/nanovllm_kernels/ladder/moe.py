@@ -4,7 +4,7 @@ This room must not know how a work is timed. Choices are random: a mixture's cos
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,30 +16,45 @@ from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_exp
 
 @dataclass(frozen=True)
 class Mixture:
-    """A model's experts: how many, how many a token goes to, and their widths."""
+    """A model's experts: how many, how many a token chooses, their widths, whether a gated one is shared besides."""
 
     name: str
     num_experts: int
     top_k: int
     hidden: int
     width: int
+    shared: bool = False
+
+    @property
+    def total(self) -> int:
+        """How many there are with the shared one, and so how many logits."""
+        return self.num_experts + self.shared
+
+    @property
+    def routing(self) -> Routing:
+        """How tokens choose."""
+        return Routing(self.top_k, shared="gated" if self.shared else "none")
 
 
-MIXTURES = (Mixture("30B-A3B", 128, 8, 2048, 768), Mixture("M2", 256, 8, 3072, 1536))
+MIXTURES = (
+    Mixture("30B-A3B", 128, 8, 2048, 768),
+    Mixture("M2", 256, 8, 3072, 1536),
+    Mixture("Next", 512, 10, 2048, 512, shared=True),
+)
 
 
 def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
     """Experts of normal numbers in bf16, or of any but NaN in FP8."""
     shapes = (
-        (mixture.num_experts, 2 * mixture.width, mixture.hidden),
-        (mixture.num_experts, mixture.hidden, mixture.width),
+        (mixture.total, 2 * mixture.width, mixture.hidden),
+        (mixture.total, mixture.hidden, mixture.width),
     )
     if not in_fp8:
         return pack_experts(*(random(*shape) for shape in shapes))
     numbers = (torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF) for shape in shapes)
     rows, columns = -(-mixture.width // 128), -(-mixture.hidden // 128)
-    scales13 = torch.rand(mixture.num_experts, 2, rows, columns, device="cuda")
-    scales2 = torch.rand(mixture.num_experts, columns, rows, device="cuda")
+    scales13 = torch.rand(mixture.total, 2, rows, columns, device="cuda")
+    scales2 = torch.rand(mixture.total, columns, rows, device="cuda")
     return pack_experts(*(part.view(fp8.DTYPE) for part in numbers), scales13, scales2)
 
 
@@ -52,16 +67,16 @@ def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
     def make(_: int) -> Callable[[], object]:
         packed = random_experts(mixture, in_fp8=in_fp8)
         x, residual = random(num_tokens, mixture.hidden), random(num_tokens, mixture.hidden)
-        logits = torch.randn(num_tokens, mixture.num_experts, device="cuda")
-        weights, ids = route(logits, Routing(mixture.top_k))
+        logits = torch.randn(num_tokens, mixture.total, device="cuda")
+        weights, ids = route(logits, mixture.routing)
         return lambda: fused_experts(x, packed, weights, ids, residual)
 
-    hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens)
+    hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens) + mixture.shared
     read = 3 * hit * size * (1 if in_fp8 else 2)
-    whole = 3 * mixture.num_experts * size * (1 if in_fp8 else 2)
+    whole = 3 * mixture.total * size * (1 if in_fp8 else 2)
     name = f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens"
     if num_tokens > 1024:
-        return Work(name, make, 6 * num_tokens * mixture.top_k * size, "TFLOP/s", whole)
+        return Work(name, make, 6 * num_tokens * (mixture.top_k + mixture.shared) * size, "TFLOP/s", whole)
     return Work(name, make, read, "TB/s", whole)
 
 
@@ -69,11 +84,11 @@ def routing(mixture: Mixture, num_tokens: int) -> Work:
     """The choice of experts, whose cost is its logits."""
 
     def make(_: int) -> Callable[[], object]:
-        logits = torch.randn(num_tokens, mixture.num_experts, device="cuda")
+        logits = torch.randn(num_tokens, mixture.total, device="cuda")
         bias = torch.randn(mixture.num_experts, device="cuda")
-        return lambda: route(logits, Routing(mixture.top_k, "sigmoid"), bias)
+        return lambda: route(logits, replace(mixture.routing, scoring="sigmoid"), bias)
 
-    cost = 4 * num_tokens * mixture.num_experts
+    cost = 4 * num_tokens * mixture.total
     return Work(f"route {mixture.name}, {num_tokens} tokens", make, cost, "GB/s", cost)
 
 

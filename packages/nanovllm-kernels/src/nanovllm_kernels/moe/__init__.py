@@ -24,6 +24,8 @@ class Routing:
     scoring: what makes scores of logits. renormalize: the chosen scores are divided by their sum. scale: and then
         multiplied by this. num_groups, top_groups: only the experts of a token's best groups are eligible (DeepSeek-AI
         2024, https://arxiv.org/abs/2412.19437); a group is as good as the sum of its best two.
+    shared: whether every token goes to one expert more, and that with the weight 1 ("always") or with one that a logit
+        of its own decides ("gated").
     """
 
     top_k: int
@@ -32,6 +34,7 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    shared: Literal["none", "always", "gated"] = "none"
 
 
 class PackedExperts(NamedTuple):
@@ -69,11 +72,14 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     al. 2024, https://arxiv.org/abs/2408.15664). Computed in float32. E / num_groups is a whole number, and the best
     groups have `top_k` experts or more. On CUDA the lowest id of equals comes first; logits that are no numbers give
     ids within range all the same.
+    A shared expert is number E, and each token's last: then both are [T, k + 1], and nothing said above concerns it. If
+    it is gated, logits are [T, E + 1], and its weight is the sigmoid of the last.
     """
     if not logits.is_cuda:
         return reference.route(logits, routing, bias)
     groups = routing.num_groups, routing.top_groups
-    return _route_op(logits, bias, routing.top_k, routing.scoring, routing.renormalize, *groups, routing.scale)
+    rest = (*groups, routing.scale, routing.shared)
+    return _route_op(logits, bias, routing.top_k, routing.scoring, routing.renormalize, *rest)
 
 
 def fused_experts(
@@ -103,18 +109,17 @@ def _route_op(
     num_groups: int,
     top_groups: int,
     scale: float,
+    shared: str,
 ) -> tuple[Tensor, Tensor]:
     from nanovllm_kernels.moe import triton_route
 
-    return triton_route.route(logits, bias, top_k, scoring, renormalize, num_groups, top_groups, scale)
+    return triton_route.route(logits, bias, top_k, scoring, renormalize, num_groups, top_groups, scale, shared)
 
 
-_route_op.register_fake(
-    lambda logits, _bias, top_k, *_: (
-        logits.new_empty((logits.shape[0], top_k), dtype=torch.float32),
-        logits.new_empty((logits.shape[0], top_k), dtype=torch.int32),
-    )
-)
+@_route_op.register_fake
+def _(logits: Tensor, _bias: Tensor | None, top_k: int, *rest: object) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], top_k + (rest[-1] != "none")
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
 @torch.library.custom_op("nanovllm::fused_experts", mutates_args=())

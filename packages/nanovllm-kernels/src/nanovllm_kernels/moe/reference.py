@@ -29,6 +29,8 @@ class _Routing(Protocol):
     def top_groups(self) -> int: ...
     @property
     def scale(self) -> float: ...
+    @property
+    def shared(self) -> str: ...
 
 
 class _Experts(Protocol):
@@ -45,6 +47,9 @@ class _Experts(Protocol):
 def route(logits: Tensor, routing: _Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """See the package's `route`."""
     logits = logits.float()
+    shared = logits.new_ones((len(logits), 1))
+    if routing.shared == "gated":
+        logits, shared = logits[:, :-1], logits[:, -1:].sigmoid()
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
     if routing.top_groups < routing.num_groups:
@@ -53,7 +58,12 @@ def route(logits: Tensor, routing: _Routing, bias: Tensor | None) -> tuple[Tenso
     weights = scores.gather(-1, ids)
     if routing.renormalize:
         weights /= weights.sum(-1, keepdim=True) + LEAST_SUM
-    return weights.mul_(routing.scale) if routing.scale != 1.0 else weights, ids.int()
+    if routing.scale != 1.0:
+        weights *= routing.scale
+    if routing.shared == "none":
+        return weights, ids.int()
+    last = torch.full_like(shared, logits.shape[1], dtype=torch.int32)
+    return torch.cat((weights, shared), 1), torch.cat((ids.int(), last), 1)
 
 
 def _mask_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:

@@ -56,7 +56,7 @@ def grouped_experts(
     _list_tiles[(num_experts,)](
         starts,
         tiles,
-        PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        PADDED_BEFORE=triton.next_power_of_2(max(1, num_experts - 1)),
         BLOCK_M=config.block_m,
         BLOCK=LIST_BLOCK,
         OVERLAP=overlap,
@@ -143,7 +143,7 @@ def _sort_pairs(ids_ptr, order_ptr, starts_ptr, num_pairs, BLOCK: tl.constexpr, 
 def _list_tiles(
     starts_ptr,
     tiles_ptr,
-    PADDED_EXPERTS: tl.constexpr,
+    PADDED_BEFORE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -155,14 +155,12 @@ def _list_tiles(
         gdc_launch_dependents()
         gdc_wait()
     expert = tl.program_id(0)
-    experts = tl.arange(0, PADDED_EXPERTS)
-    real = experts <= expert
-    begins = tl.load(starts_ptr + experts, mask=real, other=0)
-    ends = tl.load(starts_ptr + experts + 1, mask=real, other=0)
-    counts = (ends - begins + BLOCK_M - 1) // BLOCK_M
-    before = tl.sum(tl.where(experts < expert, counts, 0), 0)
-    own = tl.sum(tl.where(experts == expert, counts, 0), 0)
+    others = tl.arange(0, PADDED_BEFORE)
+    begins = tl.load(starts_ptr + others, mask=others < expert, other=0)
+    ends = tl.load(starts_ptr + others + 1, mask=others < expert, other=0)
+    before = tl.sum((ends - begins + BLOCK_M - 1) // BLOCK_M, 0)
     begin = tl.load(starts_ptr + expert)
+    own = (tl.load(starts_ptr + expert + 1) - begin + BLOCK_M - 1) // BLOCK_M
     for first in range(0, own, BLOCK):
         index = first + tl.arange(0, BLOCK)
         entry_ptr = tiles_ptr + 2 * (1 + before + index)

@@ -26,11 +26,15 @@ def route(
     num_groups: int,
     top_groups: int,
     scale: float,
+    shared: Literal["none", "always", "gated"],
 ) -> tuple[Tensor, Tensor]:
     """See the package's `route`."""
     num_tokens, num_experts = logits.shape
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    if shared == "gated":
+        num_experts -= 1
+    num_slots = top_k + (shared != "none")
+    weights = torch.empty((num_tokens, num_slots), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_tokens, num_slots), dtype=torch.int32, device=logits.device)
     # Of one group nothing is masked.
     num_groups = num_groups if top_groups < num_groups else 1
     group_size = num_experts // num_groups
@@ -48,11 +52,13 @@ def route(
         PADDED_SIZE=triton.next_power_of_2(group_size),
         TOP_GROUPS=top_groups if num_groups > 1 else 1,
         TOP_K=top_k,
-        PADDED_K=triton.next_power_of_2(top_k),
+        SLOTS=num_slots,
+        PADDED_SLOTS=triton.next_power_of_2(num_slots),
         LEAST_SUM=LEAST_SUM,
         SIGMOID=scoring == "sigmoid",
         BIAS=bias is not None,
         RENORMALIZE=renormalize,
+        GATED=shared == "gated",
         OVERLAP=overlap,
         num_warps=1,
         launch_pdl=overlap,
@@ -74,23 +80,30 @@ def _route(
     PADDED_SIZE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
-    PADDED_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PADDED_SLOTS: tl.constexpr,
     LEAST_SUM: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """SLOTS: TOP_K, or one more for a shared expert. GATED: that one has a logit of its own, behind the others."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     none: tl.constexpr = float("-inf")
+    num_experts: tl.constexpr = NUM_GROUPS * GROUP_SIZE
     groups = tl.arange(0, PADDED_GROUPS)
     members = tl.arange(0, PADDED_SIZE)
     experts = groups[:, None] * GROUP_SIZE + members[None, :]
     inside = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
     logits = tl.load(logits_ptr + token * logits_stride + experts, mask=inside, other=none).to(tl.float32)
+    shared_weight = 1.0
+    if GATED:
+        shared_weight = tl.sigmoid(tl.load(logits_ptr + token * logits_stride + num_experts).to(tl.float32))
     if SIGMOID:
         scores = tl.sigmoid(logits)
     else:
@@ -112,19 +125,22 @@ def _route(
             kept = kept | (groups == group)
         choice = tl.where(kept[:, None], choice, none)
 
-    slots = tl.arange(0, PADDED_K)
-    weights = tl.zeros((PADDED_K,), tl.float32)
-    ids = tl.zeros((PADDED_K,), tl.int32)
+    slots = tl.arange(0, PADDED_SLOTS)
+    weights = tl.zeros((PADDED_SLOTS,), tl.float32)
+    ids = tl.zeros((PADDED_SLOTS,), tl.int32)
     for slot in tl.static_range(TOP_K):
         best = tl.max(tl.max(choice, 1), 0)
-        found = tl.min(tl.min(tl.where((choice == best) & inside, experts, NUM_GROUPS * GROUP_SIZE), 1), 0)
+        found = tl.min(tl.min(tl.where((choice == best) & inside, experts, num_experts), 1), 0)
         is_found = experts == found
         weights = tl.where(slots == slot, tl.sum(tl.sum(tl.where(is_found, scores, 0.0), 1), 0), weights)
         # Of logits that are no numbers nothing is the largest, and yet there has to be an expert.
-        ids = tl.where(slots == slot, tl.minimum(found, NUM_GROUPS * GROUP_SIZE - 1), ids)
+        ids = tl.where(slots == slot, tl.minimum(found, num_experts - 1), ids)
         choice = tl.where(is_found, none, choice)
     if RENORMALIZE:
         weights /= tl.sum(weights, 0) + LEAST_SUM
     weights *= scale
-    tl.store(weights_ptr + token * TOP_K + slots, weights, mask=slots < TOP_K)
-    tl.store(ids_ptr + token * TOP_K + slots, ids, mask=slots < TOP_K)
+    if SLOTS > TOP_K:
+        weights = tl.where(slots == TOP_K, shared_weight, weights)
+        ids = tl.where(slots == TOP_K, num_experts, ids)
+    tl.store(weights_ptr + token * SLOTS + slots, weights, mask=slots < SLOTS)
+    tl.store(ids_ptr + token * SLOTS + slots, ids, mask=slots < SLOTS)
