@@ -18,6 +18,7 @@ from nanovllm_core.layers.moe import (
     SharedExpert,
     SparseMLP,
     TokenGate,
+    runs_among,
 )
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
@@ -170,6 +171,15 @@ def test_a_shared_expert_is_one_more(size, gate, quantization, ranks):
     del own[next(iter(own))]
     with pytest.raises(WeightError, match=r"lacks 1 of \d+ tensors: mlp\.shared_expert\.gate_proj\.weight \[256, 8\]"):
         load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | own | gates).items())
+
+
+def test_a_shared_expert_runs_among_others_that_are_like_it_and_narrow(build, ranks):
+    assert runs_among(512, 512, build, alike=True)
+    assert not runs_among(512, 512, build, alike=False)
+    assert not runs_among(512, 1024, build, alike=True)
+    assert not runs_among(2048, 2048, build, alike=True)
+    first, _ = ranks(2)
+    assert runs_among(2048, 2048, first, alike=True)
 
 
 def test_a_router_decides_in_float32_on_a_cpu(build):

@@ -15,7 +15,7 @@ from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part
 from nanovllm_core.layers.mla import LatentAttention, LatentShape
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert, runs_among
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
@@ -142,7 +142,7 @@ def _parse_moe(config: Fields) -> MoEConfig:
 class DeepseekV3MoE(nn.Module):
     """Experts of which each token goes through a few, and one that all of them go through.
 
-    That one is among the others where it is a single one and stored alike; else beside them, several joined into one.
+    That one is among the others where it may be; else beside them, several joined into one.
     """
 
     def __init__(self, config: DeepseekV3Config, name: str, build: BuildContext):
@@ -151,13 +151,13 @@ class DeepseekV3MoE(nn.Module):
         width, bias = moe.intermediate_size, "gate.e_score_correction_bias"
         how = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
         shared_how = quantization_of(config.quantization, f"{name}.shared_experts", *STANDARD_NAMES)
-        among = SHARED if moe.num_shared_experts == 1 and shared_how == how else None
+        shared_width = moe.num_shared_experts * width
+        among = SHARED if runs_among(width, shared_width, build, alike=shared_how == how) else None
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=among, correction_bias=bias)
         self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=among, quantization=how)
         self.shared_experts = None
         if among is None:
-            width *= moe.num_shared_experts
-            self.shared_experts = GatedMLP(hidden_size, width, build, quantization=shared_how)
+            self.shared_experts = GatedMLP(hidden_size, shared_width, build, quantization=shared_how)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
         """Of what `norm` makes of x, plus `residual`, which may be overwritten; all [T, hidden]."""

@@ -20,7 +20,7 @@ from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert, TokenGate
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert, TokenGate, runs_among
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
@@ -193,7 +193,7 @@ class GatedAttention(nn.Module):
 class Qwen3NextMoE(nn.Module):
     """Experts of which each token goes through a few, and one that all go through, as far as its gate lets them.
 
-    That one is among the others where it is as wide and stored alike, else beside them. name: of this module.
+    That one is among the others where it may be, else beside them. name: of this module.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, name: str):
@@ -201,7 +201,7 @@ class Qwen3NextMoE(nn.Module):
         hidden_size, moe, width = config.hidden_size, config.moe, config.moe.shared_intermediate_size
         how = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
         shared_how = quantization_of(config.quantization, f"{name}.shared_expert", *STANDARD_NAMES)
-        among = SHARED if (width, shared_how) == (moe.intermediate_size, how) else None
+        among = SHARED if runs_among(moe.intermediate_size, width, build, alike=shared_how == how) else None
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=among)
         self.experts = Experts(
             moe.num_experts, hidden_size, moe.intermediate_size, build, shared=among, quantization=how

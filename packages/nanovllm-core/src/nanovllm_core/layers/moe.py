@@ -1,8 +1,8 @@
 """Mixtures of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): a router, all experts in two tensors.
 
-Experts are split over ranks by their width. An expert that every token goes to lies behind the others, where it is as
-wide as they are and stored alike; any other is a family's business. This room must not know how experts are chosen,
-only what is asked of each.
+Experts are split over ranks by their width. An expert that every token goes to lies behind the others where
+`runs_among` says so; any other is a family's business. This room must not know how experts are chosen, only what is
+asked of each.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,22 @@ from nanovllm_kernels.gemm import PackedWeight, linear, logits
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 from nanovllm_kernels.moe import Routing, fused_experts, pack_experts, route
 
-__all__ = ["STANDARD_NAMES", "ExpertNames", "Experts", "Router", "Routing", "SharedExpert", "SparseMLP", "TokenGate"]
+__all__ = [
+    "STANDARD_NAMES",
+    "ExpertNames",
+    "Experts",
+    "Router",
+    "Routing",
+    "SharedExpert",
+    "SparseMLP",
+    "TokenGate",
+    "runs_among",
+]
 
+# Of wider ones weights take so long that launches don't matter, and one more doesn't come for free: for one token an
+# H200 takes 102 us for eight experts of DeepSeek-R1, 2048 wide, and 151 for nine. With one of 512 among the others a
+# step of Qwen3-Next takes 3.0 ms rather than 4.0.
+NARROW = 1024
 # So that each token's logits begin at a multiple of 16 bytes, which cuBLAS's fastest kernels ask for.
 COLUMN_STEP = 8
 
@@ -54,6 +68,11 @@ class SharedExpert(NamedTuple):
 
     name: str
     gate: str | None = None
+
+
+def runs_among(width: int, shared_width: int, build: BuildContext, *, alike: bool) -> bool:
+    """Whether a shared expert is run as one of the others: as wide as they are, stored `alike`, and narrow."""
+    return alike and shared_width == width and width // build.parallel.size <= NARROW
 
 
 class Router(WeightedModule):

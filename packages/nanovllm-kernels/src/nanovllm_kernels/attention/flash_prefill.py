@@ -21,9 +21,6 @@ LEAST_BOUND = 256
 # A captured step may hold one chunk of so many tokens over a long context. It reads its keys from end to end in one go,
 # so that for few tokens a kernel that cuts them into parts is faster.
 LEAST_CAPTURED = 512
-# Whether a tile holds all query heads of a key-value head, as is its default. With one head a tile it reads queries and
-# writes results in larger pieces, which is faster for prompts, and slower where a request has few queries.
-PACKED = False
 
 
 def supports(head_dim: int, dtype: torch.dtype) -> bool:
@@ -64,7 +61,6 @@ def paged_prefill(
         max_seqlen_q=max(max_query_len, LEAST_BOUND),
         softmax_scale=scale,
         causal=True,
-        pack_gqa=PACKED,
         out=out,
     )
 
@@ -95,7 +91,6 @@ def plain_prefill(
         max_seqlen_k=bound,
         softmax_scale=scale,
         causal=True,
-        pack_gqa=PACKED,
         out=out,
     )
 
