@@ -38,10 +38,12 @@ from nanovllm_kernels.platform import describe
 
 # What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
 CAPTURED_NEEDS = tuple(
-    needs | mask
+    int(needs | mask)
     for needs in (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
     for mask in (Needs.NOTHING, Needs.MASK)
 )
+# As a number: a flag of Python's costs a step of some hundred microseconds ten.
+_MASK = int(Needs.MASK)
 # Rows that the compiler is shown; what it makes takes any number, but is laid out with this one in mind.
 COMPILED_ROWS = 1024
 
@@ -162,10 +164,10 @@ class Runner:
             return self._plan_attention(block_tables, found.seq_lens[:count], step.query_start_loc, bounds)
 
         captured.replay(plan.shape.num_tokens, plan_attention)
-        if step.needs in captured.draws and step.most_logprobs < 0:
-            needs = step.needs
-            if needs & Needs.MASK and self._constraints.masks(step.sampled) is None:
-                needs &= ~Needs.MASK
+        needs = int(step.needs)
+        if needs in captured.draws and step.most_logprobs < 0:
+            if needs & _MASK and self._constraints.masks(step.sampled) is None:
+                needs &= ~_MASK
             graph, tokens = captured.draws[needs]
             graph.replay()
             sampled = Sampled(tokens[:count], None, None, None)
