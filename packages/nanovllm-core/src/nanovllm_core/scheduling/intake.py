@@ -99,7 +99,7 @@ class Intake:
         new: the tokens as a list.
         """
         rows, (took, requests, keys, token_ids) = self._rows, members
-        # What is drained is empty, as append returns nothing.
+        # As a loop over the requests, but not one of Python's; append returns nothing, and nothing is kept.
         deque(map(list.append, token_ids, new), maxlen=0)
         num_known = rows.num_known[took]
         first = np.flatnonzero(num_known == rows.num_prompt[took])
