@@ -143,7 +143,7 @@ class RequestTable:
             most_logprobs=int(num_logprobs.max(initial=-1)),
             restored=restored,
         )
-        self._last = None if restored else (plan.scheduled, inputs)
+        self._last = (plan.scheduled, inputs) if restored is None else None
         return inputs
 
     def _write_states(self, new_rows: Sequence[NewRow]) -> tuple[Tensor, Tensor] | None:

@@ -14,7 +14,7 @@ from nanovllm_core.scheduling.lifecycle import Lifecycle
 from nanovllm_core.scheduling.plan import ScheduledRows, StepPlan, StepTokens
 from nanovllm_core.scheduling.rows import Cohort, Members, Rows
 
-# Blocks of an answer that become findable at a time, as one by one each costs three times as much.
+# Blocks of an answer that become findable at a time: one by one each costs twice as much.
 COMMITTED = 4
 
 
