@@ -60,6 +60,20 @@ def test_shapes_come_largest_first_and_within_the_budget():
     assert graph_shapes("none", 64, 800) == []
 
 
+def test_steps_of_many_tokens_have_shapes_with_few_places_too():
+    few, many = graphs_module.FEW_PLACES, graphs_module.MANY_TOKENS
+    shapes = [shape for shape in graph_shapes("full", 64, 2 * many) if shape.max_query_len > 1]
+    sizes = mixed_sizes(2 * many)
+    assert {shape.num_tokens for shape in shapes if shape.num_reqs == 64} == set(sizes)
+    assert {shape.num_tokens for shape in shapes if shape.num_reqs != 64} == {size for size in sizes if size >= many}
+    assert {shape.num_reqs for shape in graph_shapes("full", few, 2 * many) if shape.max_query_len > 1} == {few}
+    graphs = StepGraphs(shapes)
+    graphs._steps = {shape: shape for shape in shapes}
+    assert found(graphs, few, many, None) == (few, many, many, "full")
+    assert found(graphs, few + 1, many, None) == (64, many, many, "full")
+    assert found(graphs, few, many // 2, None) == (64, many // 2, many // 2, "full")
+
+
 def test_decodes_with_drafts_have_shapes_of_their_own():
     shapes = graph_shapes("full_decode_only", 16, 40, query_lens=(1, 4))
     assert {shape for shape in shapes if shape.max_query_len == 4} == {
