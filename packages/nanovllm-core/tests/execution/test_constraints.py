@@ -23,7 +23,7 @@ class Event:
         self.over = True
         self.waits = 0
 
-    def record(self) -> None:
+    def record(self, stream: None) -> None:
         self.over = False
 
     def query(self) -> bool:
@@ -87,7 +87,7 @@ def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bo
 
 def handle(tokens: list[int]) -> tuple[StepHandle, Event]:
     landed, event = torch.empty(len(tokens) + 1, dtype=torch.int32), Event()
-    place = Place(landed, landed.numpy(), Event(), event)
+    place = Place(landed, landed.numpy(), Event(), event, None)
     sampled = Sampled(torch.tensor(tokens, dtype=torch.int32), None, None, None)
     return StepHandle(sampled, np.arange(len(tokens)), np.full(len(tokens), -1), place), event
 

@@ -4,7 +4,7 @@ step more than the copy.
 This room must not know what the tokens are for.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,23 +12,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class Place(NamedTuple):
-    """One step's: pinned int32 [size], the same as numbers, and when the device began the step and ended it."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One step's: pinned int32 [size], the same as numbers, and when the device began the step and ended it, which are
+    to be recorded on `stream`: to ask for the current one takes longer than to record.
+    """
 
     tokens: Tensor
     numbers: NDArray[np.int32]
     begin: torch.cuda.Event
     end: torch.cuda.Event
+    stream: torch.cuda.Stream
+    _first: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def first(self, count: int) -> Tensor:
+        """The first `count` of `tokens`, made once: there are only so many."""
+        if (part := self._first.get(count)) is None:
+            part = self._first[count] = self.tokens[:count]
+        return part
 
 
 class Landing:
     """Places for steps of up to `size` tokens each, of which up to `depth` are in flight, in the order they began.
 
-    A step's place is another's again when `depth` + 2 have begun after it. timed: whether the events measure time.
+    A step's place is another's again when `depth` + 2 have begun after it. stream: what steps run on. timed: whether
+    the events measure time.
     """
 
-    def __init__(self, size: int, depth: int, *, timed: bool):
-        self._places = [_make_place(size, timed=timed) for _ in range(depth + 2)]
+    def __init__(self, size: int, depth: int, stream: torch.cuda.Stream, *, timed: bool):
+        self._places = [_make_place(size, stream, timed=timed) for _ in range(depth + 2)]
         self._at = 0
 
     def take(self) -> Place:
@@ -37,7 +49,7 @@ class Landing:
         return self._places[self._at]
 
 
-def _make_place(size: int, *, timed: bool) -> Place:
+def _make_place(size: int, stream: torch.cuda.Stream, *, timed: bool) -> Place:
     tokens = torch.empty(size, dtype=torch.int32, pin_memory=True)
     begin, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
-    return Place(tokens, tokens.numpy(), begin, end)
+    return Place(tokens, tokens.numpy(), begin, end, stream)

@@ -1,7 +1,7 @@
 """Runs plans on one device: model, cache and request table in one place.
 
-Everything here happens on the one thread that launches steps. This room must not know about queues, clients or why a
-plan is as it is.
+Everything here happens on the one thread that drives the device. This room must not know about queues, clients or why
+a plan is as it is.
 """
 
 import sys
@@ -42,7 +42,6 @@ CAPTURED_NEEDS = tuple(
     for needs in (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
     for mask in (Needs.NOTHING, Needs.MASK)
 )
-# As a number, since what a step does with flags of Python's enum takes it 16 us on an H200's host.
 _MASK = int(Needs.MASK)
 # Rows that the compiler is shown; what it makes takes any number, but is laid out with this one in mind.
 COMPILED_ROWS = 1024
@@ -72,6 +71,8 @@ class Runner:
     def __init__(self, spec: ModelSpec, config: ResolvedConfig):
         self.device = torch.device(config.device)
         self.device_name = describe(self.device).name
+        # A CPU has computed a step when it is launched.
+        self.computes_later = self.device.type != "cpu"
         self._config = config
         self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))
         specs = self._model.cache_specs()
@@ -88,7 +89,8 @@ class Runner:
         )
         self._landing: Landing | None = None
         if self.device.type == "cuda":
-            self._landing = Landing(config.max_num_seqs, config.depth, timed=config.trace is not None)
+            stream = torch.cuda.current_stream(self.device)
+            self._landing = Landing(config.max_num_seqs, config.depth, stream, timed=config.trace is not None)
         self._constraints = Constraints(config.max_num_seqs, spec.vocab_size, self.device)
         attention, *others = dict.fromkeys(self._paged_specs)
         if others:
@@ -128,10 +130,10 @@ class Runner:
         with self._no_waiting():
             place = None if self._landing is None else self._landing.take()
             if place is not None and self._config.trace is not None:
-                place.begin.record()
+                place.begin.record(place.stream)
             step = self._table.apply(plan)
             if self._constraints.begin(plan):
-                step = replace(step, needs=step.needs | Needs.MASK)
+                step = replace(step, needs=step.needs | _MASK)
             if step.restored is not None:
                 self._states.copy(*step.restored)
             handle = self._start(plan, step, place)
@@ -164,14 +166,15 @@ class Runner:
             return self._plan_attention(block_tables, found.seq_lens[:count], step.query_start_loc, bounds)
 
         captured.replay(plan.shape.num_tokens, plan_attention)
-        needs = int(step.needs)
+        needs = step.needs
         if needs in captured.draws and step.most_logprobs < 0:
             if needs & _MASK and self._constraints.masks(step.sampled) is None:
                 needs &= ~_MASK
             graph, tokens = captured.draws[needs]
             graph.replay()
-            sampled = Sampled(tokens[:count], None, None, None)
-            return StepHandle(sampled, step.sampled, step.num_logprobs, place, self._constraints.failed)
+            return StepHandle(
+                Sampled(tokens, None, None, None), step.sampled, step.num_logprobs, place, self._constraints.failed
+            )
         return self._choose(step, Logits(*(tensor[:count] for tensor in captured.found)), place)
 
     def _choose(
@@ -181,7 +184,7 @@ class Runner:
             # What is passed for the tokens isn't read.
             self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
             return StepHandle(None, step.sampled, step.num_logprobs, place, scored=scored)
-        masks = self._constraints.masks(step.sampled) if step.needs & Needs.MASK else None
+        masks = self._constraints.masks(step.sampled) if step.needs & _MASK else None
         tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs, self._gather_settings, masks)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
         sampled = with_logprobs(tokens, found.logits, step.sampled, step.num_logprobs, step.most_logprobs)
@@ -252,7 +255,7 @@ class Runner:
             backend="torch" if self._config.attention_backend == "torch" else "triton",
         )
 
-    def _commit(self, rows: Tensor, query_start_loc: Tensor, samples: Tensor, tokens: Tensor, needs: Needs) -> None:
+    def _commit(self, rows: Tensor, query_start_loc: Tensor, samples: Tensor, tokens: Tensor, needs: int) -> None:
         table = self._table
         counts = table.counts if needs & Needs.PENALTY else None
         commit_tokens(rows, query_start_loc, tokens, samples, table.tokens, table.num_computed, counts)
@@ -275,8 +278,8 @@ class Runner:
         rows = buffer.rows[:count]
         there = self._constraints.buffer
         masks = Masks(there.which[:count], there.bits[:count]) if needs & Needs.MASK else None
-        tokens = draw(found.logits, rows, found.seq_lens, self._table, Needs(needs), self._gather_settings, masks)
-        self._commit(rows, buffer.query_start_loc[: count + 1], buffer.samples[:count], tokens, Needs(needs))
+        tokens = draw(found.logits, rows, found.seq_lens, self._table, needs, self._gather_settings, masks)
+        self._commit(rows, buffer.query_start_loc[: count + 1], buffer.samples[:count], tokens, needs)
         return tokens
 
     def _compile(self, *, progress: bool) -> None:

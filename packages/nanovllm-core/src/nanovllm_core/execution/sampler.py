@@ -64,14 +64,15 @@ def draw(
     rows: Tensor,
     positions: Tensor,
     table: RequestTable,
-    needs: Needs,
+    needs: int,
     gather_settings: Gather,
     masks: Masks | None = None,
 ) -> Tensor:
     """Choose a token for each row of `logits` [n, vocab], of the requests in `rows` int32 [n]: int32 [n].
 
-    positions: int32 [n], which the tokens will have. needs: of all rows together; may ask for more than any needs.
-    gather_settings: `gather`, or what was compiled of it. masks: what some may not choose, whatever else is asked for.
+    positions: int32 [n], which the tokens will have. needs: `Needs` of all rows together; may ask for more than any
+    needs. gather_settings: `gather`, or what was compiled of it. masks: what some may not choose, whatever else they
+    ask for.
     """
     if needs & Needs.PENALTY:
         penalties = gather(rows, (table.repetition, table.presence, table.frequency))
@@ -127,10 +128,10 @@ def score(hidden: Tensor, tokens: Tensor, num_top: int, compute_logits: Callable
 class StepHandle:
     """A step in flight: its tokens are on their way to the host.
 
-    sampled: of every request of the step, None when none samples. which: int64, the requests that do, rising.
-    num_logprobs: int64, of each. place: on CUDA, where the tokens are to land; it is this step's until `depth` others
-    have begun, so that they must have been read by then. failed: which of the requests that sample have no token, and
-    why. scored: of each part of a prompt that the step was to tell of.
+    sampled: of every request of the step and perhaps of padding behind them, None when none samples. which: int64, the
+    requests that do, rising. num_logprobs: int64, of each. place: on CUDA, where the tokens are to land; it is this
+    step's until `depth` others have begun, so that they must have been read by then. failed: which of the requests that
+    sample have no token, and why. scored: of each part of a prompt that the step was to tell of.
     """
 
     def __init__(
@@ -151,14 +152,14 @@ class StepHandle:
             if place is None:
                 self._numbers = tokens.numpy()
             else:
-                self._numbers = place.numbers[: len(tokens)]
-                place.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
+                self._numbers = place.numbers
+                place.first(len(tokens)).copy_(tokens, non_blocking=True)
                 sampled = Sampled(tokens, *(None if tensor is None else _to_host(tensor) for tensor in rest))
         if place is not None:
             scored = [Scored(*map(_to_host, each)) for each in scored]
         self._place = place if sampled is not None or scored else None
         if self._place is not None:
-            self._place.end.record()
+            self._place.end.record(self._place.stream)
         self._sampled = sampled
         self._scored = scored
 
@@ -180,8 +181,7 @@ class StepHandle:
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """The tokens alone, of the requests that sample; to be called when the step has ended."""
-        all_sample = len(self._which) == len(self._numbers)
-        return self._numbers.copy() if all_sample else self._numbers[self._which]
+        return self._numbers[self._which]
 
     def tokens(self) -> StepTokens:
         """What was sampled, and found of prompts; to be called when the step has ended."""
