@@ -67,7 +67,11 @@ def checkpoint(tmp_path_factory, reference_generate):
 async def test_tokens_equal_those_of_rounded_inputs(checkpoint, settings, device):
     path, expected = checkpoint
     config = EngineConfig(
-        device=device, dtype=torch.float32, num_blocks=200, max_num_seqs=NUM_PROMPTS, **SETTINGS[settings]
+        device=device,
+        dtype=torch.float32,
+        num_blocks=200,
+        max_num_seqs=NUM_PROMPTS,
+        **{"depth": 2, **SETTINGS[settings]},
     )
     engine = await AsyncEngine.start(load(path), config)
 

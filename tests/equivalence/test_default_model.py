@@ -43,8 +43,8 @@ MOST_ERROR = {"cpu": 0.25, "cuda": 0.05}
 SETTINGS = {
     "as served": {},
     "one at a time, depth 1, no prefix cache": {"max_num_seqs": 1, "depth": 1, "prefix_caching": False},
-    "chunked": {"max_num_batched_tokens": 48, "max_num_seqs": 16},
-    "preempted": {"num_blocks": 40, "max_model_len": 400},
+    "chunked, depth 2": {"max_num_batched_tokens": 48, "max_num_seqs": 16, "depth": 2},
+    "preempted, depth 2": {"num_blocks": 40, "max_model_len": 400, "depth": 2},
 }
 
 
@@ -74,7 +74,7 @@ async def test_twenty_chats_token_for_token(settings, default_model, prompts, re
 
     try:
         found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(prompts)))
-        assert (engine.stats.num_preemptions > 0) == (settings == "preempted")
+        assert (engine.stats.num_preemptions > 0) == settings.startswith("preempted")
         assert engine.stats.num_free_blocks == engine.stats.num_blocks
     finally:
         await engine.stop()
@@ -133,7 +133,7 @@ async def test_as_served_it_knows_the_capital_of_france(company, default_model, 
         await engine.stop()
 
 
-@pytest.mark.parametrize("settings", ["as served", "chunked"])
+@pytest.mark.parametrize("settings", ["as served", "chunked, depth 2"])
 async def test_prompts_are_told_of_as_transformers_does(settings, default_model, prompts, reference, device):
     """Each beside another that asks for nothing."""
     config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **SETTINGS[settings])

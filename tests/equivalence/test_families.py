@@ -262,7 +262,7 @@ async def ask_in_turn(path: Path, config: EngineConfig, prompts: list[list[int]]
 
 
 async def generate(path: Path, device: str, settings: dict, *, preempted: bool = False) -> list[list[int]]:
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **settings)
+    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **{"depth": 2, **settings})
     engine = await AsyncEngine.start(load(path), config)
     rng = random.Random(5)
 

@@ -57,7 +57,8 @@ class EngineConfig:
     prefix_caching: keep full blocks of finished requests for later prompts that begin the same.
     prefix_hash: "fast", or "sha256" when tenants who don't trust each other share the server.
     watermark: share of the blocks kept free when a new request is admitted, so that running ones can grow.
-    depth: steps in flight at once: 2 hides the host behind the device, 1 is for debugging.
+    depth: steps in flight at once: by default 2 on a GPU, which hides the host behind it, and 1 on a CPU, behind which
+        there is nothing to hide.
     seed: the base of the seeds of requests that bring none.
     attention_backend: by default the fastest of what is installed, for prompts and for decodes.
     graph_mode: what is replayed from CUDA graphs; by default everything that can be.
@@ -81,7 +82,7 @@ class EngineConfig:
     prefix_caching: bool = True
     prefix_hash: PrefixHash = "fast"
     watermark: float = 0.01
-    depth: Literal[1, 2] = 2
+    depth: Literal[1, 2] | None = None
     seed: int = 0
     attention_backend: AttentionBackend | None = None
     graph_mode: GraphMode | None = None
@@ -159,7 +160,7 @@ def resolve(
     _require(0 < utilization <= 1, "gpu_memory_utilization", utilization, "above 0 and at most 1")
     _require(config.cpu_cache_gib > 0, "cpu_cache_gib", config.cpu_cache_gib, "above 0")
     _require(0 <= config.watermark < 1, "watermark", config.watermark, "at least 0 and below 1")
-    _require(config.depth in (1, 2), "depth", config.depth, "1 or 2")
+    _require(config.depth in (None, 1, 2), "depth", config.depth, "1 or 2")
     dtype = config.dtype or (cuda_dtype if device == "cuda" else None) or model_dtype
     _require(dtype in (torch.float32, torch.bfloat16, torch.float16), "dtype", dtype, "float32, bfloat16 or float16")
     kv_cache_dtype = dtype
@@ -182,7 +183,7 @@ def resolve(
         prefix_caching=config.prefix_caching,
         prefix_hash=config.prefix_hash,
         watermark=config.watermark,
-        depth=config.depth,
+        depth=config.depth or (1 if device == "cpu" else 2),
         seed=config.seed,
         attention_backend=backend,
         graph_mode=_resolve_graphs(config.graph_mode, backend),

@@ -16,7 +16,7 @@ from nanovllm_core import (
     SamplingParams,
 )
 
-BASE = {"device": "cpu", "num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+BASE = {"device": "cpu", "num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "depth": 2}
 
 
 def greedy(name: str, prompt: list[int], count: int, **sampling) -> Request:

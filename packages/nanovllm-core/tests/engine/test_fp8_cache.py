@@ -11,7 +11,7 @@ from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_core.config import resolve
 from nanovllm_core.execution.runner import Runner
 
-BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_dtype": "fp8"}
+BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_dtype": "fp8", "depth": 2}
 CONFIGS = {
     "plain": {},
     "chunked, depth 1, pages of 32": {"max_num_batched_tokens": 40, "depth": 1, "block_size": 32},

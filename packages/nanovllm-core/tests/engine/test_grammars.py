@@ -25,7 +25,7 @@ from nanovllm_core import (
 from nanovllm_core.execution import constraints
 from nanovllm_core.grammar import vetting
 
-BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "depth": 2}
 CONFIGS = {
     "plain": {},
     "depth 1": {"depth": 1},
@@ -185,7 +185,7 @@ async def test_stop_token_ids_stop_where_the_grammar_allows_them(engine):
 
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_budget_closes_what_is_too_long(depth, toy_spec, oracle):
-    engine = await AsyncEngine.start(toy_spec(), EngineConfig(**BASE, device="cpu", depth=depth))
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, "depth": depth}, device="cpu"))
     prompt = [7, 8, 9]
     free = oracle(prompt, 40)
 

@@ -9,7 +9,7 @@ import toy_model
 
 from nanovllm_core import AsyncEngine, EngineConfig, PromptLogprobs, Request, SamplingParams
 
-BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "depth": 2}
 OUTPUT = 40
 CONFIGS = {
     "plain": {},

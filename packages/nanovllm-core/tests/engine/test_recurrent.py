@@ -41,7 +41,9 @@ async def ask(engine: AsyncEngine, name: str, prompt: list[int], count: int = OU
 @pytest.mark.parametrize("settings", SETTINGS)
 async def test_tokens_are_those_of_the_oracle(expected, settings):
     limits = {"max_model_len": 200, "max_num_seqs": 8}
-    engine = await AsyncEngine.start(recurrent_spec(), EngineConfig(device="cpu", **limits, **SETTINGS[settings]))
+    engine = await AsyncEngine.start(
+        recurrent_spec(), EngineConfig(device="cpu", **limits, **{"depth": 2, **SETTINGS[settings]})
+    )
     try:
         found = await asyncio.gather(*(ask(engine, f"r{i}", prompt) for i, (prompt, _) in enumerate(expected)))
         assert found == [output for _, output in expected]

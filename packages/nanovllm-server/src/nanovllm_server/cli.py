@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         help="steps replayed from CUDA graphs",
     )
     engine.add_argument("--no-compile", action="store_true", help="no torch.compile between attention operators")
-    engine.add_argument("--depth", type=int, choices=(1, 2), default=2, help="steps in flight; 1 is for debugging")
+    engine.add_argument("--depth", type=int, choices=(1, 2), help="steps in flight; by default 2 on a GPU")
     logs = flags.add_argument_group("logs")
     logs.add_argument("--trace", type=Path, metavar="FILE", help="write the engine's steps there, for Perfetto")
     logs.add_argument("--log-format", choices=("text", "json"), default="text", help="for people or for machines")

@@ -1,16 +1,18 @@
 """The one loop: plan a step, launch it, and take in an older one while it runs.
 
-Scheduling and bookkeeping happen on the event loop's thread; launching, and with it all of torch, on a thread of its
-own; waiting for a GPU on a third. A step goes from one to the next, and comes back when the device has ended it. Up to
-`depth` steps are in flight; depth 1 is the same loop. This room must not know who sends requests or where outputs go.
+It has a thread of its own, which does nothing else and waits for the device without sleeping: planning and launching
+would find cold caches after a sleep, and take two to three times as long. The event loop's thread passes it what is
+asked for, and passes on what comes back. Up to `depth` steps are in flight; depth 1 is the same loop. This room must
+not know who sends requests or where outputs go.
 """
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
@@ -23,22 +25,20 @@ from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.request import GrammarError, GrammarSpec, Request, RequestStatus, StepOutputs
 from nanovllm_core.scheduling.intake import ScheduledStep
-from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 Emit = Callable[[StepOutputs, EngineStats], None]
 
 
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """A step, and the future of its handle, which is there when the device has ended it."""
+class StepInFlight(NamedTuple):
+    """A step that was launched."""
 
     step: ScheduledStep
-    handle: asyncio.Future[StepHandle]
+    handle: StepHandle
 
 
 class EngineLoop:
-    """Scheduler and runner, and the task that drives them."""
+    """Scheduler and runner, and the thread that drives them, which alone touches them."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class EngineLoop:
         runner: Runner,
         info: EngineInfo,
         depth: int,
-        launcher: ThreadPoolExecutor,
+        thread: ThreadPoolExecutor,
         tracer: Tracer | None,
         grammars: Grammars | None,
     ):
@@ -58,23 +58,27 @@ class EngineLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
-        self._launcher = launcher
         self._tracer = tracer
-        self._waiter = ThreadPoolExecutor(1, "nanovllm-wait")
         self._in_flight: deque[StepInFlight] = deque()
-        self._wake = asyncio.Event()
+        self._thread = thread
+        # For the thread: requests, and keys of those that are aborted, in the order they came.
+        self._inbox: deque[Request | int] = deque()
+        self._wake = threading.Event()
         self._stopping = False
+        # From it.
+        self._outbox: deque[tuple[StepOutputs, EngineStats]] = deque()
+        self._news = asyncio.Event()
 
     @classmethod
     async def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "EngineLoop":
         """Load the model and size the cache, off the event loop. Raises what `Trace` and `Runner` raise."""
         # First, as loading may take minutes.
         trace = None if config.trace is None else Trace(config.trace)
-        launcher = ThreadPoolExecutor(1, "nanovllm-launch")
+        thread = ThreadPoolExecutor(1, "nanovllm-engine")
         try:
-            runner = await asyncio.get_running_loop().run_in_executor(launcher, Runner, spec, config)
+            runner = await asyncio.get_running_loop().run_in_executor(thread, Runner, spec, config)
         except BaseException:
-            launcher.shutdown(wait=False)
+            thread.shutdown(wait=False)
             if trace is not None:
                 trace.close()
             raise
@@ -116,7 +120,7 @@ class EngineLoop:
         if spec.vocabulary is not None:
             grammars = Grammars(spec.vocabulary, spec.vocab_size, spec.eos_token_ids)
         tracer = None if trace is None else Tracer(trace, runner.device)
-        return cls(scheduler, runner, info, config.depth, launcher, tracer, grammars)
+        return cls(scheduler, runner, info, config.depth, thread, tracer, grammars)
 
     async def compile(self, spec: GrammarSpec) -> None:
         """Have a grammar ready. Raises GrammarError."""
@@ -125,7 +129,7 @@ class EngineLoop:
         await self._grammars.compile(spec)
 
     def submit(self, request: Request) -> None:
-        """Queue a checked request, once its grammar is ready. Raises ValueError when its key is in use."""
+        """Queue a checked request, whose key no other has, once its grammar is ready."""
         spec = request.sampling.grammar
         if spec is not None and self._grammars is not None:
             request.compiled = self._grammars.get(spec)
@@ -135,8 +139,7 @@ class EngineLoop:
                 # For the stats, in which it counts as waiting.
                 self._wake.set()
                 return
-        self._scheduler.add(request)
-        self._wake.set()
+        self._tell(request)
 
     async def _queue_compiled(self, request: Request, spec: GrammarSpec, grammars: Grammars) -> None:
         try:
@@ -145,25 +148,26 @@ class EngineLoop:
             self._failures.append((request.key, str(error)))
         else:
             request.status = RequestStatus.WAITING
-            self._scheduler.add(request)
+            self._inbox.append(request)
         del self._compiling[request.key]
         self._wake.set()
 
     def abort(self, key: int) -> None:
-        """End a request, if it is still there; nothing more is emitted for it."""
+        """End a request, if it is still there; what is on its way may still be emitted."""
         if (compiling := self._compiling.pop(key, None)) is not None:
             compiling.cancel()
-            self._wake.set()
-        if self._scheduler.abort(key):
-            self._wake.set()
+        self._tell(key)
+
+    def _tell(self, message: Request | int) -> None:
+        self._inbox.append(message)
+        self._wake.set()
 
     def stop(self) -> None:
         """Let `run` return once the steps in flight have ended."""
         self._stopping = True
         self._wake.set()
 
-    def stats(self) -> EngineStats:
-        """How things stand now."""
+    def _stats(self) -> EngineStats:
         scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.states
         counters = scheduler.counters
         return EngineStats(
@@ -189,86 +193,80 @@ class EngineLoop:
 
         Raises whatever a step raised; the engine can't go on after that.
         """
+        events = asyncio.get_running_loop()
+        driving = events.run_in_executor(self._thread, self._drive, events)
+        driving.add_done_callback(lambda _: self._news.set())
         try:
-            self._fill()
-            while not self._stopping:
-                if self._in_flight:
-                    outputs = await self._complete()
-                    # First the device's next step, then whoever waits for this one.
-                    self._fill()
-                    emit(self._with_failures(outputs), self.stats())
-                else:
-                    emit(self._with_failures(StepOutputs()), self.stats())
-                    await self._wake.wait()
-                    self._wake.clear()
-                    self._fill()
-            while self._in_flight:
-                await self._complete()
+            while not driving.done():
+                await self._news.wait()
+                self._news.clear()
+                while self._outbox:
+                    outputs, stats = self._outbox.popleft()
+                    outputs.failures.extend(self._failures)
+                    self._failures.clear()
+                    emit(outputs, stats)
+            await driving
         finally:
-            self._launcher.shutdown(wait=False, cancel_futures=True)
-            self._waiter.shutdown(wait=False, cancel_futures=True)
+            self.stop()
+            await asyncio.wait([driving])
+            self._thread.shutdown()
             for compiling in self._compiling.values():
                 compiling.cancel()
             if self._grammars is not None:
                 self._grammars.close()
+
+    def _drive(self, events: asyncio.AbstractEventLoop) -> None:
+        """On the thread."""
+
+        def post(outputs: StepOutputs) -> None:
+            self._outbox.append((outputs, self._stats()))
+            events.call_soon_threadsafe(self._news.set)
+
+        try:
+            self._fill()
+            while not self._stopping:
+                if not self._in_flight:
+                    post(StepOutputs())
+                    self._wake.wait()
+                    self._wake.clear()
+                    self._fill()
+                elif self._runner.computes_later:
+                    outputs = self._complete()
+                    # First the device's next step, then whoever waits for this one.
+                    self._fill()
+                    post(outputs)
+                else:
+                    post(self._complete())
+                    self._fill()
+            while self._in_flight:
+                self._complete()
+        finally:
             if self._tracer is not None:
                 self._tracer.trace.close()
 
-    def _with_failures(self, outputs: StepOutputs) -> StepOutputs:
-        outputs.failures.extend(self._failures)
-        self._failures.clear()
-        return outputs
-
     def _fill(self) -> None:
-        loop = asyncio.get_running_loop()
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Request):
+                self._scheduler.add(message)
+            else:
+                self._scheduler.abort(message)
         while len(self._in_flight) < self._depth and (step := self._schedule()) is not None:
-            handle: asyncio.Future[StepHandle] = loop.create_future()
-            self._launcher.submit(self._launch, step.plan, handle)
+            with self._span("launch", step.plan.step):
+                handle = self._runner.launch(step.plan)
             self._in_flight.append(StepInFlight(step, handle))
-
-    async def _complete(self) -> StepOutputs:
-        oldest = self._in_flight.popleft()
-        handle = await oldest.handle
-        if self._tracer is not None:
-            self._tracer.device(oldest.step.plan.step, handle)
-        with self._span("output", oldest.step.plan.step):
-            return self._scheduler.complete(oldest.step, handle.tokens())
 
     def _schedule(self) -> ScheduledStep | None:
         with self._span("plan", self._scheduler.counters.steps):
             return self._scheduler.schedule()
 
-    def _launch(self, plan: StepPlan, future: asyncio.Future[StepHandle]) -> None:
-        """On the launching thread."""
-        try:
-            with self._span("launch", plan.step):
-                handle = self._runner.launch(plan)
-        except Exception as error:  # noqa: BLE001 (raised where the step is awaited)
-            future.get_loop().call_soon_threadsafe(_fail, future, error)
-            return
-        if handle.ready:
-            future.get_loop().call_soon_threadsafe(_settle, future, handle)
-        else:
-            self._waiter.submit(self._wait, handle, future)
-
-    def _wait(self, handle: StepHandle, future: asyncio.Future[StepHandle]) -> None:
-        """On the waiting thread."""
-        try:
-            handle.wait()
-        except Exception as error:  # noqa: BLE001 (raised where the step is awaited)
-            future.get_loop().call_soon_threadsafe(_fail, future, error)
-        else:
-            future.get_loop().call_soon_threadsafe(_settle, future, handle)
+    def _complete(self) -> StepOutputs:
+        step, handle = self._in_flight.popleft()
+        handle.wait()
+        if self._tracer is not None:
+            self._tracer.device(step.plan.step, handle)
+        with self._span("output", step.plan.step):
+            return self._scheduler.complete(step, handle.tokens())
 
     def _span(self, track: Track, step: int) -> AbstractContextManager[None]:
         return nullcontext() if self._tracer is None else self._tracer.trace.span(track, f"step {step}")
-
-
-def _settle(future: asyncio.Future[StepHandle], handle: StepHandle) -> None:
-    if not future.cancelled():
-        future.set_result(handle)
-
-
-def _fail(future: asyncio.Future[StepHandle], error: Exception) -> None:
-    if not future.cancelled():
-        future.set_exception(error)

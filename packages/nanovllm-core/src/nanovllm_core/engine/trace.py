@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 Track = Literal["plan", "launch", "device", "output"]
-# Threads add to different tracks at the same time, so that all are numbered beforehand.
+# In the order in which they are to be shown.
 TRACKS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3}
 
 

@@ -267,7 +267,7 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
     ours = program.add_argument_group("engine").add_argument
     ours("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
     ours("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
-    ours("--depth", type=int, choices=(1, 2), default=2, help="steps in flight")
+    ours("--depth", type=int, choices=(1, 2), help="steps in flight; by default 2 on a GPU")
     ours("--graph-mode", choices=("auto", *GRAPH_MODES), default="auto", help="steps replayed from CUDA graphs")
     ours("--no-compile", action="store_true", help="no torch.compile between attention operators")
     ours("--trace", type=Path, metavar="FILE", help="write what each step took here, for the program trace or Perfetto")
