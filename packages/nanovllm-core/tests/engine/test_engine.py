@@ -72,7 +72,8 @@ async def test_the_same_tokens_as_the_oracle_whatever_the_settings(name, device,
     rng = random.Random(1)
 
     async def arrive(index: int, prompt: list[int]) -> list[int]:
-        await asyncio.sleep(rng.random() * 0.05)
+        # A GPU would be through with most of what came before.
+        await asyncio.sleep(0 if name.startswith("preempted") else rng.random() * 0.05)
         return await collect(engine, greedy(f"r{index}", prompt, 40))
 
     work = prompts(16)
