@@ -164,7 +164,8 @@ KERNELS = [
 ]
 
 
-def compile_kernel(kernel, types, constants, num_warps, num_stages=3):
+def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=()):
+    """multiples: numbers that are multiples of 16, besides strides."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -175,7 +176,7 @@ def compile_kernel(kernel, types, constants, num_warps, num_stages=3):
             signature[name] = "constexpr"
             continue
         signature[name] = types.get(name, BFLOAT if name.endswith("_ptr") else "i32")
-        if name.endswith("_ptr") or "stride" in name:
+        if name.endswith("_ptr") or "stride" in name or name in multiples:
             alignment[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, alignment)
     options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -500,6 +501,48 @@ def test_experts_for_few_tokens(gated, rows, num_groups, top_k, quantized):
     assert ("wgmma.mma_async" if config.swapped else "mma.sync") in ptx
     assert ("e4m3.e4m3" in ptx) == quantized
     assert "cp.async" in ptx
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "depth", "top_k"),
+    [
+        ("_one_gate_up", 512, 2048, 11),
+        ("_one_gate_up", 1536, 3072, 8),
+        ("_one_gate_up", 2048, 7168, 9),
+        ("_one_down", 2048, 512, 11),
+        ("_one_down", 2048, 768, 8),
+        ("_one_down", 7168, 2048, 9),
+    ],
+)
+def test_experts_for_one_token(name, columns, depth, top_k):
+    from nanovllm_kernels.moe import tiles, triton_one
+
+    padded_k = 1 << (top_k - 1).bit_length()
+    config = tiles.one_config(depth, padded_k if name == "_one_down" else 2)
+    constants = {"WIDTH": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.groups, "OVERLAP": True}
+    constants |= {"PADDED_K": padded_k, "RESIDUAL": False} if name == "_one_down" else {}
+    types = ROUTED | {"weight_ptr": FP8}
+    compiled = compile_kernel(vars(triton_one)[name], types, constants, config.num_warps, multiples=("k",))
+    ptx = compiled.asm["ptx"]
+    # Sixteen numbers a load.
+    assert "ld.global.v4.b32" in ptx
+    # What the kernel ahead writes or reads is left alone until it has ended.
+    assert not re.search(r"(ld|st|prefetch)\.global", ptx[: ptx.index("griddepcontrol.wait")])
+    # No load is left out as the kernel is compiled, for the assembler gets zeros that it knows wrong.
+    assert not re.search(r"mov\.pred\s+%p\d+, 0;", ptx)
+    check_conversions(compiled.asm["sass"])
+
+
+def check_conversions(sass):
+    """Assert that numbers are rounded to FP8 into words of which all is written, and that none are constants."""
+    written = {"RZ"}
+    for line in sass.splitlines():
+        assert not re.search(r"E4M3\.UNPACK_B R\d+, (?!-?R)", line), line
+        if "E4M3.F32.PACK_AB_MERGE_C" in line:
+            target, *_, merged = re.findall(r"\bR(?:\d+|Z)\b", line.partition("PACK_AB_MERGE_C")[2])
+            assert merged in written, line
+            written.add(target)
+    assert len(written) > 1
 
 
 def grouped_configs():

@@ -207,6 +207,14 @@ def test_fp8_for_few_tokens(num_tokens, device):
     check_experts(num_tokens, 3, 130, 40, 2, torch.float32, device, quantized=True)
 
 
+@pytest.mark.parametrize(("tile", "top_k", "shared"), [(1024, 3, False), (8192, 3, True), (8192, 5, True)])
+def test_fp8_for_one_token_part_by_part(tile, top_k, shared, device, monkeypatch):
+    """Neither the columns nor the groups of either product come out even."""
+    monkeypatch.setattr(tiles, "ONE_TILE", tile)
+    sizes = 1, 6, 330, 134, top_k
+    check_experts(*sizes, torch.float16, device, quantized=True, residual=torch.float32, shared=shared)
+
+
 @pytest.mark.usefixtures("few_are_fewer")
 @pytest.mark.parametrize(("num_tokens", "favourite"), [(1, False), (2, True), (7, False), (70, True), (140, False)])
 def test_fp8(num_tokens, favourite, device):

@@ -1,7 +1,8 @@
 """Mixtures of experts: who computes what of a token, and SwiGLU experts with the weighted sum of their results.
 
-On CUDA, for few tokens (see `tiles`) two Triton kernels that sort nothing, for more a sort on the device and two
-grouped products; nothing waits for the device, and no launch depends on what the tokens chose. Elsewhere plain torch.
+On CUDA, for few tokens (see `tiles`) two Triton kernels that sort nothing, for one token and block FP8 two without
+tensor cores, for more a sort on the device and two grouped products; nothing waits for the device, and no launch
+depends on what the tokens chose. Elsewhere plain torch.
 This room must not know models, nor where the experts' weights came from.
 """
 
@@ -140,6 +141,11 @@ def _fused_experts_op(
         return reference.fused_experts(x, experts, weights, ids, None if residual is None else residual.clone())
     rows = x if x.stride(1) == 1 else x.contiguous()
     out = _empty_result(x, residual)
+    if len(x) == 1 and scales13 is not None and scales2 is not None:
+        from nanovllm_kernels.moe import triton_one
+
+        triton_one.one_token(rows, w13, w2, scales13, scales2, weights, ids, residual, out)
+        return out
     if tiles.takes_few(x.shape[0], quantized=scales13 is not None):
         from nanovllm_kernels.moe import triton_few
 

@@ -11,7 +11,9 @@ random of 512 of 2048 x 512 (10 a token; A), of 256 of 3072 x 1536 (8; B) and of
     C         102    349    616    1110 / 975          2244
 
 The figures for 8 tokens, and of C for one, are of four tiles on their way in all sums; of three in the shorter ones
-there are none.
+there are none. Those for one token are of the kernels for few, which it no longer takes. Against these in one run, the
+kernels of its own: Qwen3-Next 24.0 and now 16.8, MiniMax-M2 45.9 and 41, Qwen3-30B-A3B 27.7 and 17, DeepSeek-V3 151 and
+136.
 
 In bf16, B took 63, 207, - and 640 us few, and 1625 for 64 tokens few where 256 took 1640 grouped.
 """
@@ -30,6 +32,12 @@ LEAST_COLUMNS = 16
 SHORT_ROWS = 16
 # Of a block FP8 weight the tiles are as deep as a scale's reach.
 GROUP = 128
+# For one token a program has so many columns, a divisor of a scale's reach, and at most so many weights on their way at
+# once.
+ONE_COLUMNS = 4
+ONE_TILE = 16 * 1024
+# Its sums over more than so much are of eight warps rather than four.
+ONE_DEEP = 2048
 # Sums over so much and up have four tiles on their way rather than three.
 DEEP = 4096
 
@@ -80,6 +88,20 @@ def few_config(
     if wide:
         return FewConfig(block_n, 32, 4, 2, swapped=False)
     return FewConfig(block_n, 128, 4, 4 if num_rows <= SHORT_ROWS else 3, swapped=False)
+
+
+class OneConfig(NamedTuple):
+    """How a launch for one token is tiled: columns, groups of 128 of their depth on their way at once, warps."""
+
+    block_n: int
+    groups: int
+    num_warps: int
+
+
+def one_config(depth: int, num_parts: int) -> OneConfig:
+    """The tiling of sums over `depth`, of which a program has `num_parts` for each of its columns."""
+    groups = min(1 << (-(-depth // GROUP) - 1).bit_length(), max(1, ONE_TILE // (ONE_COLUMNS * num_parts * GROUP)))
+    return OneConfig(ONE_COLUMNS, groups, 8 if depth > ONE_DEEP else 4)
 
 
 # By the most rows that an expert has on average.
