@@ -474,7 +474,7 @@ def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
 
 
 ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "partial_ptr"], FLOAT) | (
-    dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
+    dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr", "counts_ptr", "next_ptr"], INT32)
 )
 
 
@@ -579,7 +579,13 @@ def test_grouped_experts(gated, config, quantized):
 def test_order_and_sum_of_experts():
     from nanovllm_kernels.moe import triton_grouped
 
-    compile_kernel(triton_grouped._sort_pairs, ROUTED, {"BLOCK": 2048, "OVERLAP": True}, num_warps=8)
+    sizes = {"PADDED": 1024, "BLOCK": triton_grouped.SORT_BLOCK, "OVERLAP": True}
+    compile_kernel(triton_grouped._count_pairs, ROUTED, sizes, num_warps=8)
+    sizes |= {"PARTS": triton_grouped.COUNTED_AT_ONCE}
+    compiled = compile_kernel(triton_grouped._sort_pairs, ROUTED, sizes, num_warps=8)
+    # Places are counted on in memory, behind what other threads wrote there.
+    ptx = compiled.asm["ptx"]
+    assert ptx.rindex("bar.sync", 0, ptx.index("atom.global")) > ptx.index("griddepcontrol.wait")
     sizes = {"PADDED_BEFORE": 512, "BLOCK_M": 64, "BLOCK": 64, "OVERLAP": True}
     compile_kernel(triton_grouped._list_tiles, ROUTED, sizes, num_warps=1)
     sizes = {"WIDTH": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}

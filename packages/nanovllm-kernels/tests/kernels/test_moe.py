@@ -196,7 +196,8 @@ def test_many_tokens_of_one_expert(device):
 def test_many_tiles_and_blocks_of_pairs(device, monkeypatch):
     from nanovllm_kernels.moe import triton_grouped
 
-    monkeypatch.setattr(triton_grouped, "SORT_BLOCK", 64)
+    monkeypatch.setattr(triton_grouped, "SORT_BLOCK", 32)
+    monkeypatch.setattr(triton_grouped, "COUNTED_AT_ONCE", 2)
     monkeypatch.setattr(triton_grouped, "LIST_BLOCK", 2)
     monkeypatch.setattr(triton_grouped, "SUM_BLOCK", 16)
     check_experts(100, 4, 32, 24, 2, torch.float16, device)

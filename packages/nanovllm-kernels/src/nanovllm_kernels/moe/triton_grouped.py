@@ -21,6 +21,8 @@ from nanovllm_kernels.moe.triton_step import add_product, load_weight, quantize_
 from nanovllm_kernels.platform import can_overlap_launches, describe
 
 SORT_BLOCK = 2048
+# Parts whose counts are on their way at once.
+COUNTED_AT_ONCE = 8
 LIST_BLOCK = 64
 SUM_BLOCK = 1024
 
@@ -50,8 +52,25 @@ def grouped_experts(
     integers = {"dtype": torch.int32, "device": x.device}
     order, starts = torch.empty(num_pairs, **integers), torch.empty(num_experts + 1, **integers)
     tiles = torch.empty((most_tiles(num_pairs, num_experts, config.block_m) + 1, 2), **integers)
-    _sort_pairs[(num_experts,)](
-        ids, order, starts, num_pairs, BLOCK=SORT_BLOCK, OVERLAP=overlap, num_warps=8, launch_pdl=overlap
+    num_parts, padded = triton.cdiv(num_pairs, SORT_BLOCK), triton.next_power_of_2(num_experts + 1)
+    counts = torch.empty((num_parts, padded), **integers)
+    _count_pairs[(num_parts,)](
+        ids, counts, num_pairs, PADDED=padded, BLOCK=SORT_BLOCK, OVERLAP=overlap, num_warps=8, launch_pdl=overlap
+    )
+    _sort_pairs[(num_parts,)](
+        ids,
+        counts,
+        torch.empty_like(counts),
+        order,
+        starts,
+        num_pairs,
+        num_experts,
+        PADDED=padded,
+        BLOCK=SORT_BLOCK,
+        PARTS=COUNTED_AT_ONCE,
+        OVERLAP=overlap,
+        num_warps=8,
+        launch_pdl=overlap,
     )
     _list_tiles[(num_experts,)](
         starts,
@@ -116,27 +135,64 @@ def grouped_experts(
     )
 
 
+@triton.jit
+def _load_ids(ids_ptr, num_pairs, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """The pairs of this program's part, and their experts; behind the last, none's."""
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    return pairs, tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=PADDED - 1)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
-def _sort_pairs(ids_ptr, order_ptr, starts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """Where this program's expert begins in the order, and there its pairs, as they come."""
+def _count_pairs(ids_ptr, counts_ptr, num_pairs, PADDED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """How many pairs of each expert a part has."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert = tl.program_id(0)
-    begin = 0
-    for first in range(0, num_pairs, BLOCK):
-        pairs = first + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=0x7FFFFFFF)
-        begin += tl.sum((ids < expert).to(tl.int32), 0)
-    tl.store(starts_ptr + expert, begin)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + expert + 1, num_pairs)
-    for first in range(0, num_pairs, BLOCK):
-        pairs = first + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=0x7FFFFFFF)
-        mine = (ids == expert).to(tl.int32)
-        tl.store(order_ptr + begin + tl.cumsum(mine, 0) - 1, pairs, mask=mine != 0)
-        begin += tl.sum(mine, 0)
+    _, ids = _load_ids(ids_ptr, num_pairs, PADDED, BLOCK)
+    tl.store(counts_ptr + tl.program_id(0) * PADDED + tl.arange(0, PADDED), tl.histogram(ids, PADDED))
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sort_pairs(
+    ids_ptr,
+    counts_ptr,
+    next_ptr,
+    order_ptr,
+    starts_ptr,
+    num_pairs,
+    num_experts,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Where each expert's pairs begin in the order, and this part's pairs to their places: those of an expert behind
+    its pairs in the parts before, among themselves as it comes, which no result depends on.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    part, num_parts = tl.program_id(0), tl.num_programs(0)
+    experts = tl.arange(0, PADDED)
+    totals = tl.zeros((PADDED,), tl.int32)
+    earlier = tl.zeros((PADDED,), tl.int32)
+    for first in range(0, num_parts, PARTS):
+        parts = first + tl.arange(0, PARTS)
+        inside = (parts < num_parts)[:, None]
+        counts = tl.load(counts_ptr + parts[:, None] * PADDED + experts[None, :], mask=inside, other=0)
+        totals += tl.sum(counts, 0)
+        earlier += tl.sum(tl.where((parts < part)[:, None], counts, 0), 0)
+    starts = tl.cumsum(totals, 0) - totals
+    if part == 0:
+        # What stands for no pair comes behind all experts.
+        tl.store(starts_ptr + experts, starts, mask=experts <= num_experts)
+    next_ptr += part * PADDED
+    tl.store(next_ptr + experts, starts + earlier)
+    # Other threads wrote what these will count on.
+    tl.debug_barrier()
+    pairs, ids = _load_ids(ids_ptr, num_pairs, PADDED, BLOCK)
+    inside = pairs < num_pairs
+    tl.store(order_ptr + tl.atomic_add(next_ptr + ids, 1, mask=inside, sem="relaxed"), pairs, mask=inside)
 
 
 @triton.jit
