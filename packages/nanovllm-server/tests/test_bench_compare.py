@@ -113,9 +113,9 @@ def test_steps_are_traced_for_who_asks(bench, tmp_path, capsys):
     assert cli.main(["trace", str(trace), "--json", str(figures)]) == 0
     found = json.loads(figures.read_bytes())
     steps = {spans["track"]: spans["steps"] for spans in found["tracks"]}
-    # Four of the warm-up and six; what is planned beyond a request's end isn't launched.
+    # Four of the warm-up, one for the first token, and six; what is planned beyond a request's end isn't launched.
     assert set(steps) == {"host", "plan", "launch", "output"}
-    assert steps["launch"] == steps["output"] == steps["host"] == 10
+    assert steps["launch"] == steps["output"] == steps["host"] == 11
     # Nothing tells when a CPU began and ended a step.
     assert found["rest"] is None
 
@@ -170,6 +170,7 @@ def test_vllm_is_left_its_own_limits(bench, vllm):
         "load_format": "dummy",
         "dtype": "float32",
         "enable_prefix_caching": False,
+        "mamba_ssm_cache_dtype": "float32",
         "routing": "uniform_random",
     }
     (case,) = result["cases"]
@@ -184,11 +185,13 @@ def test_vllm_is_left_its_own_limits(bench, vllm):
 def test_vllm_is_told_the_limits_that_were_given(bench, vllm):
     flags, told = vllm
     limits = ("--max-model-len", "200", "--max-num-seqs", "5", "--max-num-batched-tokens", "64")
+    limits += ("--state-dtype", "bfloat16")
     work = ("--num-requests", "2", "--input-len", "5", "--output-len", "2", "--prefix-len", "32", "--repeat", "2")
     assert bench("throughput", *work, *limits, *flags)[0] == 0
     engine, *runs = told()
     assert (engine["max_model_len"], engine["max_num_seqs"], engine["max_num_batched_tokens"]) == (200, 5, 64)
     assert engine["enable_prefix_caching"] is True
+    assert engine["mamba_ssm_cache_dtype"] == "bfloat16"
     # One salt a run: shared by its prompts, and with no other run.
     assert all(len({prompt["cache_salt"] for prompt in run["prompts"]}) == 1 for run in runs)
     assert len({run["prompts"][0]["cache_salt"] for run in runs}) == 3

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("torch", "triton", "flash", "cutedsl", "fastest")
 GRAPH_MODES = ("none", "full_decode_only", "piecewise", "full")
+STATE_DTYPES = ("float32", "bfloat16")
 REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
@@ -83,9 +84,7 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
     engine.add_argument("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
     engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
-    engine.add_argument(
-        "--state-dtype", choices=("float32", "bfloat16"), default="float32", help="of what recurrent layers keep"
-    )
+    engine.add_argument("--state-dtype", choices=STATE_DTYPES, default="float32", help="of what recurrent layers keep")
     engine.add_argument("--block-size", type=int, choices=(16, 32, 64), default=16, help="tokens in a KV block")
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, that nobody can forge")

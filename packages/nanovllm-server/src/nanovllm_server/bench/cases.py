@@ -52,7 +52,7 @@ def throughput(shape: Shape, vocab_size: int) -> Program:
 
 
 def latency(batches: Sequence[int], input_len: int, output_len: int, vocab_size: int) -> Program:
-    """A few requests at once: tokens made between the first and the last, over the time between those.
+    """A few requests at once: tokens made after the first of each, over the time from when all had theirs to the last.
 
     `output_len` is at least 2.
     """
@@ -61,7 +61,7 @@ def latency(batches: Sequence[int], input_len: int, output_len: int, vocab_size:
     def case(batch: int) -> Case:
         def rate(timing: Timing) -> float:
             if timing.first is None:
-                raise ValueError("nobody looked at when the first token came")
+                raise ValueError("nobody looked at when the first tokens came")
             return (timing.num_tokens - batch) / (timing.last - timing.first)
 
         return Case(f"batch {batch}", [Work(prompt, output_len) for prompt in prompts[:batch]], rate)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm_server.bench.workload import Lengths, Shape
-from nanovllm_server.cli import GRAPH_MODES
+from nanovllm_server.cli import GRAPH_MODES, STATE_DTYPES
 
 if TYPE_CHECKING:
     from nanovllm_core import EngineConfig
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     _add_shape(throughput, NANO_BENCH, NANO_BENCH, "; with any, prefix caching is on")
     _add_engine(throughput, temperature=0.6)
 
-    latency = program("latency", "tokens a second of a few requests, between the first token and the last")
+    latency = program("latency", "tokens a second of a few requests, from when each has its first to the last")
     latency.add_argument("--batch", type=_positive, nargs="+", default=[1, 8], help="requests at once, each a case")
     latency.add_argument("--input-len", type=_positive, default=64, help="tokens of a prompt")
     latency.add_argument("--output-len", type=_at_least_two, default=128, help="tokens to make, at least 2")
@@ -212,6 +212,7 @@ def _engine_config(options: argparse.Namespace) -> "EngineConfig":
         gpu_memory_utilization=options.gpu_memory_utilization,
         cpu_cache_gib=options.cpu_cache_gib,
         kv_cache_dtype=options.kv_cache_dtype,
+        state_dtype=options.state_dtype,
         # Random prompts share nothing else, and looking for it costs time.
         prefix_caching=options.program == "throughput" and options.prefix_len > 0,
         depth=options.depth,
@@ -264,6 +265,7 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
     add("--max-num-seqs", type=_positive, help="most requests running at once; without it, each engine's choice")
     add("--max-num-batched-tokens", type=_positive, help="most tokens computed in a step; likewise")
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
+    add("--state-dtype", choices=STATE_DTYPES, default="float32", help="of what recurrent layers keep")
     ours = program.add_argument_group("engine").add_argument
     ours("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
     ours("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")

@@ -43,7 +43,10 @@ def run(setting: Setting, spec: ModelSpec, program: Program) -> None:
     dtype = str(setting.config.dtype or own_dtype).removeprefix("torch.")
     peer = ask(setting.peer, _peer_job(setting, program, device, dtype)) if setting.peer else None
     works = [case.works for case in program.cases]
-    ours = asyncio.run(engine.measure(spec, setting.config, works, setting.temperature, setting.repeat))
+    measuring = engine.measure(
+        spec, setting.config, works, setting.temperature, setting.repeat, needs_first=program.needs_first
+    )
+    ours = asyncio.run(measuring)
     facts = machine()
     _show(setting, program, f"{setting.model.name} in {dtype} on {device}", one_line(facts), ours, peer)
     keep(
@@ -56,6 +59,7 @@ def run(setting: Setting, spec: ModelSpec, program: Program) -> None:
             "load_format": setting.load_format,
             "dtype": dtype,
             "kv_cache_dtype": setting.config.kv_cache_dtype,
+            "state_dtype": setting.config.state_dtype,
             "device": device,
             "temperature": setting.temperature,
             "repeat": setting.repeat,
@@ -86,6 +90,7 @@ def _peer_job(setting: Setting, program: Program, device: str, dtype: str) -> Pe
         max_num_batched_tokens=config.max_num_batched_tokens,
         gpu_memory_utilization=config.gpu_memory_utilization,
         prefix_caching=config.prefix_caching,
+        state_dtype=config.state_dtype,
         temperature=setting.temperature,
         repeat=setting.repeat,
         needs_first=program.needs_first,

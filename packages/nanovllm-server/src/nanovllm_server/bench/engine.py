@@ -21,19 +21,27 @@ WARM_UP_TOKENS = 4
 class Timing:
     """When tokens came, in seconds since the requests were handed over. `num_tokens` counts all requests' output.
 
-    first: the first token of any request; None where it wasn't looked at.
+    first: when every request had one; None where that wasn't looked at.
     """
 
     num_tokens: int
-    first: float | None
     last: float
+    first: float | None
 
 
 async def measure(
-    spec: ModelSpec, config: EngineConfig, cases: Sequence[Sequence[Work]], temperature: float, repeat: int
+    spec: ModelSpec,
+    config: EngineConfig,
+    cases: Sequence[Sequence[Work]],
+    temperature: float,
+    repeat: int,
+    *,
+    needs_first: bool,
 ) -> list[list[Timing]]:
     """Start an engine, and run each case `repeat` times after a warm-up; the timings by case.
 
+    needs_first: find out when every request had its first token, by a run for one token each: all that can be asked of
+    an engine that gives whole answers alone, and so asked of ours.
     Raises ConfigError, ModelError, RequestError for work that the engine has no room for, and EngineDeadError.
     """
     engine = await AsyncEngine.start(spec, config)
@@ -43,19 +51,28 @@ async def measure(
     try:
         timings: list[list[Timing]] = []
         for case, works in enumerate(cases):
-            short = [Work(work.prompt, min(work.max_tokens, WARM_UP_TOKENS)) for work in works]
-            await _run(engine, short, temperature, f"nanovllm, case {case + 1}/{len(cases)}, warm-up")
+            name = f"nanovllm, case {case + 1}/{len(cases)}"
+            await _run(engine, _cut(works, WARM_UP_TOKENS), temperature, f"{name}, warm-up")
             timings.append([])
             for repetition in range(repeat):
-                label = f"nanovllm, case {case + 1}/{len(cases)}, run {repetition + 1}/{repeat}"
-                timings[-1].append(await _run(engine, works, temperature, label))
+                label = f"{name}, run {repetition + 1}/{repeat}"
+                first = None
+                if needs_first:
+                    _, first = await _run(engine, _cut(works, 1), temperature, f"{label}, first tokens")
+                timings[-1].append(Timing(*await _run(engine, works, temperature, label), first))
         return timings
     finally:
         await engine.stop()
 
 
-async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, label: str) -> Timing:
-    """Hand all requests over at once and wait for the last token, with a progress bar of tokens."""
+def _cut(works: Sequence[Work], at_most: int) -> list[Work]:
+    return [Work(work.prompt, min(work.max_tokens, at_most)) for work in works]
+
+
+async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, label: str) -> tuple[int, float]:
+    """Hand all requests over at once and wait for the last token, with a progress bar of tokens; how many there were,
+    and the seconds it took.
+    """
     requests = [
         Request(
             id=str(index),
@@ -68,7 +85,6 @@ async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, l
     ]
     for request in requests:
         engine.check(request)
-    times: list[float] = []
     total = sum(work.max_tokens for work in works)
     with tqdm(total=total, desc=label, unit="tok", disable=not sys.stderr.isatty()) as bar:
         start = time.perf_counter()
@@ -77,11 +93,9 @@ async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, l
             made = 0
             async with aclosing(engine.generate(request)) as outputs:
                 async for output in outputs:
-                    if not made or output.finish_reason is not None:
-                        times.append(time.perf_counter() - start)
                     made += len(output.new_token_ids)
                     bar.update(len(output.new_token_ids))
             return made
 
         counts = await asyncio.gather(*(one(request) for request in requests))
-    return Timing(sum(counts), min(times), max(times))
+        return sum(counts), time.perf_counter() - start

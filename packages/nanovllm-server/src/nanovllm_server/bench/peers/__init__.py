@@ -46,7 +46,8 @@ class Peer:
 class PeerJob:
     """What a peer is told, field by field as in its JSON. A limit that is None is left to the peer.
 
-    needs_first: whether the time of the first token matters, which may take a run more to find out.
+    state_dtype: of the states of recurrent layers. needs_first: whether it matters when every request has its first
+    token, which may take a run more to find out.
     warm_up_tokens: how many tokens to make of each case's requests before the runs that count.
     """
 
@@ -59,6 +60,7 @@ class PeerJob:
     max_num_batched_tokens: int | None
     gpu_memory_utilization: float
     prefix_caching: bool
+    state_dtype: str
     temperature: float
     repeat: int
     needs_first: bool
@@ -106,7 +108,7 @@ def ask(peer: Peer, job: PeerJob) -> PeerAnswer:
         status = process.returncode
         if status != 0 or len(lines) != 1 + len(job.cases) * job.repeat:
             raise BenchError(f"{peer.name} failed (status {status}); the end of its stderr:\n{_tail(stderr)}")
-    runs = [Timing(line["num_tokens"], line["first"], line["last"]) for line in lines[1:]]
+    runs = [Timing(line["num_tokens"], line["last"], line["first"]) for line in lines[1:]]
     timings = [runs[start : start + job.repeat] for start in range(0, len(runs), job.repeat)]
     return PeerAnswer(peer.name, lines[0]["version"], timings)
 
