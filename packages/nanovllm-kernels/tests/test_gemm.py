@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from nanovllm_kernels import gemm
 from nanovllm_kernels.elementwise import pack_norm, rms_norm, silu_and_mul
-from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
+from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, split_float32, tiles
 from nanovllm_kernels.platform import FEW_ROWS, can_pack_bf16, has_numba
 
 
@@ -205,3 +205,10 @@ def test_leaders_are_the_largest(size):
     values = torch.randn(3, size).to(torch.bfloat16)
     found = values.gather(1, gemm._leaders(values, 16))
     assert torch.equal(found.sort(-1).values, values.topk(min(16, size)).values.sort(-1).values)
+
+
+def test_thirds_of_a_float32_weight_add_up_to_it():
+    weight = torch.randn(7, 300) * torch.logspace(-12, 12, 300)
+    thirds = split_float32(weight)
+    assert thirds.dtype == torch.bfloat16
+    assert torch.equal(thirds.double().view(3, 7, 300).sum(0), weight.double())

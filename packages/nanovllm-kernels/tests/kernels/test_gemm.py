@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from nanovllm_kernels import gemm
-from nanovllm_kernels.gemm import tiles
+from nanovllm_kernels.gemm import PackedWeight, logits, split_float32, tiles
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OPS = torch.ops.nanovllm
@@ -95,6 +95,21 @@ def test_large(device, dtype, num_rows):
     for num_columns, width in shapes:
         for gated in (False, True):
             check(num_rows, num_columns, width, dtype, device, norm=gated, bias=True, residual=True, gated=gated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 256])
+def test_a_float32_table_by_thirds(device, num_rows):
+    table = torch.randn(256, 3072, device=device)
+    alone = torch.eye(3072, device=device)[torch.randint(3072, (num_rows,), device=device)]
+    for x in (torch.randn(num_rows, 3072, device=device).bfloat16(), alone.bfloat16()):
+        expected = x.double() @ table.double().T
+        found = logits(x, PackedWeight(table, blocked=False), table, split_float32(table))
+        assert found.dtype == torch.float32
+        # Tensor cores cut off what a float32 sum would round: some 3e-6, where a weight in bfloat16 costs 2e-3.
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+    # Each the sum of three numbers, for there is nothing else to add.
+    torch.testing.assert_close(found.double(), expected, rtol=2**-23, atol=0)
 
 
 def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, stream=None):

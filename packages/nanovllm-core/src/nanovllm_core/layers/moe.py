@@ -18,7 +18,7 @@ from nanovllm_core.layers.quantization import BlockFP8, quantization_of, randomi
 from nanovllm_core.layers.weights import Slot, WeightedModule, fill_normal
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.fp8 import DTYPE
-from nanovllm_kernels.gemm import PackedWeight, linear, logits
+from nanovllm_kernels.gemm import PackedWeight, linear, logits, split_float32
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 from nanovllm_kernels.moe import Routing, fused_experts, pack_experts, route
 
@@ -109,11 +109,16 @@ class Router(WeightedModule):
         self.weight, self.shared_gate = self._rows[:num_experts], self._rows[num_experts : self._num_logits]
         self.bias = None if correction_bias is None else torch.zeros(num_experts, device=build.device)
         self._packed = PackedWeight(self._rows, blocked=False)
+        self._thirds: Tensor | None = None
+
+    def finish(self) -> None:
+        """Split a float32 weight where rows are bfloat16 and tensor cores want both so."""
+        if self._rows.dtype == torch.float32 and self._rows.is_cuda and self.dtype == torch.bfloat16:
+            self._thirds = split_float32(self._rows)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] -> weights and ids, each [T, k], or [T, k + 1] with a shared expert."""
-        rows = x.float() if self._rows.dtype == torch.float32 else x
-        scores = logits(rows, self._packed, self._rows)[:, : self._num_logits]
+        scores = logits(x, self._packed, self._rows, self._thirds)[:, : self._num_logits]
         return route(scores, self._routing, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:

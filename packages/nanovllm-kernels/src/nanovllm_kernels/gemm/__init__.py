@@ -212,17 +212,30 @@ def norm_gate_up(
     return silu_and_mul(linear(rms_norm(x, norm_weight, eps, plain.dtype), weight, bias))
 
 
-def logits(x: Tensor, weight: PackedWeight, table: Tensor) -> Tensor:
-    """`x` [n, K] times the transpose of `weight` [N, K], a vocabulary's: float32 [n, N].
+def split_float32(weight: Tensor) -> Tensor:
+    """bfloat16 [3 N, K], whose thirds add up to `weight`, float32 [N, K]: each has 8 of its 24 bits."""
+    thirds: list[Tensor] = []
+    for _ in range(3):
+        thirds.append(weight.to(torch.bfloat16))
+        weight = weight - thirds[-1].float()
+    return torch.cat(thirds)
+
+
+def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None = None) -> Tensor:
+    """`x` [n, K] times the transpose of `weight` [N, K], a vocabulary's or a router's: float32 [n, N].
 
     bf16 keeps 8 bits, of logits near 25 multiples of 1/8, so that the two likeliest tokens often tie and the lower id
     would win. CUDA gives the products as they were summed, in float32, and so does a CPU for few rows. Its matrix units
     give only bf16: there the REFINED_LOGITS largest of each row are computed again, and the others keep their rounding.
 
-    table: the plain weight [N, K] that `weight` was packed from.
+    table: the plain weight [N, K] that `weight` was packed from. Where it is float32, `x` is taken as float32.
+    thirds: of such a table on CUDA `split_float32`, where `x` is bfloat16. Tensor cores take these, not float32; the
+        products are as exact, and of the sums some 3e-6 is cut off where float32 rounds.
     """
     if table.dtype == torch.float32:
-        return linear(x, weight)
+        if thirds is not None and not _runs_as_rows(x, table):
+            return torch.mm(x, thirds.t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
+        return linear(x.float(), weight)
     if _runs_as_rows(x, table):
         return _project_rows_op(x, None, 0.0, table, None, None, False, True)
     if x.is_cuda:
