@@ -164,11 +164,12 @@ KERNELS = [
 ]
 
 
-def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=()):
-    """multiples: numbers that are multiples of 16, besides strides."""
+def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=(), **options):
+    """multiples: numbers that are multiples of 16, besides strides. options: of the launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     signature, alignment = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -178,8 +179,8 @@ def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=
         signature[name] = types.get(name, BFLOAT if name.endswith("_ptr") else "i32")
         if name.endswith("_ptr") or "stride" in name or name in multiples:
             alignment[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, alignment)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, alignment)
+    options |= {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     if "e4m3" in compiled.asm["ptx"]:
         check_conversions(compiled.asm["sass"])
@@ -574,6 +575,38 @@ def test_grouped_experts(gated, config, quantized):
     assert "wgmma.mma_async" in ptx
     assert ("e4m3.e4m3" in ptx) == quantized
     assert "cp.async" in ptx
+
+
+@pytest.mark.parametrize(("hidden_size", "width"), [(7168, 2048), (2048, 512)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_specialized_experts(gated, hidden_size, width):
+    from nanovllm_kernels.moe import gluon_grouped as room
+
+    columns, depth = (width, hidden_size) if gated else (hidden_size, width)
+    constants = {"WIDTH": columns, "K": depth, "GATED": gated, "STAGES": room.STAGES, "OVERLAP": True}
+    constants |= {"GROUP_REGISTERS": room.GROUP_REGISTERS, "FETCH_REGISTERS": room.FETCH_REGISTERS}
+    types = ROUTED | ({"out_ptr": FP8} if gated else {})
+    for name, rows in (("x_desc", room.HALF), ("weight_desc", room.COLUMNS)):
+        types[name] = f"tensordesc<fp8e4nv[{rows}, {room.DEPTH}],{room.SHARED!r}>"
+    options = {"maxnreg": room.LAUNCH_REGISTERS, "launch_pdl": True}
+    compiled = compile_kernel(room._grouped_product, types, constants, num_warps=4, **options)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    sass = compiled.asm["sass"]
+    # Sums stay in registers, each half of the rows is multiplied at one place, and results leave by sixteen bytes.
+    assert not re.search(r"\b(STL|LDL)\b", sass)
+    assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * room.DEPTH // 32
+    assert "UTMALDG" in sass
+    assert "STG.E.128" in sass
+
+
+def test_gathered_rows():
+    from nanovllm_kernels.moe import gluon_grouped as room
+
+    constants = {"K": 7168, "TOP_K": 8, "PADDED_GROUPS": 64, "ROWS": room.GATHER_ROWS, "BLOCK": room.GATHER_BLOCK}
+    constants |= {"OVERLAP": True, "x_scales_stride": 1}
+    types = ROUTED | {"x_ptr": FP8, "rows_ptr": FP8, "row_scales_ptr": FLOAT, "row_weights_ptr": FLOAT}
+    compiled = compile_kernel(room._gather_rows, types, constants, num_warps=4)
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
 
 
 def test_order_and_sum_of_experts():

@@ -7,6 +7,7 @@ from torch import Tensor
 from nanovllm_kernels.elementwise import norm_parts, rms_norm
 from nanovllm_kernels.gemm import block_fp8
 from nanovllm_kernels.moe import PackedExperts, Routing, _fused_experts_op, _route_op, reference, tiles
+from nanovllm_kernels.platform import describe, has_cuda
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -97,9 +98,9 @@ def check_experts(
     quantized: bool = False,
     favourite: bool = False,
     shared: bool = False,
-) -> None:
+) -> Tensor:
     """favourite: all tokens choose the same experts. shared: the last of the experts is every token's last. `x` is a
-    view of longer rows.
+    view of longer rows. Returns what was checked.
     """
     generator = torch.Generator(device).manual_seed(num_tokens * 31 + width)
 
@@ -141,6 +142,7 @@ def check_experts(
     # Of e4m3 a number that is rounded the other way differs by one part in 8; these are few.
     tolerance = TOLERANCE[dtype] + (0.02 if quantized else 0.0)
     assert (results[0].double() - expected).norm() < tolerance * expected.norm()
+    return results[0]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +229,21 @@ def test_fp8(num_tokens, favourite, device):
         quantized=True,
         favourite=favourite,
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_cuda() or describe(torch.device("cuda")).capability != (9, 0), reason="needs Hopper")
+@pytest.mark.parametrize(("num_experts", "hidden_size", "width", "top_k"), [(17, 768, 384, 4), (9, 256, 128, 3)])
+@pytest.mark.parametrize("favourite", [False, True])
+@pytest.mark.parametrize("num_tokens", [9, 200, 1000, 8192])
+def test_warps_with_different_jobs(num_tokens, favourite, num_experts, hidden_size, width, top_k, device, monkeypatch):
+    """As without them, bit for bit."""
+    found = []
+    for least in (0, 1 << 30):
+        monkeypatch.setattr(tiles, "LEAST_SPECIALIZED", least)
+        sizes = num_tokens, num_experts, hidden_size, width, top_k
+        found.append(check_experts(*sizes, torch.bfloat16, device, quantized=True, favourite=favourite))
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu

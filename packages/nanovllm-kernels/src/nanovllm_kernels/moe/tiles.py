@@ -5,14 +5,21 @@ A small table, looked up and never tuned at run time. This room must not know te
 Measured on one H200, weights cold, calls back to back in a CUDA graph, microseconds. In block FP8, experts chosen at
 random of 512 of 2048 x 512 (10 a token; A), of 256 of 3072 x 1536 (8; B) and of 256 of 7168 x 2048 (8; C):
 
-    tokens    1      4      8      16 few / grouped    64       256      1024    8192
-    A         24     48     90     133 / 131           305      415      490     1632
-    B         44     123    239    398 / 369           765      890      1088    5700
+    tokens    1      4      8      16 few / grouped    64       256
+    A         24     48     90     133 / 131           305      415
+    B         44     123    239    398 / 369           765      890
     C         102    349    616    1110 / 975          2244
 
 The figures for 8 tokens, and of C for one, are of four tiles on their way in all sums; of three in the shorter ones
 there are none. Those for one token are of the kernels for few, which it no longer takes in FP8: those of its own take
 18.6 for A and its shared expert, 41 for B.
+
+Many tokens, with A's shared expert, by warps of one job / of different ones (rows an expert):
+
+    tokens    512                768           1024               1536              8192
+    A         430 / 451 (11)     488 / 459     503 / 471          720 / 496 (33)    1554 / 1071 (176)
+    B         951 / 910 (16)                   1040 / 934         1243 / 963        3234 / 2597 (256)
+    C         3154 / 2753 (16)                 3509 / 2856 (32)                     9466 / 8628 (256)
 
 In bf16, B took 63, 207, - and 640 us few, and 1625 for 64 tokens few where 256 took 1640 grouped.
 """
@@ -115,9 +122,9 @@ WIDE = GroupedConfig(32, 32, 32, 4, 2, swapped=False)
 GROUPED_FP8 = {
     16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, per_sm=4),
     32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),
-    64: GroupedConfig(64, GROUP, GROUP, 4, 3, swapped=False),
 }
-MANY_FP8 = GroupedConfig(128, GROUP, GROUP, 8, 3, swapped=False)
+# Where the products aren't specialised.
+MANY_FP8 = GroupedConfig(128, GROUP, GROUP, 8, 4, swapped=False, per_sm=1)
 
 
 def grouped_config(num_pairs: int, num_experts: int, *, wide: bool, quantized: bool) -> GroupedConfig:
@@ -127,6 +134,17 @@ def grouped_config(num_pairs: int, num_experts: int, *, wide: bool, quantized: b
     table, many = (GROUPED_FP8, MANY_FP8) if quantized else (GROUPED, MANY)
     average = num_pairs / num_experts
     return next((config for most, config in table.items() if average <= most), many)
+
+
+# The rows of a tile where a product's warps have different jobs, which pays from so many rows an expert on average.
+SPECIALIZED_ROWS = 128
+LEAST_SPECIALIZED = 16
+
+
+def specializes(num_pairs: int, num_experts: int, hidden_size: int, width: int) -> bool:
+    """Whether products of block FP8 with `num_pairs` rows of `num_experts` have warps with different jobs."""
+    whole = hidden_size % (2 * GROUP) == 0 and width % GROUP == 0
+    return whole and num_pairs >= LEAST_SPECIALIZED * num_experts
 
 
 def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:

@@ -3,7 +3,8 @@
 Everything that depends on the data stays on the device: the order, which rows are whose, and the list of tiles. The
 grids depend on the number of tokens alone; the products' programs stay and take one tile after another. What a token's
 experts say is written pair by pair and added up by a kernel of its own, always in the same order. Of block FP8 weights,
-the first product's rows come quantised, and it quantises what it gives.
+the first product's rows come quantised, and it quantises what it gives; of many rows an expert, on Hopper,
+`gluon_grouped` has these products.
 
 This room must not know how experts were chosen.
 """
@@ -16,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.tiles import GROUP, grouped_config, most_tiles
+from nanovllm_kernels.moe.tiles import (
+    GROUP,
+    SPECIALIZED_ROWS,
+    GroupedConfig,
+    grouped_config,
+    most_tiles,
+    specializes,
+)
 from nanovllm_kernels.moe.triton_step import add_product, load_weight, quantize_rows
 from nanovllm_kernels.platform import can_overlap_launches, describe
 
@@ -46,12 +54,45 @@ def grouped_experts(
     num_tokens, top_k = ids.shape
     num_pairs = num_tokens * top_k
     num_experts, hidden_size, width = w2.shape
-    quantized = x_scales is not None
-    config = grouped_config(num_pairs, num_experts, wide=x.element_size() == 4, quantized=quantized)
     overlap = can_overlap_launches(x.device)
-    integers = {"dtype": torch.int32, "device": x.device}
+    config = grouped_config(num_pairs, num_experts, wide=x.element_size() == 4, quantized=x_scales is not None)
+    parts = torch.empty((num_pairs, hidden_size), dtype=dtype, device=x.device)
+    specialized = (
+        specializes(num_pairs, num_experts, hidden_size, width)
+        and (x_scales is not None and parts.element_size() == 2)
+        and describe(x.device).capability == (9, 0)
+    )
+    order, starts, tiles = _arrange(ids, num_experts, SPECIALIZED_ROWS if specialized else config.block_m)
+    arranged = (weights, order, starts, tiles, parts)
+    if specialized:
+        from nanovllm_kernels.moe import gluon_grouped
+
+        gluon_grouped.multiply(x, x_scales, w13, w2, scales13, scales2, *arranged)
+    else:
+        _multiply(x, x_scales, w13, w2, scales13, scales2, *arranged, config)
+    _sum_pairs[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
+        parts,
+        parts if residual is None else residual,
+        out,
+        0 if residual is None else residual.stride(0),
+        WIDTH=hidden_size,
+        TOP_K=top_k,
+        RESIDUAL=residual is not None,
+        BLOCK=SUM_BLOCK,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+
+
+def _arrange(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of `ids` [T, k] in the order of experts, and where each expert's begin and the last's end; and tiles of
+    `block_m` of them or less, one expert's each: how many, in the first row, then expert and first place of each.
+    """
+    num_pairs, overlap = ids.numel(), can_overlap_launches(ids.device)
+    integers = {"dtype": torch.int32, "device": ids.device}
     order, starts = torch.empty(num_pairs, **integers), torch.empty(num_experts + 1, **integers)
-    tiles = torch.empty((most_tiles(num_pairs, num_experts, config.block_m) + 1, 2), **integers)
+    tiles = torch.empty((most_tiles(num_pairs, num_experts, block_m) + 1, 2), **integers)
     num_parts, padded = triton.cdiv(num_pairs, SORT_BLOCK), triton.next_power_of_2(num_experts + 1)
     counts = torch.empty((num_parts, padded), **integers)
     _count_pairs[(num_parts,)](
@@ -76,15 +117,35 @@ def grouped_experts(
         starts,
         tiles,
         PADDED_BEFORE=triton.next_power_of_2(max(1, num_experts - 1)),
-        BLOCK_M=config.block_m,
+        BLOCK_M=block_m,
         BLOCK=LIST_BLOCK,
         OVERLAP=overlap,
         num_warps=1,
         launch_pdl=overlap,
     )
+    return order, starts, tiles
+
+
+def _multiply(
+    x: Tensor,
+    x_scales: Tensor | None,
+    w13: Tensor,
+    w2: Tensor,
+    scales13: Tensor | None,
+    scales2: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    tiles: Tensor,
+    parts: Tensor,
+    config: GroupedConfig,
+) -> None:
+    """Write into `parts` [T k, H] what each pair's expert says, times its weight."""
+    num_pairs, width = parts.shape[0], w2.shape[2]
+    quantized = x_scales is not None
+    overlap = can_overlap_launches(x.device)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     hidden_scales = torch.empty((num_pairs, triton.cdiv(width, GROUP)), dtype=torch.float32, device=x.device)
-    parts = torch.empty((num_pairs, hidden_size), dtype=dtype, device=x.device)
     # Under the interpreter there are no SMs to count.
     programs = config.per_sm * max(1, describe(x.device).num_sms)
     products = (
@@ -108,7 +169,7 @@ def grouped_experts(
             *((0, 0) if row_scales is None else row_scales.stride()),
             WIDTH=columns,
             K=rows.shape[1],
-            TOP_K=top_k,
+            TOP_K=weights.shape[1],
             GATED=gated,
             QUANTIZED=quantized,
             SWAPPED=config.swapped,
@@ -120,19 +181,6 @@ def grouped_experts(
             num_warps=config.num_warps,
             launch_pdl=overlap,
         )
-    _sum_pairs[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
-        parts,
-        parts if residual is None else residual,
-        out,
-        0 if residual is None else residual.stride(0),
-        WIDTH=hidden_size,
-        TOP_K=top_k,
-        RESIDUAL=residual is not None,
-        BLOCK=SUM_BLOCK,
-        OVERLAP=overlap,
-        num_warps=4,
-        launch_pdl=overlap,
-    )
 
 
 @triton.jit
@@ -148,8 +196,10 @@ def _count_pairs(ids_ptr, counts_ptr, num_pairs, PADDED: tl.constexpr, BLOCK: tl
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    _, ids = _load_ids(ids_ptr, num_pairs, PADDED, BLOCK)
-    tl.store(counts_ptr + tl.program_id(0) * PADDED + tl.arange(0, PADDED), tl.histogram(ids, PADDED))
+    pairs, ids = _load_ids(ids_ptr, num_pairs, PADDED, BLOCK)
+    # Counted one after another, as they are alike, those behind the last would take as long as all others.
+    counts = tl.histogram(ids, PADDED, mask=pairs < num_pairs)
+    tl.store(counts_ptr + tl.program_id(0) * PADDED + tl.arange(0, PADDED), counts)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

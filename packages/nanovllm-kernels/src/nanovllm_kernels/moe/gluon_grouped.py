@@ -1,0 +1,429 @@
+"""Two grouped products of block FP8 experts for many rows each, on Hopper, whose warps have different jobs.
+
+One warp of a program copies tiles from memory into a ring, and runs ahead, also into the next piece of work; two groups
+of four warps multiply, each 64 of a tile's 128 rows, and are not in step, so that while one scales and adds what the
+tensor cores gave, or stores, they work for the other. Rows are put into the order of experts before that, for the
+copies take tiles and not rows. In Gluon, as Triton leaves none of this to its user. `tiles.specializes` says which
+widths it is for.
+
+This room must not know how experts were chosen, nor who sorted the pairs.
+"""
+
+# ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.moe.tiles import GROUP, SPECIALIZED_ROWS
+from nanovllm_kernels.platform import can_overlap_launches, describe
+
+# A tile: SPECIALIZED_ROWS rows, half of them each group's, by two blocks of 128 columns, 128 deep.
+HALF, COLUMNS, DEPTH = SPECIALIZED_ROWS // 2, 128, 128
+STAGES = 4
+# Numbers in shared memory lie as the tensor cores want them.
+SHARED = gl.NVMMASharedLayout(128, 8, 2)
+# Registers of a thread: as launched, of the copying warp, and, of what it and its three idle neighbours leave, of those
+# that multiply, who have 192 of sums.
+LAUNCH_REGISTERS, FETCH_REGISTERS, GROUP_REGISTERS = 168, 24, 240
+GATHER_ROWS = 16
+GATHER_BLOCK = 1024
+
+
+def multiply(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    scales13: Tensor,
+    scales2: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    tiles: Tensor,
+    parts: Tensor,
+) -> None:
+    """Write into `parts` [T k, H], 16-bit, what each pair's expert says of `x` [T, H], quantised, times its weight.
+
+    order, starts, tiles: the pairs in the order of experts, where each expert's begin, and tiles of SPECIALIZED_ROWS,
+    as `triton_grouped` makes them.
+    """
+    num_pairs, hidden_size = parts.shape
+    width = w2.shape[2]
+    overlap = can_overlap_launches(x.device)
+    launch = {"OVERLAP": overlap, "launch_pdl": overlap}
+    floats = {"dtype": torch.float32, "device": x.device}
+    rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
+    # Behind each group's there is room for as many as a tile may have, which are read and not used.
+    scales_stride = num_pairs + SPECIALIZED_ROWS
+    row_scales = torch.empty((hidden_size // GROUP, scales_stride), **floats)
+    hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
+    hidden_scales = torch.empty((width // GROUP, scales_stride), **floats)
+    row_weights = torch.empty(num_pairs, **floats)
+    _gather_rows[(triton.cdiv(num_pairs, GATHER_ROWS),)](
+        x,
+        x_scales,
+        weights,
+        order,
+        rows,
+        row_scales,
+        row_weights,
+        num_pairs,
+        scales_stride,
+        x.stride(0),
+        *x_scales.stride(),
+        K=hidden_size,
+        TOP_K=weights.shape[1],
+        PADDED_GROUPS=triton.next_power_of_2(hidden_size // GROUP),
+        ROWS=GATHER_ROWS,
+        BLOCK=GATHER_BLOCK,
+        num_warps=4,
+        **launch,
+    )
+    products = (
+        (True, rows, row_scales, w13, scales13, hidden),
+        (False, hidden, hidden_scales, w2, scales2, parts),
+    )
+    for gated, left, left_scales, weight, scales, result in products:
+        columns = result.shape[1]
+        column_tiles = columns // (COLUMNS if gated else 2 * COLUMNS)
+        _grouped_product[(min(describe(x.device).num_sms, (tiles.shape[0] - 1) * column_tiles),)](
+            _describe_rows(left, HALF),
+            _describe_rows(weight.view(-1, weight.shape[2]), COLUMNS),
+            left_scales,
+            scales,
+            order,
+            starts,
+            tiles,
+            row_weights,
+            result,
+            hidden_scales,
+            scales_stride,
+            WIDTH=columns,
+            K=left.shape[1],
+            GATED=gated,
+            STAGES=STAGES,
+            GROUP_REGISTERS=GROUP_REGISTERS,
+            FETCH_REGISTERS=FETCH_REGISTERS,
+            maxnreg=LAUNCH_REGISTERS,
+            num_warps=4,
+            **launch,
+        )
+
+
+def _describe_rows(matrix: Tensor, num_rows: int) -> TensorDescriptor:
+    """How the copies see a matrix, `num_rows` of its rows at once."""
+    return TensorDescriptor.from_tensor(matrix, [num_rows, DEPTH], SHARED)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "scales_stride"])
+def _gather_rows(
+    x_ptr,
+    x_scales_ptr,
+    weights_ptr,
+    order_ptr,
+    rows_ptr,
+    row_scales_ptr,
+    row_weights_ptr,
+    num_pairs,
+    scales_stride,
+    x_stride,
+    x_scales_stride,
+    x_scales_step,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Each pair's row of `x`, its scales group by group, and its weight to the pair's place."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = places < num_pairs
+    pairs = tl.load(order_ptr + places, mask=inside, other=0)
+    tl.store(row_weights_ptr + places, tl.load(weights_ptr + pairs, mask=inside), mask=inside)
+    tokens = pairs // TOP_K
+    groups = tl.arange(0, PADDED_GROUPS)[:, None]
+    mask = inside[None, :] & (groups < K // 128)
+    scales = tl.load(x_scales_ptr + tokens[None, :] * x_scales_stride + groups * x_scales_step, mask=mask, other=0.0)
+    tl.store(row_scales_ptr + groups.to(tl.int64) * scales_stride + places[None, :], scales, mask=mask)
+    own_ptr = x_ptr + tokens[:, None].to(tl.int64) * x_stride
+    to_ptr = rows_ptr + places[:, None].to(tl.int64) * K
+    for first in tl.static_range(0, K, BLOCK):
+        ks = first + tl.arange(0, BLOCK)[None, :]
+        mask = inside[:, None] & (ks < K)
+        tl.store(to_ptr + ks, tl.load(own_ptr + ks, mask=mask, other=0.0), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["scales_stride"])
+def _grouped_product(
+    x_desc,
+    weight_desc,
+    x_scales_ptr,
+    scales_ptr,
+    order_ptr,
+    starts_ptr,
+    tiles_ptr,
+    weights_ptr,
+    out_ptr,
+    out_scales_ptr,
+    scales_stride,
+    WIDTH: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_REGISTERS: gl.constexpr,
+    FETCH_REGISTERS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """GATED: of each row gate and up, and what they make, quantised. Else down, weighed, to each row's pair."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 64, 128], x_desc.layout)
+    weight_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], weight_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    rings = (x_ring, weight_ring, full, empty)
+    sources = (x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr)
+    fetched = (x_desc, weight_desc, starts_ptr, tiles_ptr)
+    gl.warp_specialize(
+        [
+            (_multiply, (rings, sources, scales_stride, WIDTH, K, GATED, STAGES, 0)),
+            (_multiply, (rings, sources, scales_stride, WIDTH, K, GATED, STAGES, 1)),
+            (_fetch, (rings, fetched, WIDTH, K, GATED, STAGES)),
+        ],
+        [4, 1],
+        [GROUP_REGISTERS, FETCH_REGISTERS],
+    )
+
+
+@gluon.jit
+def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
+    """Of a piece of work the expert and the first row; behind the last, some or other's."""
+    entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
+    return gl.load(entry_ptr), gl.load(entry_ptr + 1)
+
+
+@gluon.jit
+def _fetch(rings, sources, WIDTH: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):
+    """One warp: of each piece of work, step by step, the rows and the weights into the ring."""
+    x_ring, weight_ring, full, empty = rings
+    x_desc, weight_desc, starts_ptr, tiles_ptr = sources
+    TILE: gl.constexpr = 128 if GATED else 256
+    COLUMN_TILES: gl.constexpr = WIDTH // TILE
+    PER_EXPERT: gl.constexpr = 2 * WIDTH if GATED else WIDTH
+    # From the first block of columns to the second.
+    APART: gl.constexpr = WIDTH if GATED else 128
+    num_work = gl.load(tiles_ptr) * COLUMN_TILES
+    step = 0
+    for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
+        expert, first = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
+        both = first + 64 < gl.load(starts_ptr + expert + 1)
+        column = expert * PER_EXPERT + (work % COLUMN_TILES) * TILE
+        for k in range(0, K, 128):
+            stage = step % STAGES
+            # Nobody has to leave what was never taken.
+            mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+            ready = full.index(stage)
+            mbarrier.expect(ready, 3 * 128 * 128, pred=both)
+            mbarrier.expect(ready, 5 * 64 * 128, pred=both == 0)
+            tma.async_copy_global_to_shared(weight_desc, [column, k], ready, weight_ring.index(2 * stage))
+            tma.async_copy_global_to_shared(x_desc, [first, k], ready, x_ring.index(2 * stage))
+            tma.async_copy_global_to_shared(weight_desc, [column + APART, k], ready, weight_ring.index(2 * stage + 1))
+            tma.async_copy_global_to_shared(x_desc, [first + 64, k], ready, x_ring.index(2 * stage + 1), pred=both)
+            step += 1
+
+
+@gluon.jit
+def _multiply(
+    rings,
+    sources,
+    scales_stride,
+    WIDTH: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+    INDEX: gl.constexpr,
+):
+    """Four warps: the products of their 64 rows of each tile, and what becomes of them. INDEX: which rows."""
+    x_ring, weight_ring, full, empty = rings
+    x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr = sources
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    TILE: gl.constexpr = 128 if GATED else 256
+    COLUMN_TILES: gl.constexpr = WIDTH // TILE
+    STEPS: gl.constexpr = K // 128
+    num_work = gl.load(tiles_ptr) * COLUMN_TILES
+    lanes = 64 * INDEX + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    work = gl.program_id(0)
+    step = 0
+    if work < num_work:
+        # Scales are loaded a step before they are needed, a tile's first before the tile ahead of it is stored.
+        expert, first = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
+        end = gl.load(starts_ptr + expert + 1)
+        row_scale, left_scale, right_scale = _load_scales(
+            x_scales_ptr, scales_ptr, expert, first, work, 0, lanes, scales_stride, WIDTH, K, GATED
+        )
+        while work < num_work:
+            later = work + gl.num_programs(0)
+            later_expert, later_first = _load_tile(tiles_ptr, later, num_work, COLUMN_TILES)
+            places = first + lanes
+            inside = places < end
+            if not GATED:
+                pair = gl.load(order_ptr + places, mask=inside, other=0)
+                weight = gl.load(weights_ptr + places, mask=inside, other=0.0)
+            # Never a constant: what the compiler knows dead, it stumbles over.
+            taken = first + 64 * INDEX < end
+            if taken:
+                left = gl.zeros([64, 128], gl.float32, SUMS)
+                right = gl.zeros([64, 128], gl.float32, SUMS)
+                left_factor, right_factor = row_scale * left_scale, row_scale * right_scale
+                second: gl.constexpr = 1 if STEPS > 1 else 0
+                row_scale, left_scale, right_scale = _load_scales(
+                    x_scales_ptr, scales_ptr, expert, first, work, second, lanes, scales_stride, WIDTH, K, GATED
+                )
+                # One product in the code, of either block of columns in turn: of two, the compiler would give each
+                # registers of its own, which there aren't.
+                for turn in range(2 * STEPS):
+                    stage = step % STAGES
+                    block = turn & 1
+                    if block == 0:
+                        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                    zeros = gl.zeros([64, 128], gl.float32, SUMS)
+                    product = warpgroup_mma(
+                        x_ring.index(2 * stage + INDEX),
+                        weight_ring.index(2 * stage + block).permute((1, 0)),
+                        zeros,
+                        use_acc=False,
+                        is_async=True,
+                    )
+                    product = warpgroup_mma_wait(0, deps=[product])
+                    if block == 0:
+                        left += product * left_factor[:, None]
+                    else:
+                        mbarrier.arrive(empty.index(stage))
+                        right += product * right_factor[:, None]
+                        left_factor, right_factor = row_scale * left_scale, row_scale * right_scale
+                        # Behind the last step: those of a step again, which nothing uses.
+                        row_scale, left_scale, right_scale = _load_scales(
+                            x_scales_ptr,
+                            scales_ptr,
+                            expert,
+                            first,
+                            work,
+                            gl.minimum(turn // 2 + 2, STEPS - 1),
+                            lanes,
+                            scales_stride,
+                            WIDTH,
+                            K,
+                            GATED,
+                        )
+                        step += 1
+                later_end = gl.load(starts_ptr + later_expert + 1)
+                row_scale, left_scale, right_scale = _load_scales(
+                    x_scales_ptr, scales_ptr, later_expert, later_first, later, 0, lanes, scales_stride, WIDTH, K, GATED
+                )
+                column = (work % COLUMN_TILES) * TILE
+                if GATED:
+                    left = left * (1 / (1 + gl.exp(-left))) * right
+                    largest = gl.maximum(gl.max(gl.abs(left), 1), 1e-10)
+                    scales_at = out_scales_ptr + (column // 128).to(gl.int64) * scales_stride + places
+                    gl.store(scales_at, largest / 448.0, mask=inside)
+                    numbers = (left * (448.0 / largest)[:, None]).to(gl.float8e4nv)
+                    _store_numbers(numbers, out_ptr, first + 64 * INDEX, column, end, WIDTH)
+                else:
+                    num_rows = end - first - 64 * INDEX
+                    _store_parts(left * weight[:, None], pair, num_rows, out_ptr, column, WIDTH)
+                    _store_parts(right * weight[:, None], pair, num_rows, out_ptr, column + 128, WIDTH)
+            else:
+                for _ in range(STEPS):
+                    stage = step % STAGES
+                    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                    mbarrier.arrive(empty.index(stage))
+                    step += 1
+                later_end = gl.load(starts_ptr + later_expert + 1)
+                row_scale, left_scale, right_scale = _load_scales(
+                    x_scales_ptr, scales_ptr, later_expert, later_first, later, 0, lanes, scales_stride, WIDTH, K, GATED
+                )
+            work = later
+            expert, first, end = later_expert, later_first, later_end
+
+
+@gluon.jit
+def _load_scales(
+    x_scales_ptr,
+    scales_ptr,
+    expert,
+    first,
+    work,
+    step,
+    lanes,
+    scales_stride,
+    WIDTH: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """A step's scales: of the rows, behind the last some or other, and of the two blocks of columns."""
+    BLOCKS: gl.constexpr = WIDTH // 128
+    DEEP: gl.constexpr = K // 128
+    COLUMN_TILES: gl.constexpr = BLOCKS if GATED else BLOCKS // 2
+    row_scale = gl.load(x_scales_ptr + (step * scales_stride + first) + lanes)
+    tile = work % COLUMN_TILES
+    # All of them are fewer than 2^31.
+    if GATED:
+        left_ptr = scales_ptr + ((expert * 2 * BLOCKS + tile) * DEEP + step)
+        return row_scale, gl.load(left_ptr), gl.load(left_ptr + BLOCKS * DEEP)
+    left_ptr = scales_ptr + ((expert * BLOCKS + 2 * tile) * DEEP + step)
+    return row_scale, gl.load(left_ptr), gl.load(left_ptr + DEEP)
+
+
+@gluon.jit
+def _store_numbers(numbers, out_ptr, first, column, end, WIDTH: gl.constexpr):
+    """e4m3 [64, 128], 16 bytes a thread and each warp its own rows, as the sums have them."""
+    STORED: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0], [8, 0]],
+        [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 128],
+    )
+    places = first + gl.arange(0, 64, gl.SliceLayout(1, STORED))
+    columns = column + gl.arange(0, 128, gl.SliceLayout(0, STORED))
+    at = out_ptr + places.to(gl.int64)[:, None] * WIDTH + columns[None, :]
+    gl.store(at, gl.convert_layout(numbers, STORED), mask=(places < end)[:, None])
+
+
+@gluon.jit
+def _store_parts(parts, pair, num_rows, out_ptr, column, WIDTH: gl.constexpr):
+    """[64, 128] to the pairs of the first `num_rows`, 16 bytes a thread, each warp its own rows as in the sums."""
+    STORED: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
+        [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 128],
+    )
+    inside = gl.arange(0, 64, gl.SliceLayout(1, STORED)) < num_rows
+    pair = gl.convert_layout(pair, gl.SliceLayout(1, STORED))
+    columns = column + gl.arange(0, 128, gl.SliceLayout(0, STORED))
+    at = out_ptr + pair.to(gl.int64)[:, None] * WIDTH + columns[None, :]
+    gl.store(at, gl.convert_layout(parts.to(out_ptr.dtype.element_ty), STORED), mask=inside[:, None])
