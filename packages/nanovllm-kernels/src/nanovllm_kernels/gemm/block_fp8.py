@@ -2,9 +2,9 @@
 
 DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3. What is multiplied by them is quantised on its way:
 each row in groups of 128 along K, each with a scale of its own. Sums are float32. On CUDA a layer's half (norm,
-quantisation, product, gate or residual) is one Triton kernel for up to 16 rows, two up to 128 or where few columns come
-after a norm, and behind them cuBLAS, where it takes the shape, between kernels of ours; all of them are one custom
-operator, also to torch.compile. This room must not know which layer a weight belongs to.
+quantisation, product, gate or residual) is two Triton kernels for up to 128 rows, one for up to 16 without a norm, and
+behind them cuBLAS, where it takes the shape, between kernels of ours; all of them are one custom operator, also to
+torch.compile. This room must not know which layer a weight belongs to.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,9 @@ from nanovllm_kernels.gemm import tiles
 from nanovllm_kernels.platform import describe, has_fp8
 
 GROUP = reference.GROUP
-# cuBLAS reads a weight's scales in fours along K.
+# cuBLAS reads a weight's scales in fours along K, and takes columns by sixteen.
 SCALES_STEP = 4
+COLUMNS_STEP = 16
 
 
 class BlockFP8Weight(NamedTuple):
@@ -155,12 +156,8 @@ def _block_fp8_linear_op(
         return out
     rows = x if x.stride(1) == 1 else x.contiguous()
     x_scales = None
-    fused = num_rows <= tiles.FUSED_FP8_ROWS
-    if norm_weight is not None:
-        fused = tiles.norms_with_fp8(num_rows, out.shape[1], gated=gated)
-    if not fused:
+    if norm_weight is not None or num_rows > tiles.FUSED_FP8_ROWS:
         rows, x_scales = triton_block_fp8.quantize_groups(rows, norm_weight, eps)
-        norm_weight = None
         dtype = out.dtype if residual is None else x.dtype
         if (
             not tiles.owns_fp8(num_rows, data.shape[0])
@@ -173,10 +170,10 @@ def _block_fp8_linear_op(
             if gated:
                 return silu_and_mul(sums)
             return sums if residual is None else residual + sums
-    may_split = counters is not None and norm_weight is None
+    may_split = counters is not None
     config = tiles.block_fp8_config(num_rows, out.shape[1], scales.shape[1], gated=gated, may_split=may_split)
     weight = (data, scales, block_rows, counters)
-    triton_block_fp8.project(rows, x_scales, norm_weight, eps, *weight, bias, residual, out, config, gated=gated)
+    triton_block_fp8.project(rows, x_scales, *weight, bias, residual, out, config, gated=gated)
     return out
 
 
@@ -194,11 +191,11 @@ _block_fp8_linear_op.register_fake(
 
 
 def _library_takes(data: Tensor, scales: Tensor, block_rows: int) -> bool:
-    """Whether cuBLAS multiplies by this weight: whole blocks, scales laid out as `empty_weight` does, and Hopper, whose
-    tensor cores alone it does it for.
+    """Whether cuBLAS multiplies by this weight: blocks whole along K, scales laid out as `empty_weight` does, and
+    Hopper, whose tensor cores alone it does it for.
     """
     num_columns, width = data.shape
-    whole = block_rows == GROUP and num_columns % GROUP == 0 and width % GROUP == 0
+    whole = block_rows == GROUP and num_columns % COLUMNS_STEP == 0 and width % GROUP == 0
     laid_out = scales.stride() == (-(-scales.shape[1] // SCALES_STEP) * SCALES_STEP, 1)
     return whole and laid_out and describe(data.device).capability == (9, 0)
 

@@ -1,11 +1,10 @@
 """Block FP8 on CUDA: rows quantised in groups of 128, and their product with a weight in blocks of 128.
 
-For a few rows one kernel does all of a layer's half: it norms and quantises the rows as it goes along K, since a tile
-is just one group of each row, and ends with the gate or the residual. The norm's factor is one number a row: neither a
-group's e4m3 numbers nor the order of their sizes depend on it, so that it may come last. Every CTA quantises the same
-rows again, which is hidden behind the weight's way through memory while they are few; more are quantised beforehand.
-Within a group tensor cores add up; across groups sums are float32, as their accumulators are too narrow for more.
-A weight of few columns is split along K as in `triton_split`. This room must not know which layer a weight belongs to.
+A few rows that need no norm are quantised on their way along K, since a tile is just one group of each row: every CTA
+does it again, which is hidden behind the weight's way through memory. Others are quantised beforehand, and normed where
+that is due. The product ends with the gate or the residual. Within a group tensor cores add up; across groups sums are
+float32, as their accumulators are too narrow for more. A weight of few columns is split along K as in `triton_split`.
+This room must not know which layer a weight belongs to.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -61,8 +60,6 @@ def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[
 def project(
     x: Tensor,
     x_scales: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
     data: Tensor,
     scales: Tensor,
     block_rows: int,
@@ -76,8 +73,8 @@ def project(
 ) -> None:
     """Write into `out` [M, N] the product of rows and a weight, with what stands around it.
 
-    x: e4m3 [M, K] with `x_scales`, or without them numbers that are quantised here, after a norm if there is a weight
-    for it. counters: zeros, one a tile, where `config` splits K; left so.
+    x: e4m3 [M, K] with `x_scales`, or without them numbers that are quantised here. counters: zeros, one a tile, where
+    `config` splits K; left so.
     """
     num_rows, width = x.shape
     num_columns = out.shape[1]
@@ -90,7 +87,6 @@ def project(
     _project[(column_tiles, row_tiles, config.splits)](
         x,
         x if x_scales is None else x_scales,
-        x if norm_weight is None else norm_weight,
         data,
         scales,
         x if bias is None else bias,
@@ -105,7 +101,6 @@ def project(
         0 if x_scales is None else x_scales.stride(1),
         scales.stride(0),
         0 if residual is None else residual.stride(0),
-        eps,
         K=width,
         GROUPS=triton.cdiv(width, GROUP),
         GROUP=GROUP,
@@ -118,7 +113,6 @@ def project(
         ALIGNED=block_rows % config.block_n == 0 and (not gated or num_columns % config.block_n == 0),
         SWAP=config.block_m < SWAPPED_BELOW,
         QUANTIZED=x_scales is not None,
-        NORM=norm_weight is not None,
         GATED=gated,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
@@ -186,29 +180,15 @@ def _fetch_tiles(weight_ptr, rows, valid, first, K: tl.constexpr, GROUP: tl.cons
 
 
 @triton.jit
-def _load_rows(
-    x_ptr,
-    x_scales_ptr,
-    norm_ptr,
-    line,
-    is_row,
-    K: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """One group of each row: e4m3 numbers [M, 128], their scales [M], and the sums of squares before a norm."""
+def _load_rows(x_ptr, x_scales_ptr, line, is_row, K: tl.constexpr, QUANTIZED: tl.constexpr):
+    """One group of each row: e4m3 numbers [M, 128] and their scales [M]."""
     # What lies behind the end of a row is another one's.
     tile = tl.load(x_ptr + line[None, :], mask=is_row[:, None] & (line < K)[None, :], other=0.0)
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
-        return tile, scales, tl.zeros_like(scales)
-    wide = tile.to(tl.float32)
-    squares = tl.sum(wide * wide, 1)
-    if NORM:
-        norm = tl.load(norm_ptr + line, mask=line < K, other=0.0)
-        wide *= norm.to(tl.float32)[None, :]
-    numbers, scales = _quantize(wide, 1)
-    return numbers, scales, squares
+    else:
+        tile, scales = _quantize(tile.to(tl.float32), 1)
+    return tile, scales
 
 
 @triton.jit
@@ -277,23 +257,8 @@ def _gather(partial_ptr, SPLITS: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl
 
 
 @triton.jit
-def _finish(
-    sums,
-    squares,
-    width,
-    eps,
-    bias_ptr,
-    first,
-    num_columns,
-    BLOCK_N: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-):
-    """`sums` [M, N] under the norm of rows of `width` whose squares add up to `squares` [M]; with the bias from `first`
-    on.
-    """
-    if NORM:
-        sums *= tl.rsqrt(squares / width + eps)[:, None]
+def _add_bias(sums, bias_ptr, first, num_columns, BLOCK_N: tl.constexpr, BIAS: tl.constexpr):
+    """`sums` [M, N] with the bias from `first` on."""
     if BIAS:
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         bias = tl.load(bias_ptr + first + columns, mask=columns < num_columns, other=0.0)
@@ -314,7 +279,6 @@ def _store(sums, residual_ptr, residual_stride, out_ptr, rows, columns, num_colu
 def _project(
     x_ptr,
     x_scales_ptr,
-    norm_ptr,
     weight_ptr,
     scales_ptr,
     bias_ptr,
@@ -329,7 +293,6 @@ def _project(
     x_scales_group_stride,
     scales_stride,
     residual_stride,
-    eps,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -342,7 +305,6 @@ def _project(
     ALIGNED: tl.constexpr,
     SWAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -363,12 +325,10 @@ def _project(
     x_scales_ptr += wide_rows * x_scales_stride
     sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     up_sums = tl.zeros_like(sums)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
     for group in tl.range(split * span, min(split * span + span, GROUPS), num_stages=STAGES):
         line = group * GROUP + tl.arange(0, GROUP)
         group_ptr = x_scales_ptr + group * x_scales_group_stride
-        numbers, x_scales, more = _load_rows(x_ptr, group_ptr, norm_ptr, line, is_row, K, QUANTIZED, NORM)
-        squares += more
+        numbers, x_scales = _load_rows(x_ptr, group_ptr, line, is_row, K, QUANTIZED)
         sums += _multiply(
             numbers,
             x_scales,
@@ -415,11 +375,11 @@ def _project(
     if is_last:
         if SPLITS > 1:
             sums = _gather(partial_ptr, SPLITS, planes, BLOCK_M, BLOCK_N)
-        sums = _finish(sums, squares, K, eps, bias_ptr, 0, num_columns, BLOCK_N, NORM, BIAS)
+        sums = _add_bias(sums, bias_ptr, 0, num_columns, BLOCK_N, BIAS)
         if GATED:
             if SPLITS > 1:
                 up_sums = _gather(partial_ptr + BLOCK_M * BLOCK_N, SPLITS, planes, BLOCK_M, BLOCK_N)
-            up_sums = _finish(up_sums, squares, K, eps, bias_ptr, num_columns, num_columns, BLOCK_N, NORM, BIAS)
+            up_sums = _add_bias(up_sums, bias_ptr, num_columns, num_columns, BLOCK_N, BIAS)
             sums = sums * tl.sigmoid(sums) * up_sums
         mask = is_row[:, None] & (columns < num_columns)[None, :]
         _store(sums, residual_ptr, residual_stride, out_ptr, wide_rows, columns, num_columns, mask, RESIDUAL)
