@@ -298,6 +298,21 @@ def test_latent_attention_of_whole_prompts(dtype, size):
     assert dtype == FLOAT or "wgmma.mma_async" in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, 2), (FLOAT, 4)])
+@pytest.mark.parametrize(("depth", "columns", "turned"), [(128, 512, False), (512, 128, True)])
+def test_products_of_heads(dtype, size, depth, columns, turned):
+    from nanovllm_kernels.attention import tiles, triton_mla_heads
+
+    tile = tiles.HEADS_TILE[size]
+    constants = {"K": depth, "COLUMNS": columns, "weight_stride_k" if turned else "weight_stride_n": 1}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    types = dict.fromkeys(["x_ptr", "weight_ptr", "out_ptr"], dtype) | {"count_ptr": INT32}
+    kernel = triton_mla_heads._project_heads
+    compiled = compile_kernel(kernel, types, constants, tile.num_warps, tile.num_stages)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert dtype == FLOAT or "wgmma.mma_async" in compiled.asm["ptx"]
+
+
 @pytest.mark.parametrize("cached", [BFLOAT, FP8])
 def test_what_latents_go_through(cached):
     from nanovllm_kernels.attention import triton_mla_plain
@@ -306,6 +321,8 @@ def test_what_latents_go_through(cached):
     types = LENGTHS | {"kv_ptr": cached, "scales_ptr": BYTES}
     constants = {"WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cached == FP8}
     compile_kernel(triton_mla_plain._gather_latents, types, constants, num_warps=2)
+    constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "ROPE": 64, "PADDED_HEADS": 16, "PADDED_ROPE": 64}
+    compile_kernel(triton_mla_plain._spread_key_parts, {}, constants, num_warps=4)
     types = ROPE | {"kv_cache_ptr": cached, "kv_scales_ptr": BYTES}
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "LATENT": 512, "PADDED_LATENT": 512, "HALF": 32, "PADDED_HALF": 32}
     constants |= {"HEADS": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}

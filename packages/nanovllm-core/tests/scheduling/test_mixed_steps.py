@@ -11,15 +11,15 @@ from nanovllm_core.scheduling.scheduler import Scheduler
 BUDGET, LONG, BLOCK_SIZE = 8192, 5000, 16
 
 
-def make_scheduler(max_num_seqs: int) -> Scheduler:
-    cache = CacheManager(4000, BLOCK_SIZE, prefix_caching=False, prefix_hash="fast", watermark=0)
+def make_scheduler(max_num_seqs: int, *, prefix_caching: bool = False) -> Scheduler:
+    cache = CacheManager(4000, BLOCK_SIZE, prefix_caching=prefix_caching, prefix_hash="fast", watermark=0)
     return Scheduler(
         cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, max_model_len=8192, eos_token_ids=[1]
     )
 
 
-def add(scheduler: Scheduler, key: int, num_tokens: int) -> None:
-    request = Request(f"r{key}", [2] * num_tokens, SamplingParams(ignore_eos=True))
+def add(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2) -> None:
+    request = Request(f"r{key}", [token] * num_tokens, SamplingParams(ignore_eos=True))
     request.key = key
     scheduler.add(request)
 
@@ -80,3 +80,13 @@ def test_prompts_are_served_however_many_decode():
     step(scheduler)
     add(scheduler, count, 40)
     assert step(scheduler) == [1] * count + [BLOCK_SIZE]
+
+
+def test_prompts_of_which_nothing_is_there_come_last():
+    scheduler = make_scheduler(16, prefix_caching=True)
+    add(scheduler, 0, 3 * BLOCK_SIZE)
+    step(scheduler)
+    add(scheduler, 1, 100, token=3)
+    add(scheduler, 2, 3 * BLOCK_SIZE + 9)
+    add(scheduler, 3, 1, token=4)
+    assert step(scheduler) == [1, 1, 9, 100]

@@ -15,6 +15,12 @@ MIXED = [(1, 1), (1, 37), (5, 5), (1, 20), (20, 70), (33, 33), (2, 9)]
 OPS = torch.ops.nanovllm
 
 
+@pytest.fixture(autouse=True)
+def counted(monkeypatch):
+    """Tokens that are to be absorbed are counted, however few a test has."""
+    monkeypatch.setattr(tiles, "LEAST_COUNTED_TOKENS", 1)
+
+
 def check(batch, naive_latents, backend="triton"):
     expected = naive_latents(batch)
     for num_decodes in (batch.num_decodes, None):
@@ -76,6 +82,32 @@ def test_splits_and_units(device, latent_batch, quantized_latents, naive_latents
 def test_batches_of_one_kind(device, latent_batch, naive_latents, requests):
     batch = latent_batch(requests, (4, 16, 16, 32, 16), page_size=16, dtype=torch.float32, device=device)
     check(batch, naive_latents)
+
+
+def test_what_only_begins_in_a_step_is_not_absorbed(device, latent_batch, naive_latents):
+    shape = (3, 16, 16, 32, 16)
+    requests = [(1, 1), (1, 37), (20, 70), (5, 5), (80, 80)]
+    batch = latent_batch(requests, shape, page_size=16, dtype=torch.float32, device=device)
+    check(batch, naive_latents)
+    # Places that nobody has begin and end behind the last token.
+    lengths, starts = (torch.nn.functional.pad(batch.seq_lens, (0, 2)), [*batch.query_start_loc, 107, 107])
+    planned = plan_latent_batch(
+        torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 2)),
+        lengths,
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        num_decodes=None,
+        max_query_len=107,
+        max_seq_len=107,
+        num_heads=3,
+        kv_cache=batch.kv_cache,
+        backend="triton",
+    )
+    assert planned.num_absorbed.tolist() == [22]
+    x, weight = torch.randn(107, 3, 16, device=device), torch.randn(3, 32, 16, device=device).transpose(1, 2)
+    found = torch.full((107, 3, 32), 7.0, device=device)
+    OPS.project_heads(x, weight, planned.num_absorbed, found)
+    torch.testing.assert_close(found[:22], torch.einsum("thk,hkn->thn", x, weight)[:22])
+    assert (found[22:] == 7).all()
 
 
 def check_rope_and_cache(num_tokens, num_heads, dims, dtype, device, *, in_fp8):
@@ -143,6 +175,23 @@ def test_whole_prompts_by_flash_attention(
 ):
     batch = latent_batch(requests, (16, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
     check(quantized_latents(batch) if in_fp8 else batch, naive_latents, backend="fastest")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (300, 200), (8192, 8191), (8192, 0)])
+def test_large_products_of_heads(device, dtype, num_tokens, count):
+    for depth, columns, turned in ((128, 512, False), (512, 128, True)):
+        x = torch.randn(128, num_tokens, depth, device=device).to(dtype).transpose(0, 1)
+        shape = (128, columns, depth) if turned else (128, depth, columns)
+        weight = torch.randn(shape, device=device).to(dtype) * depth**-0.5
+        weight = weight.transpose(1, 2) if turned else weight
+        found = torch.full((num_tokens, 128, columns), 7.0, dtype=dtype, device=device)
+        OPS.project_heads(x, weight, torch.tensor([count], dtype=torch.int32, device=device), found)
+        expected = torch.bmm(x[:count].transpose(0, 1).float(), weight.float()).transpose(0, 1)
+        relative = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+        torch.testing.assert_close(found[:count].float(), expected, rtol=relative, atol=1e-4)
+        assert (found[count:] == 7).all()
 
 
 @pytest.mark.gpu

@@ -24,7 +24,8 @@ class BatchShape(NamedTuple):
 
 
 class ScheduledRows(NamedTuple):
-    """Who takes part in a step: n rows, those with one token first. One object may stand for one step after another.
+    """Who takes part in a step: n rows, those with one token first, prompts of which nothing was computed last. One
+    object may stand for one step after another.
 
     rows: int64 [n]. num_tokens: int64 [n], how many more tokens each computes. samples: bool [n], whether the last of
     them is sampled from.

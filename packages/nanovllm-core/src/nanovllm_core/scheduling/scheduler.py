@@ -278,8 +278,8 @@ class Scheduler:
         return ScheduledStep(plan, ends, cohort)
 
     def _with_chunks(self, decodes: Rows, chunks: list[Chunk]) -> ScheduledRows:
-        # A chunk of one token is a decode to the kernels.
-        chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
+        # A chunk of one token is a decode to the kernels; prompts that begin here may need less of them than others.
+        chunks.sort(key=lambda chunk: (chunk.num_tokens != 1, not self.rows.num_computed[chunk.row]))
         rows = np.concatenate((decodes, [chunk.row for chunk in chunks]))
         counts = np.concatenate((np.ones(len(decodes), np.int64), [chunk.num_tokens for chunk in chunks]))
         return ScheduledRows(rows, counts, self.rows.num_computed[rows] + counts == self.rows.num_tokens[rows])

@@ -26,8 +26,9 @@ class AttentionBatch:
     few: whether it is for the kernel that a CPU has for few queries over a bf16 cache. gathers: what plain torch works
     out once a step. units: what the Triton kernels do for requests with one query.
     decode_lens, workspace: what the CuTe DSL kernel does for them: their lengths, 0 for other requests, and its memory.
-    prefill_lens: what FlashAttention does for those with several: how many, 0 for other requests. Each is None, or
-    empty, where it isn't needed. The rest: as given to `plan_batch`.
+    prefill_lens: what FlashAttention does for those with several: how many, 0 for other requests. num_absorbed: int32
+    [1], how many leading tokens are not only of prompts whole in the step, where some may be and latents are cached.
+    Each is None, or empty, where it isn't needed. The rest: as given to `plan_batch`.
     """
 
     block_tables: Tensor
@@ -41,6 +42,7 @@ class AttentionBatch:
     decode_lens: Tensor | None
     workspace: tuple[Tensor, ...]
     prefill_lens: Tensor | None
+    num_absorbed: Tensor | None = None
 
 
 def plan_batch(

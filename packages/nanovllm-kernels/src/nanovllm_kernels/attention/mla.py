@@ -3,7 +3,8 @@
 A token's keys and values are one latent, which a matrix a head expands, and one rotated key part that all heads share:
 only these are cached. What is cached is attended to with queries brought into the latent's space, and the result is
 brought from there to the values' (absorbed), so that nothing a token is expanded; a prompt that is whole in a step is
-expanded and attended to plainly, which is less arithmetic. This room must not know models, nor who owns a page.
+expanded and attended to plainly, which is less arithmetic. Such prompts come last in a step, or their queries are
+brought there for nothing. This room must not know models, nor who owns a page.
 """
 
 import torch
@@ -42,7 +43,7 @@ def plan_latent_batch(
     Of the backends "torch" is plain torch; for all others it is Triton, with FlashAttention, where `plan_batch` would
     use it, for prompts that are whole in the step.
     """
-    units = gathers = prefill_lens = None
+    units = gathers = prefill_lens = num_absorbed = None
     page_size, element_size = kv_cache.shape[1], kv_cache.element_size()
     if backend == "torch":
         if num_decodes is None:
@@ -54,9 +55,12 @@ def plan_latent_batch(
         num_slots = (describe(kv_cache.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
         num_units = tiles.choose_units(-(-num_heads // config.block_m), num_slots, tiles.LATENT_UNIT_WAVES)
         units = _plan_units_op(seq_lens, query_start_loc, num_units, config.block_n)
-    if backend in ("flash", "fastest") and has_flash_attention() and max_query_len > 1:
+    if backend != "torch" and max_query_len > 1:
         query_lens = query_start_loc.diff()
-        prefill_lens = query_lens * ((query_lens > 1) & (query_lens == seq_lens))
+        whole = (query_lens > 1) & (query_lens == seq_lens)
+        num_absorbed = (query_start_loc[1:] * ((query_lens > 0) & ~whole)).amax(0, keepdim=True)
+        if backend in ("flash", "fastest") and has_flash_attention():
+            prefill_lens = query_lens * whole
     return AttentionBatch(
         block_tables,
         seq_lens,
@@ -69,6 +73,7 @@ def plan_latent_batch(
         None,
         (),
         prefill_lens,
+        num_absorbed,
     )
 
 
@@ -99,7 +104,8 @@ def latent_attention(
     rope_dim = kv_cache.shape[3] - latent_dim
     key_dim = q.shape[2] - rope_dim
     to_key, to_value = expansion.split((key_dim, expanded - key_dim), 1)
-    queries = torch.bmm(q[:, :, :key_dim].transpose(0, 1), to_key)
+    queries = q.new_empty((num_heads, q.shape[0], latent_dim))
+    _project_heads(q[:, :, :key_dim], to_key, batch.num_absorbed, queries.transpose(0, 1))
     found = _latent_attention_op(
         queries,
         q[:, :, key_dim:],
@@ -114,10 +120,18 @@ def latent_attention(
         batch.max_seq_len,
     )
     out = q.new_empty((q.shape[0], num_heads, expanded - key_dim))
-    torch.bmm(found.transpose(0, 1), to_value.transpose(1, 2), out=out.transpose(0, 1))
+    _project_heads(found, to_value.transpose(1, 2), batch.num_absorbed, out)
     if batch.max_query_len > 1:
         _attend_whole_prompts(q, expansion, kv_cache, kv_scales, batch, scale, out)
     return out
+
+
+def _project_heads(x: Tensor, weight: Tensor, count: Tensor | None, out: Tensor) -> None:
+    """Write the products of `x` [T, H, K] and `weight` [H, K, N] into `out` [T, H, N]: at least the first `count`."""
+    if count is None or len(x) < tiles.LEAST_COUNTED_TOKENS:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    else:
+        _project_heads_op(x, weight, count, out)
 
 
 def _attend_whole_prompts(
@@ -145,11 +159,19 @@ def _attend_whole_prompts(
     to_key, to_value = expansion.transpose(1, 2).split((key_dim, value_dim), 2)
     shared = latents.expand(num_heads, -1, -1)
     torch.bmm(shared, to_key, out=keys[:, :, :key_dim].transpose(0, 1))
-    keys[:, :, key_dim:] = k_rope.unsqueeze(1)
+    _spread_key_parts_op(k_rope, keys)
     torch.bmm(shared, to_value, out=values.transpose(0, 1))
     flash_prefill.plain_prefill(
         q, keys, values, batch.query_start_loc, batch.prefill_lens, scale, batch.max_query_len, out
     )
+
+
+@torch.library.custom_op("nanovllm::project_heads", mutates_args=("out",))
+def _project_heads_op(x: Tensor, weight: Tensor, count: Tensor, out: Tensor) -> None:
+    """See `triton_mla_heads.project_heads`."""
+    from nanovllm_kernels.attention import triton_mla_heads
+
+    triton_mla_heads.project_heads(x, weight, count, out)
 
 
 @torch.library.custom_op("nanovllm::latent_attention", mutates_args=())
@@ -222,6 +244,14 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     return kv_cache.new_empty((num_tokens, kv_cache.shape[3]), dtype=dtype)
+
+
+@torch.library.custom_op("nanovllm::spread_key_parts", mutates_args=("keys",))
+def _spread_key_parts_op(k_rope: Tensor, keys: Tensor) -> None:
+    """See `triton_mla_plain.spread_key_parts`."""
+    from nanovllm_kernels.attention import triton_mla_plain
+
+    triton_mla_plain.spread_key_parts(k_rope, keys)
 
 
 @torch.library.custom_op("nanovllm::attend_whole_prompts", mutates_args=("out",))

@@ -19,6 +19,10 @@ from nanovllm_kernels.attention.triton_tile import LOG2_E, attend_blocks
 from nanovllm_kernels.attention.triton_tile_fp8 import attend_fp8_blocks, narrow_queries
 from nanovllm_kernels.platform import can_overlap_launches
 
+# About so many programs merge: more of them take as long to begin, and where most requests are of one unit that is all
+# they do.
+MERGE_PROGRAMS = 4096
+
 
 def plan_units(
     seq_lens: Tensor, query_start_loc: Tensor, num_units: int, block_size: int
@@ -111,12 +115,14 @@ def merge_units(partial: Tensor, lse: Tensor, query_start_loc: Tensor, starts: T
     """
     _, num_heads, head_dim = partial.shape
     overlap = can_overlap_launches(out.device)
-    _merge_units[(starts.shape[0] - 1, num_heads)](
+    num_reqs = starts.shape[0] - 1
+    _merge_units[(num_reqs, min(num_heads, triton.cdiv(MERGE_PROGRAMS, num_reqs)))](
         partial,
         lse,
         query_start_loc,
         starts,
         out,
+        num_heads,
         HEAD_DIM=head_dim,
         PADDED_DIM=tiles.next_power_of_2(head_dim),
         BLOCK=16,
@@ -291,41 +297,41 @@ def _merge_units(
     query_start_loc_ptr,
     starts_ptr,
     out_ptr,
+    num_heads,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Weigh the units of one request and query head by the share of the softmax that each saw."""
+    """Weigh the units of one request, head after head, by the share of the softmax that each saw."""
     if OVERLAP:
         # Followers aren't let go early: the first weights of a projection would hold up attention's keys and values.
         gdc_wait()
     request = tl.program_id(0)
-    head = tl.program_id(1)
-    num_heads = tl.num_programs(1)
     first = tl.load(starts_ptr + request)
     last = tl.load(starts_ptr + request + 1)
     if last - first < 2:
         return
-    dims = tl.arange(0, PADDED_DIM)
-    acc = tl.zeros([PADDED_DIM], dtype=tl.float32)
-    running_max = float("-inf")
-    running_sum = 0.0
-    for begin in tl.range(first, last, BLOCK):
-        units = begin + tl.arange(0, BLOCK)
-        inside = units < last
-        lse = tl.load(lse_ptr + units * num_heads + head, mask=inside, other=float("-inf"))
-        partial = tl.load(
-            partial_ptr + (units * num_heads + head)[:, None] * HEAD_DIM + dims[None, :],
-            mask=inside[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(running_max, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_max)
-        rescale = tl.exp2(running_max - new_max)
-        running_sum = running_sum * rescale + tl.sum(weights, 0)
-        acc = acc * rescale + tl.sum(partial * weights[:, None], 0)
-        running_max = new_max
     token = tl.load(query_start_loc_ptr + request).to(tl.int64)
-    place = (token * num_heads + head) * HEAD_DIM + dims
-    tl.store(out_ptr + place, (acc / running_sum).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    dims = tl.arange(0, PADDED_DIM)
+    for head in tl.range(tl.program_id(1), num_heads, tl.num_programs(1)):
+        acc = tl.zeros([PADDED_DIM], dtype=tl.float32)
+        running_max = float("-inf")
+        running_sum = 0.0
+        for begin in tl.range(first, last, BLOCK):
+            units = begin + tl.arange(0, BLOCK)
+            inside = units < last
+            lse = tl.load(lse_ptr + units * num_heads + head, mask=inside, other=float("-inf"))
+            partial = tl.load(
+                partial_ptr + (units * num_heads + head)[:, None] * HEAD_DIM + dims[None, :],
+                mask=inside[:, None] & (dims < HEAD_DIM)[None, :],
+                other=0.0,
+            )
+            new_max = tl.maximum(running_max, tl.max(lse, 0))
+            weights = tl.exp2(lse - new_max)
+            rescale = tl.exp2(running_max - new_max)
+            running_sum = running_sum * rescale + tl.sum(weights, 0)
+            acc = acc * rescale + tl.sum(partial * weights[:, None], 0)
+            running_max = new_max
+        place = (token * num_heads + head) * HEAD_DIM + dims
+        tl.store(out_ptr + place, (acc / running_sum).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -41,6 +41,22 @@ def gather_latents(
     )
 
 
+def spread_key_parts(k_rope: Tensor, keys: Tensor) -> None:
+    """Copy each token's `k_rope` [T, R], the last dimension contiguous, to the ends of its heads' `keys` [T, H, D]."""
+    num_tokens, num_heads, head_dim = keys.shape
+    _spread_key_parts[(num_tokens,)](
+        k_rope,
+        keys,
+        k_rope.stride(0),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        ROPE=k_rope.shape[1],
+        PADDED_HEADS=tiles.next_power_of_2(num_heads),
+        PADDED_ROPE=tiles.next_power_of_2(k_rope.shape[1]),
+        num_warps=4,
+    )
+
+
 def attend_whole_prompts(
     q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
 ) -> None:
@@ -115,6 +131,27 @@ def _gather_latents(
     if QUANTIZED:
         row = row.to(tl.float32) * power_of_2(tl.load(scales_ptr + slot).to(tl.int32))
     tl.store(out_ptr + token.to(tl.int64) * WIDTH + dims, row.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
+
+
+@triton.jit
+def _spread_key_parts(
+    k_rope_ptr,
+    keys_ptr,
+    rope_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+):
+    """One token."""
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, PADDED_ROPE)[None, :]
+    heads = tl.arange(0, PADDED_HEADS)[:, None]
+    part = tl.load(k_rope_ptr + token * rope_stride + dims, mask=dims < ROPE, other=0.0)
+    part = tl.broadcast_to(part, (PADDED_HEADS, PADDED_ROPE))
+    places = keys_ptr + (token * NUM_HEADS + heads) * HEAD_DIM + HEAD_DIM - ROPE + dims
+    tl.store(places, part, mask=(heads < NUM_HEADS) & (dims < ROPE))
 
 
 @triton.jit
