@@ -27,8 +27,8 @@ class AttentionBatch:
     out once a step. units: what the Triton kernels do for requests with one query.
     decode_lens, workspace: what the CuTe DSL kernel does for them: their lengths, 0 for other requests, and its memory.
     prefill_lens: what FlashAttention does for those with several: how many, 0 for other requests. num_absorbed: int32
-    [1], how many leading tokens are not only of prompts whole in the step, where some may be and latents are cached.
-    Each is None, or empty, where it isn't needed. The rest: as given to `plan_batch`.
+    [1], of a step with prompts over latents, the tokens up to the last that is of no prompt whole in the step. Each is
+    None, or empty, where it isn't needed. The rest: as given to `plan_batch`.
     """
 
     block_tables: Tensor

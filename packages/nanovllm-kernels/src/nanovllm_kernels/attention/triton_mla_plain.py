@@ -42,7 +42,7 @@ def gather_latents(
 
 
 def spread_key_parts(k_rope: Tensor, keys: Tensor) -> None:
-    """Copy each token's `k_rope` [T, R], the last dimension contiguous, to the ends of its heads' `keys` [T, H, D]."""
+    """Copy each token's `k_rope` [T, R], contiguous in R, to the ends of its heads' `keys` [T, H, D], contiguous."""
     num_tokens, num_heads, head_dim = keys.shape
     _spread_key_parts[(num_tokens,)](
         k_rope,
