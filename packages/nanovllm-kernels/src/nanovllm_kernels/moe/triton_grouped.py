@@ -197,7 +197,7 @@ def _count_pairs(ids_ptr, counts_ptr, num_pairs, PADDED: tl.constexpr, BLOCK: tl
         gdc_launch_dependents()
         gdc_wait()
     pairs, ids = _load_ids(ids_ptr, num_pairs, PADDED, BLOCK)
-    # Counted one after another, as they are alike, those behind the last would take as long as all others.
+    # Those behind the last would all go into one bin, which takes them one after another.
     counts = tl.histogram(ids, PADDED, mask=pairs < num_pairs)
     tl.store(counts_ptr + tl.program_id(0) * PADDED + tl.arange(0, PADDED), counts)
 
