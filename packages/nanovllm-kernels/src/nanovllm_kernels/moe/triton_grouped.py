@@ -234,7 +234,7 @@ def _sort_pairs(
         earlier += tl.sum(tl.where((parts < part)[:, None], counts, 0), 0)
     starts = tl.cumsum(totals, 0) - totals
     if part == 0:
-        # What stands for no pair comes behind all experts.
+        # With the next one's after the last: its pairs end where those would begin.
         tl.store(starts_ptr + experts, starts, mask=experts <= num_experts)
     next_ptr += part * PADDED
     tl.store(next_ptr + experts, starts + earlier)
