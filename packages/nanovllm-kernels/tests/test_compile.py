@@ -45,7 +45,14 @@ STATES = (
     | {"recurrent_ptr": FLOAT, "eps": "fp32"}
 )
 DELTA_HEADS = {"HEADS": 32, "GROUP": 2, "K_DIM": 128, "V_DIM": 128}
-DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True}
+DELTA_STEP = DELTA_HEADS | {
+    "PADDED_K": 128,
+    "PADDED_V": 128,
+    "CHANNELS": 8192,
+    "WIDTH": 4,
+    "STAGES": 4,
+    "OVERLAP": True,
+}
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
 CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
 
@@ -93,14 +100,14 @@ KERNELS = [
         "_step",
         8,
         STATES,
-        DELTA_STEP | {"BLOCK_V": 128, "BLOCKS": 1},
+        DELTA_STEP | {"BLOCK_V": 128, "BLOCKS": 1, "STAGES": 1},
     ),
     (
         "linear_attention.triton_step",
         "_step",
-        4,
+        2,
         STATES | {"recurrent_ptr": BFLOAT},
-        DELTA_STEP | {"BLOCK_V": 32, "BLOCKS": 4},
+        DELTA_STEP | {"BLOCK_V": 16, "BLOCKS": 8, "STAGES": 4},
     ),
     (
         "linear_attention.triton_prepare",
@@ -490,7 +497,8 @@ def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
 
 
 ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "partial_ptr"], FLOAT) | (
-    dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr", "counts_ptr", "next_ptr"], INT32)
+    dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
+    | dict.fromkeys(["counts_ptr", "ranks_ptr", "begins_ptr"], INT32)
 )
 
 
@@ -624,17 +632,22 @@ def test_gathered_rows():
     assert "st.global.v4.b32" in compiled.asm["ptx"]
 
 
-def test_order_and_sum_of_experts():
+@pytest.mark.parametrize("alone", [True, False])
+def test_sorted_pairs(alone):
+    from nanovllm_kernels.moe import triton_sort
+
+    sizes = {"PADDED": 1024, "BLOCK": triton_sort.ALONE if alone else triton_sort.PART, "OVERLAP": True}
+    counting, rest = triton_sort._count_pairs, {"PARTS": triton_sort.COUNTED_AT_ONCE, "ALONE": alone, "BLOCK_M": 64}
+    sorting = compile_kernel(triton_sort._sort_pairs, ROUTED, sizes | rest, num_warps=8)
+    if not alone:
+        assert "atom.global" not in sorting.asm["ptx"]
+    # What is counted in memory is behind what other threads wrote there.
+    ptx = (sorting if alone else compile_kernel(counting, ROUTED, sizes, num_warps=8)).asm["ptx"]
+    assert ptx.rindex("bar.sync", 0, ptx.index("atom.global")) > ptx.rindex("st.global", 0, ptx.index("atom.global"))
+
+
+def test_sum_of_experts():
     from nanovllm_kernels.moe import triton_grouped
 
-    sizes = {"PADDED": 1024, "BLOCK": triton_grouped.SORT_BLOCK, "OVERLAP": True}
-    compile_kernel(triton_grouped._count_pairs, ROUTED, sizes, num_warps=8)
-    sizes |= {"PARTS": triton_grouped.COUNTED_AT_ONCE}
-    compiled = compile_kernel(triton_grouped._sort_pairs, ROUTED, sizes, num_warps=8)
-    # Places are counted on in memory, behind what other threads wrote there.
-    ptx = compiled.asm["ptx"]
-    assert ptx.rindex("bar.sync", 0, ptx.index("atom.global")) > ptx.index("griddepcontrol.wait")
-    sizes = {"PADDED_BEFORE": 512, "BLOCK_M": 64, "BLOCK": 64, "OVERLAP": True}
-    compile_kernel(triton_grouped._list_tiles, ROUTED, sizes, num_warps=1)
     sizes = {"WIDTH": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
     compile_kernel(triton_grouped._sum_pairs, {}, sizes, num_warps=4)

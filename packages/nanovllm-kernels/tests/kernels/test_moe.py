@@ -195,12 +195,15 @@ def test_many_tokens_of_one_expert(device):
     check_experts(tiles.FEW_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
 
 
-def test_many_tiles_and_blocks_of_pairs(device, monkeypatch):
-    from nanovllm_kernels.moe import triton_grouped
+@pytest.mark.parametrize("few_parts", [2, 16])
+def test_many_tiles_and_parts(few_parts, device, monkeypatch):
+    from nanovllm_kernels.moe import triton_grouped, triton_sort
 
-    monkeypatch.setattr(triton_grouped, "SORT_BLOCK", 32)
-    monkeypatch.setattr(triton_grouped, "COUNTED_AT_ONCE", 2)
-    monkeypatch.setattr(triton_grouped, "LIST_BLOCK", 2)
+    monkeypatch.setattr(triton_sort, "ALONE", 32)
+    monkeypatch.setattr(triton_sort, "PART", 32)
+    monkeypatch.setattr(triton_sort, "LARGE_PART", 64)
+    monkeypatch.setattr(triton_sort, "FEW_PARTS", few_parts)
+    monkeypatch.setattr(triton_sort, "COUNTED_AT_ONCE", 2)
     monkeypatch.setattr(triton_grouped, "SUM_BLOCK", 16)
     check_experts(100, 4, 32, 24, 2, torch.float16, device)
 

@@ -1,7 +1,7 @@
 """Gated DeltaNet of requests with one token each, on CUDA: from the projections to the gated norm in one kernel.
 
 A program has the state of one value head, which is read once and written once: of few programs each holds all of it at
-a time, as every load on its way counts; of many each holds a block of its rows, and the next is on its way meanwhile.
+a time, as every load on its way counts; of many each holds a block of its rows, and the next are on their way.
 What it needs of its key head (two convolved vectors) it works out itself, as its neighbours of the same key head do:
 they may, since the place that the step's input of the convolution goes to is none that the step reads.
 """
@@ -21,12 +21,15 @@ from nanovllm_kernels.linear_attention.reference import NORM_EPS
 from nanovllm_kernels.platform import can_overlap_launches, describe
 
 L2_EPS = tl.constexpr(NORM_EPS)
-# Elements of a state that a warp holds at a time: 128 a thread, or 64 where as many are on their way.
+# Elements of a state that a warp holds at a time.
 WARP_ELEMENTS = 4096
-# Rows of a state that a program holds at a time, where programs are so many that several share a processor; by the
-# bytes of a number. On one H200, 256 requests of Qwen3-Next's layer: 308 us with 16 rows of float32 (3.57 TB/s), 332
-# with 8 and with 32; 175 us with 8 rows of bf16 (3.21 TB/s), 182 with 16.
-BLOCK_ROWS = {4: 16, 2: 8}
+# Of many programs, several of which share a processor: rows of a state that one holds at a time, by the bytes of a
+# number; elements of these a warp; and how many such blocks are on their way. On one H200, Qwen3-Next's layer of 16, 64
+# and 256 requests, us: float32 23.2, 78.5, 289.8 (3.79 TB/s), with 16 rows and two warps 26.1, 82.5, 290.9; bf16 15.8,
+# 43.1, 150.3 (3.74 TB/s), with 8 rows and a warp 16.1, 44.6, 152.4; with three or five on their way up to 2% more.
+BLOCK_ROWS = {4: 8, 2: 16}
+BLOCK_WARP_ELEMENTS = 1024
+BLOCKS_ON_THEIR_WAY = 4
 
 
 class Sizes(NamedTuple):
@@ -68,6 +71,7 @@ def step(
     overlap = can_overlap_launches(qkvz.device)
     many = sizes.num_v_heads * num_reqs > 2 * (describe(qkvz.device).num_sms or tiles.INTERPRETER_SMS)
     block_v = min(BLOCK_ROWS[recurrent.element_size()], padded_v) if many else padded_v
+    num_warps = padded_k * block_v // (BLOCK_WARP_ELEMENTS if many else WARP_ELEMENTS)
     _step[(sizes.num_v_heads, num_reqs)](
         qkvz,
         ba,
@@ -91,12 +95,14 @@ def step(
         K_DIM=sizes.k_dim,
         V_DIM=sizes.v_dim,
         PADDED_K=padded_k,
+        PADDED_V=padded_v,
         BLOCK_V=block_v,
         BLOCKS=padded_v // block_v,
+        STAGES=BLOCKS_ON_THEIR_WAY if block_v < padded_v else 1,
         CHANNELS=sizes.channels,
         WIDTH=sizes.width,
         OVERLAP=overlap,
-        num_warps=max(1, min(8, (1 + many) * padded_k * block_v // WARP_ELEMENTS)),
+        num_warps=max(1, min(8, num_warps)),
         launch_pdl=overlap,
     )
 
@@ -116,9 +122,8 @@ def silu(x):
 
 @triton.jit
 def _convolve(
-    row_ptr,
-    at,
-    conv_ptr,
+    new_ptrs,
+    slot_ptr,
     weight_ptr,
     channels,
     mask,
@@ -127,34 +132,24 @@ def _convolve(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Convolution and SiLU of one token's inputs, at `row_ptr + at`, which go to the slot where `writes`."""
-    new = tl.load(row_ptr + at, mask=mask, other=0.0).to(conv_ptr.dtype.element_ty)
+    """Convolution and SiLU of one token's inputs, at `new_ptrs`, which go to the slot where `writes`."""
+    new = tl.load(new_ptrs, mask=mask, other=0.0).to(slot_ptr.dtype.element_ty)
     total = new.to(tl.float32) * tl.load(weight_ptr + (WIDTH - 1) * CHANNELS + channels, mask=mask, other=0.0)
     for tap in tl.static_range(WIDTH - 1):
         there = position - (WIDTH - 1) + tap
-        old_ptrs = conv_ptr + (there + WIDTH) % WIDTH * CHANNELS + channels
+        old_ptrs = slot_ptr + (there + WIDTH) % WIDTH * CHANNELS + channels
         old = tl.load(old_ptrs, mask=mask & (there >= 0), other=0.0).to(tl.float32)
         total += old * tl.load(weight_ptr + tap * CHANNELS + channels, mask=mask, other=0.0)
-    tl.store(conv_ptr + position % WIDTH * CHANNELS + channels, new, mask=mask & writes)
-    return silu(total), new
+    tl.store(slot_ptr + position % WIDTH * CHANNELS + channels, new, mask=writes)
+    return silu(total)
 
 
 @triton.jit
-def _save_inputs(
-    from_ptr,
-    to_ptr,
-    new,
-    channels,
-    mask,
-    position,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Copy what a slot has of the convolution's inputs; `new` need not have arrived there."""
-    for back in tl.static_range(1, WIDTH):
-        place = (position - back + WIDTH) % WIDTH * CHANNELS
-        tl.store(to_ptr + place + channels, tl.load(from_ptr + place + channels, mask=mask, other=0.0), mask=mask)
-    tl.store(to_ptr + position % WIDTH * CHANNELS + channels, new, mask=mask)
+def _save_inputs(from_ptr, to_ptr, channels, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """Copy what a slot has of the convolution's inputs."""
+    for tap in tl.static_range(WIDTH):
+        at = tap * CHANNELS + channels
+        tl.store(to_ptr + at, tl.load(from_ptr + at, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit(
@@ -184,8 +179,10 @@ def _step(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     PADDED_K: tl.constexpr,
+    PADDED_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -203,35 +200,26 @@ def _step(
     owner = head // GROUP
     place = head % GROUP
 
-    # The matrix first: everything else is short.
-    k_dims = tl.arange(0, PADDED_K)
+    k_dims, v_dims = tl.arange(0, PADDED_K), tl.arange(0, PADDED_V)
+    k_mask, v_mask = k_dims < K_DIM, v_dims < V_DIM
     rows = tl.arange(0, BLOCK_V)
-    k_mask = k_dims < K_DIM
     state_ptr = recurrent_ptr + slot * (HEADS * V_DIM * K_DIM)
     entries = head * (V_DIM * K_DIM) + rows[:, None] * K_DIM + k_dims[None, :]
-    mask = (rows < V_DIM)[:, None] & k_mask[None, :]
     # A sequence begins with zeros, whatever the slot holds.
-    state = tl.load(state_ptr + entries, mask=mask & (position > 0), other=0.0)
+    held = k_mask[None, :] & (position > 0)
 
     qkvz_ptr += token * qkvz_stride + owner * (2 * K_DIM + 2 * GROUP * V_DIM)
     slot_ptr = conv_ptr + slot * (WIDTH * CHANNELS)
-    first = owner * (2 * K_DIM + GROUP * V_DIM)
-    writes = place == 0
-    q, new_q = _convolve(
-        qkvz_ptr, k_dims, slot_ptr, conv_weight_ptr, first + k_dims, k_mask, writes, position, CHANNELS, WIDTH
+    q_channels = owner * (2 * K_DIM + GROUP * V_DIM) + k_dims
+    k_channels = q_channels + K_DIM
+    v_at = 2 * K_DIM + place * V_DIM + v_dims
+    v_channels = owner * (2 * K_DIM + GROUP * V_DIM) + v_at
+    mine = k_mask & (place == 0)
+    q = _convolve(qkvz_ptr + k_dims, slot_ptr, conv_weight_ptr, q_channels, k_mask, mine, position, CHANNELS, WIDTH)
+    k = _convolve(
+        qkvz_ptr + K_DIM + k_dims, slot_ptr, conv_weight_ptr, k_channels, k_mask, mine, position, CHANNELS, WIDTH
     )
-    k, new_k = _convolve(
-        qkvz_ptr,
-        K_DIM + k_dims,
-        slot_ptr,
-        conv_weight_ptr,
-        first + K_DIM + k_dims,
-        k_mask,
-        writes,
-        position,
-        CHANNELS,
-        WIDTH,
-    )
+    v = _convolve(qkvz_ptr + v_at, slot_ptr, conv_weight_ptr, v_channels, v_mask, v_mask, position, CHANNELS, WIDTH)
     q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * (K_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
 
@@ -241,40 +229,18 @@ def _step(
     left = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
     of_key = tl.sum(k * q, 0)
     out = tl.zeros([BLOCKS, BLOCK_V], dtype=tl.float32)
-    for block in range(BLOCKS):
-        v_dims = block * BLOCK_V + rows
-        v_mask = v_dims < V_DIM
-        mask = v_mask[:, None] & k_mask[None, :]
-        following = state
-        if BLOCKS > 1:
-            entries += BLOCK_V * K_DIM
-            later = ((v_dims + BLOCK_V) < V_DIM)[:, None] & k_mask[None, :]
-            following = tl.load(state_ptr + entries, mask=later & (position > 0), other=0.0)
-            entries -= BLOCK_V * K_DIM
-        at = 2 * K_DIM + place * V_DIM + v_dims
-        v, new_v = _convolve(
-            qkvz_ptr, at, slot_ptr, conv_weight_ptr, first + at, v_mask, True, position, CHANNELS, WIDTH
-        )
-        s = state.to(tl.float32) * left
-        change = (v - tl.sum(s * k[None, :], 1)) * beta
+    # Nothing is read in this loop but states, for which whatever is read behind them would wait.
+    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+        first = block * BLOCK_V
+        inside = (first + rows < V_DIM)[:, None]
+        s = tl.load(state_ptr + entries + first * K_DIM, mask=inside & held, other=0.0).to(tl.float32) * left
+        v_block = v if BLOCKS == 1 else tl.gather(v, first + rows, 0)
+        change = (v_block - tl.sum(s * k[None, :], 1)) * beta
         # Of the state before its change, so that both sums are taken in one pass.
         o = tl.sum(s * q[None, :], 1) + change * of_key
         out = tl.where((tl.arange(0, BLOCKS) == block)[:, None], o[None, :], out)
         kept = (s + change[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)
-        tl.store(state_ptr + entries, kept, mask=mask)
-        for index in range(num_saves):
-            save_ptr = saves_ptr + (request * num_saves + index) * 2
-            if tl.load(save_ptr) == position + 1:
-                there = tl.load(save_ptr + 1).to(tl.int64)
-                tl.store(recurrent_ptr + there * (HEADS * V_DIM * K_DIM) + entries, kept, mask=mask)
-                there_ptr = conv_ptr + there * (WIDTH * CHANNELS)
-                _save_inputs(slot_ptr, there_ptr, new_v, first + at, v_mask, position, CHANNELS, WIDTH)
-                if block == 0:
-                    mine = k_mask & writes
-                    _save_inputs(slot_ptr, there_ptr, new_q, first + k_dims, mine, position, CHANNELS, WIDTH)
-                    _save_inputs(slot_ptr, there_ptr, new_k, first + K_DIM + k_dims, mine, position, CHANNELS, WIDTH)
-        entries += BLOCK_V * K_DIM
-        state = following
+        tl.store(state_ptr + entries + first * K_DIM, kept, mask=inside & k_mask[None, :])
 
     dims = tl.arange(0, BLOCKS)[:, None] * BLOCK_V + rows[None, :]
     norm = tl.load(norm_ptr + dims, mask=dims < V_DIM, other=0.0)
@@ -282,3 +248,19 @@ def _step(
     out *= tl.rsqrt(tl.sum(tl.sum(out * out, 1), 0) / V_DIM + eps) * norm * silu(z)
     out_ptrs = out_ptr + token * (HEADS * V_DIM) + head * V_DIM + dims
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=dims < V_DIM)
+
+    # What this program has written to its slot, which its other threads can read from here on.
+    tl.debug_barrier()
+    for index in range(num_saves):
+        save_ptr = saves_ptr + (request * num_saves + index) * 2
+        if tl.load(save_ptr) == position + 1:
+            there = tl.load(save_ptr + 1).to(tl.int64)
+            for first in range(0, V_DIM, BLOCK_V):
+                at = entries + first * K_DIM
+                mask = (first + rows < V_DIM)[:, None] & k_mask[None, :]
+                kept = tl.load(state_ptr + at, mask=mask, other=0.0)
+                tl.store(recurrent_ptr + there * (HEADS * V_DIM * K_DIM) + at, kept, mask=mask)
+            there_ptr = conv_ptr + there * (WIDTH * CHANNELS)
+            _save_inputs(slot_ptr, there_ptr, q_channels, mine, CHANNELS, WIDTH)
+            _save_inputs(slot_ptr, there_ptr, k_channels, mine, CHANNELS, WIDTH)
+            _save_inputs(slot_ptr, there_ptr, v_channels, v_mask, CHANNELS, WIDTH)

@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.moe.tiles import GROUP, SPECIALIZED_ROWS
+from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe
 
 # A tile: SPECIALIZED_ROWS rows, half of them each group's, by two blocks of 128 columns, 128 deep.
@@ -50,15 +51,12 @@ def multiply(
     scales13: Tensor,
     scales2: Tensor,
     weights: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    tiles: Tensor,
+    pairs: SortedPairs,
     parts: Tensor,
 ) -> None:
     """Write into `parts` [T k, H], 16-bit, what each pair's expert says of `x` [T, H], quantised, times its weight.
 
-    order, starts, tiles: the pairs in the order of experts, where each expert's begin, and tiles of SPECIALIZED_ROWS,
-    as `triton_grouped` makes them.
+    pairs: in tiles of SPECIALIZED_ROWS.
     """
     num_pairs, hidden_size = parts.shape
     width = w2.shape[2]
@@ -76,7 +74,7 @@ def multiply(
         x,
         x_scales,
         weights,
-        order,
+        pairs.order,
         rows,
         row_scales,
         row_weights,
@@ -99,14 +97,12 @@ def multiply(
     for gated, left, left_scales, weight, scales, result in products:
         columns = result.shape[1]
         column_tiles = columns // (COLUMNS if gated else 2 * COLUMNS)
-        _grouped_product[(min(describe(x.device).num_sms, (tiles.shape[0] - 1) * column_tiles),)](
+        _grouped_product[(min(describe(x.device).num_sms, (len(pairs.tiles) - 1) * column_tiles),)](
             _describe_rows(left, HALF),
             _describe_rows(weight.view(-1, weight.shape[2]), COLUMNS),
             left_scales,
             scales,
-            order,
-            starts,
-            tiles,
+            *pairs,
             row_weights,
             result,
             hidden_scales,

@@ -1,10 +1,9 @@
 """Experts for many tokens on CUDA: pairs of a token and an expert sorted by expert, then two grouped products.
 
-Everything that depends on the data stays on the device: the order, which rows are whose, and the list of tiles. The
-grids depend on the number of tokens alone; the products' programs stay and take one tile after another. What a token's
-experts say is written pair by pair and added up by a kernel of its own, always in the same order. Of block FP8 weights,
-the first product's rows come quantised, and it quantises what it gives; of many rows an expert, on Hopper,
-`gluon_grouped` has these products.
+Which rows are whose is known to the device alone (`triton_sort`): the grids depend on the number of tokens, and the
+products' programs stay and take one tile after another. What a token's experts say is written pair by pair and added up
+by a kernel of its own, always in the same order. Of block FP8 weights, the first product's rows come quantised, and it
+quantises what it gives; of many rows an expert, on Hopper, `gluon_grouped` has these products.
 
 This room must not know how experts were chosen.
 """
@@ -22,16 +21,12 @@ from nanovllm_kernels.moe.tiles import (
     SPECIALIZED_ROWS,
     GroupedConfig,
     grouped_config,
-    most_tiles,
     specializes,
 )
+from nanovllm_kernels.moe.triton_sort import SortedPairs, sort_pairs
 from nanovllm_kernels.moe.triton_step import add_product, load_weight, quantize_rows
 from nanovllm_kernels.platform import can_overlap_launches, describe
 
-SORT_BLOCK = 2048
-# Parts whose counts are on their way at once.
-COUNTED_AT_ONCE = 8
-LIST_BLOCK = 64
 SUM_BLOCK = 1024
 
 
@@ -62,14 +57,13 @@ def grouped_experts(
         and (x_scales is not None and parts.element_size() == 2)
         and describe(x.device).capability == (9, 0)
     )
-    order, starts, tiles = _arrange(ids, num_experts, SPECIALIZED_ROWS if specialized else config.block_m)
-    arranged = (weights, order, starts, tiles, parts)
+    pairs = sort_pairs(ids, num_experts, SPECIALIZED_ROWS if specialized else config.block_m)
     if specialized:
         from nanovllm_kernels.moe import gluon_grouped
 
-        gluon_grouped.multiply(x, x_scales, w13, w2, scales13, scales2, *arranged)
+        gluon_grouped.multiply(x, x_scales, w13, w2, scales13, scales2, weights, pairs, parts)
     else:
-        _multiply(x, x_scales, w13, w2, scales13, scales2, *arranged, config)
+        _multiply(x, x_scales, w13, w2, scales13, scales2, weights, pairs, parts, config)
     _sum_pairs[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
         parts,
         parts if residual is None else residual,
@@ -85,47 +79,6 @@ def grouped_experts(
     )
 
 
-def _arrange(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of `ids` [T, k] in the order of experts, and where each expert's begin and the last's end; and tiles of
-    `block_m` of them or less, one expert's each: how many, in the first row, then expert and first place of each.
-    """
-    num_pairs, overlap = ids.numel(), can_overlap_launches(ids.device)
-    integers = {"dtype": torch.int32, "device": ids.device}
-    order, starts = torch.empty(num_pairs, **integers), torch.empty(num_experts + 1, **integers)
-    tiles = torch.empty((most_tiles(num_pairs, num_experts, block_m) + 1, 2), **integers)
-    num_parts, padded = triton.cdiv(num_pairs, SORT_BLOCK), triton.next_power_of_2(num_experts + 1)
-    counts = torch.empty((num_parts, padded), **integers)
-    _count_pairs[(num_parts,)](
-        ids, counts, num_pairs, PADDED=padded, BLOCK=SORT_BLOCK, OVERLAP=overlap, num_warps=8, launch_pdl=overlap
-    )
-    _sort_pairs[(num_parts,)](
-        ids,
-        counts,
-        torch.empty_like(counts),
-        order,
-        starts,
-        num_pairs,
-        num_experts,
-        PADDED=padded,
-        BLOCK=SORT_BLOCK,
-        PARTS=COUNTED_AT_ONCE,
-        OVERLAP=overlap,
-        num_warps=8,
-        launch_pdl=overlap,
-    )
-    _list_tiles[(num_experts,)](
-        starts,
-        tiles,
-        PADDED_BEFORE=triton.next_power_of_2(max(1, num_experts - 1)),
-        BLOCK_M=block_m,
-        BLOCK=LIST_BLOCK,
-        OVERLAP=overlap,
-        num_warps=1,
-        launch_pdl=overlap,
-    )
-    return order, starts, tiles
-
-
 def _multiply(
     x: Tensor,
     x_scales: Tensor | None,
@@ -134,9 +87,7 @@ def _multiply(
     scales13: Tensor | None,
     scales2: Tensor | None,
     weights: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    tiles: Tensor,
+    pairs: SortedPairs,
     parts: Tensor,
     config: GroupedConfig,
 ) -> None:
@@ -154,14 +105,12 @@ def _multiply(
     )
     for gated, rows, row_scales, weight, scales, result in products:
         columns = result.shape[1]
-        _grouped_product[(min(programs, tiles.shape[0] * triton.cdiv(columns, config.block_n)),)](
+        _grouped_product[(min(programs, (len(pairs.tiles) - 1) * triton.cdiv(columns, config.block_n)),)](
             rows,
             rows if row_scales is None else row_scales,
             weight,
             weight if scales is None else scales,
-            order,
-            starts,
-            tiles,
+            *pairs,
             weights,
             result,
             hidden_scales,
@@ -181,99 +130,6 @@ def _multiply(
             num_warps=config.num_warps,
             launch_pdl=overlap,
         )
-
-
-@triton.jit
-def _load_ids(ids_ptr, num_pairs, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """The pairs of this program's part, and their experts; behind the last, none's."""
-    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    return pairs, tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=PADDED - 1)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _count_pairs(ids_ptr, counts_ptr, num_pairs, PADDED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """How many pairs of each expert a part has."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    pairs, ids = _load_ids(ids_ptr, num_pairs, PADDED, BLOCK)
-    # Those behind the last would all go into one bin, which takes them one after another.
-    counts = tl.histogram(ids, PADDED, mask=pairs < num_pairs)
-    tl.store(counts_ptr + tl.program_id(0) * PADDED + tl.arange(0, PADDED), counts)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _sort_pairs(
-    ids_ptr,
-    counts_ptr,
-    next_ptr,
-    order_ptr,
-    starts_ptr,
-    num_pairs,
-    num_experts,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Where each expert's pairs begin in the order, and this part's pairs to their places: those of an expert behind
-    its pairs in the parts before, among themselves as it comes, which no result depends on.
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    part, num_parts = tl.program_id(0), tl.num_programs(0)
-    experts = tl.arange(0, PADDED)
-    totals = tl.zeros((PADDED,), tl.int32)
-    earlier = tl.zeros((PADDED,), tl.int32)
-    for first in range(0, num_parts, PARTS):
-        parts = first + tl.arange(0, PARTS)
-        inside = (parts < num_parts)[:, None]
-        counts = tl.load(counts_ptr + parts[:, None] * PADDED + experts[None, :], mask=inside, other=0)
-        totals += tl.sum(counts, 0)
-        earlier += tl.sum(tl.where((parts < part)[:, None], counts, 0), 0)
-    starts = tl.cumsum(totals, 0) - totals
-    if part == 0:
-        # With the next one's after the last: its pairs end where those would begin.
-        tl.store(starts_ptr + experts, starts, mask=experts <= num_experts)
-    next_ptr += part * PADDED
-    tl.store(next_ptr + experts, starts + earlier)
-    # Other threads wrote what these will count on.
-    tl.debug_barrier()
-    pairs, ids = _load_ids(ids_ptr, num_pairs, PADDED, BLOCK)
-    inside = pairs < num_pairs
-    tl.store(order_ptr + tl.atomic_add(next_ptr + ids, 1, mask=inside, sem="relaxed"), pairs, mask=inside)
-
-
-@triton.jit
-def _list_tiles(
-    starts_ptr,
-    tiles_ptr,
-    PADDED_BEFORE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """The tiles of this program's expert, each as its expert and its first row, behind those of the experts before it;
-    the first entry of all is how many there are.
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    expert = tl.program_id(0)
-    others = tl.arange(0, PADDED_BEFORE)
-    begins = tl.load(starts_ptr + others, mask=others < expert, other=0)
-    ends = tl.load(starts_ptr + others + 1, mask=others < expert, other=0)
-    before = tl.sum((ends - begins + BLOCK_M - 1) // BLOCK_M, 0)
-    begin = tl.load(starts_ptr + expert)
-    own = (tl.load(starts_ptr + expert + 1) - begin + BLOCK_M - 1) // BLOCK_M
-    for first in range(0, own, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        entry_ptr = tiles_ptr + 2 * (1 + before + index)
-        tl.store(entry_ptr, index * 0 + expert, mask=index < own)
-        tl.store(entry_ptr + 1, begin + index * BLOCK_M, mask=index < own)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(tiles_ptr, before + own)
 
 
 @triton.jit
