@@ -195,15 +195,52 @@ def test_many_tokens_of_one_expert(device):
     check_experts(tiles.FEW_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
 
 
-@pytest.mark.parametrize("few_parts", [2, 16])
-def test_many_tiles_and_parts(few_parts, device, monkeypatch):
-    from nanovllm_kernels.moe import triton_grouped, triton_sort
+@pytest.fixture
+def small_parts(monkeypatch):
+    from nanovllm_kernels.moe import triton_sort
 
-    monkeypatch.setattr(triton_sort, "ALONE", 32)
-    monkeypatch.setattr(triton_sort, "PART", 32)
-    monkeypatch.setattr(triton_sort, "LARGE_PART", 64)
-    monkeypatch.setattr(triton_sort, "FEW_PARTS", few_parts)
-    monkeypatch.setattr(triton_sort, "COUNTED_AT_ONCE", 2)
+    sizes = {"ALONE": 32, "PART": 32, "FEW_PARTS": 3, "LARGE_PART": 64, "COUNTED_AT_ONCE": 2}
+    for name, size in sizes.items():
+        monkeypatch.setattr(triton_sort, name, size)
+
+
+def check_sorted(ids: Tensor, num_experts: int, block_m: int) -> None:
+    from nanovllm_kernels.moe import triton_sort
+
+    order, starts, tiles = (each.cpu() for each in triton_sort.sort_pairs(ids, num_experts, block_m))
+    flat = ids.flatten().cpu()
+    assert torch.equal(order.sort().values, torch.arange(len(flat), dtype=torch.int32))
+    assert torch.equal(flat[order], flat.sort().values)
+    ends = torch.bincount(flat, minlength=num_experts).cumsum(0).tolist()
+    assert starts.tolist() == [0, *ends]
+    expected = [[e, place] for e, end in enumerate(ends) for place in range(starts[e], end, block_m)]
+    assert tiles[: 1 + len(expected)].tolist()[1:] == expected
+    assert tiles[0, 0] == len(expected)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("num_tokens", [1, 10, 16, 31, 33, 64])
+@pytest.mark.parametrize("num_experts", [3, 16])
+@pytest.mark.parametrize("block_m", [4, 16])
+def test_sorted_pairs(num_tokens, num_experts, block_m, device):
+    """In one part, in few and in many; the last expert is everybody's."""
+    ids = torch.rand((num_tokens, num_experts - 1), device=device).argsort(1)[:, :2].int()
+    check_sorted(torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), 1), num_experts, block_m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_experts", "top_k"), [(513, 11), (256, 8)])
+@pytest.mark.parametrize("num_tokens", [64, 256, 1024, 8192])
+def test_large_sorted_pairs(num_tokens, num_experts, top_k):
+    ids = torch.rand((num_tokens, num_experts), device="cuda").topk(top_k, 1).indices.int()
+    for block_m in (16, tiles.SPECIALIZED_ROWS):
+        check_sorted(ids, num_experts, block_m)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_many_tiles_and_parts(device, monkeypatch):
+    from nanovllm_kernels.moe import triton_grouped
+
     monkeypatch.setattr(triton_grouped, "SUM_BLOCK", 16)
     check_experts(100, 4, 32, 24, 2, torch.float16, device)
 
