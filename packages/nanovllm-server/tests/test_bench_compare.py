@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -157,6 +158,20 @@ def test_transformers_does_the_same_work(bench, capsys):
     assert case["ratio"] == pytest.approx(case["nanovllm"]["rate"] / case["peer"]["rate"])
     assert result["peer"]["name"] == "transformers"
     assert f"transformers {result['peer']['version']} output tok/s  ratio" in capsys.readouterr().out
+
+
+def test_batches_of_transformers_are_timed_as_one(monkeypatch):
+    """First tokens after 1 s, and after 1 more when the first batch is done: 2 s for these alone."""
+    from nanovllm_server.bench.peers import peer_transformers
+
+    times = iter([[0.0], [0.0], [1.0, 2.0, 4.0], [5.0, 6.0]])
+    monkeypatch.setattr(peer_transformers, "_load", lambda _: SimpleNamespace())
+    monkeypatch.setattr(peer_transformers, "_generate", lambda *_: next(times))
+    monkeypatch.setattr(peer_transformers, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    works = [{"prompt": [1], "max_tokens": count} for count in (3, 2, 2)]
+    job = {"temperature": 0.0, "cases": [works], "max_num_seqs": 2, "warm_up_tokens": 1, "repeat": 1}
+    _, run = peer_transformers.measure(job)
+    assert run == {"num_tokens": 7, "first": 2.0, "last": 6.0}
 
 
 def test_vllm_is_left_its_own_limits(bench, vllm):
