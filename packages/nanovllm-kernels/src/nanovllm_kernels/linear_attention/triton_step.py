@@ -229,7 +229,7 @@ def _step(
     left = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
     of_key = tl.sum(k * q, 0)
     out = tl.zeros([BLOCKS, BLOCK_V], dtype=tl.float32)
-    # Nothing is read in this loop but states, for which whatever is read behind them would wait.
+    # Nothing but states is read in this loop: whatever is read behind one that is on its way waits for it.
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         first = block * BLOCK_V
         inside = (first + rows < V_DIM)[:, None]
