@@ -21,7 +21,7 @@ from nanovllm_kernels.linear_attention.reference import NORM_EPS
 from nanovllm_kernels.platform import can_overlap_launches, describe
 
 L2_EPS = tl.constexpr(NORM_EPS)
-# Elements of a state that a warp holds at a time.
+# Of few programs: elements of a state that a warp holds at a time.
 WARP_ELEMENTS = 4096
 # Of many programs, several of which share a processor: rows of a state that one holds at a time, by the bytes of a
 # number; elements of these a warp; and how many such blocks are on their way. On one H200, Qwen3-Next's layer of 16, 64
@@ -229,7 +229,7 @@ def _step(
     left = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
     of_key = tl.sum(k * q, 0)
     out = tl.zeros([BLOCKS, BLOCK_V], dtype=tl.float32)
-    # Nothing but states is read in this loop: whatever is read behind one that is on its way waits for it.
+    # Nothing but states is read in this loop: with other reads between them it was slower.
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         first = block * BLOCK_V
         inside = (first + rows < V_DIM)[:, None]

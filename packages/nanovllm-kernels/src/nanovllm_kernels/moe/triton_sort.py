@@ -87,8 +87,8 @@ def _load_ids(ids_ptr, num_pairs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count(counts_ptr, ids, inside, PADDED: tl.constexpr):
-    """Count each expert's pairs, and return how many each pair has found counted. By atomics in the L2 cache: Triton's
-    histogram goes through all experts for every pair.
+    """Count each expert's pairs, and return how many each pair has found counted. By atomics in memory: Triton's
+    histogram says no places, and takes the longer the more experts there are.
     """
     tl.store(counts_ptr + tl.arange(0, PADDED), tl.zeros((PADDED,), tl.int32))
     # Other threads count on what these wrote.
