@@ -55,12 +55,52 @@ def test_prompts_of_more_than_decode_take_the_whole_budget():
     for key in range(2):
         add(scheduler, key, 10)
     step(scheduler)
-    for key in range(2, 5):
+    for key in range(2, 6):
         add(scheduler, key, LONG)
-    # Three wait for two: the first of them and a part of the second. Then two do, for three.
-    chunks = [step(scheduler) for _ in range(2)]
-    assert BUDGET - BLOCK_SIZE < sum(chunks[0]) <= BUDGET
-    assert MIXED_TOKENS - BLOCK_SIZE < sum(chunks[1]) <= MIXED_TOKENS
+    # Four wait for two: the first of them and a part of the second. Three for three: of those left over the second, the
+    # third and a part of the fourth. One for five.
+    chunks = [step(scheduler) for _ in range(3)]
+    assert all(BUDGET - BLOCK_SIZE < sum(chunk) <= BUDGET for chunk in chunks[:2])
+    assert [chunk.count(1) for chunk in chunks] == [2, 3, 5]
+    assert MIXED_TOKENS - BLOCK_SIZE < sum(chunks[2]) <= MIXED_TOKENS
+
+
+def test_fewer_prompts_than_decode_are_cut():
+    scheduler = make_scheduler(16)
+    for key in range(3):
+        add(scheduler, key, 10)
+    step(scheduler)
+    for key in range(3, 5):
+        add(scheduler, key, LONG)
+    assert MIXED_TOKENS - BLOCK_SIZE < sum(step(scheduler)) <= MIXED_TOKENS
+
+
+def test_a_burst_begins_in_as_few_steps_as_its_tokens_need():
+    scheduler = make_scheduler(256)
+    for key in range(256):
+        add(scheduler, key, 64)
+    chunks = [step(scheduler) for _ in range(4)]
+    assert chunks[0] == [64] * 128
+    assert chunks[1] == [1] * 128 + [64] * 126
+    assert chunks[2] == [1] * 254 + [64] * 2
+    assert chunks[3] == [1] * 256
+
+
+def test_a_burst_ends_where_twice_as_many_decode():
+    scheduler = make_scheduler(64)
+    for key in range(3):
+        add(scheduler, key, 10)
+    step(scheduler)
+    for key in range(3, 7):
+        add(scheduler, key, LONG)
+    chunks = [step(scheduler)]
+    # However many keep coming: one after each step.
+    for key in range(7, 17):
+        add(scheduler, key, LONG)
+        chunks.append(step(scheduler))
+    assert sum(chunks[0]) > MIXED_TOKENS
+    assert sum(chunks[-1]) <= MIXED_TOKENS
+    assert all(chunk[:3] == [1, 1, 1] for chunk in chunks)
 
 
 def test_whom_there_is_no_row_for_does_not_count():
