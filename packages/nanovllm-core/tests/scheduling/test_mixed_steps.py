@@ -1,6 +1,7 @@
 """Who decodes waits for few prompts at a time; where more wait than decode, a step takes all that it may."""
 
 import numpy as np
+import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, SamplingParams
@@ -57,8 +58,8 @@ def test_prompts_of_more_than_decode_take_the_whole_budget():
     step(scheduler)
     for key in range(2, 6):
         add(scheduler, key, LONG)
-    # Four wait for two: the first of them and a part of the second. Three for three: of those left over the second, the
-    # third and a part of the fourth. One for five.
+    # Four wait for two: the first of them and a part of the second. Three for three: the rest of that, the third and a
+    # part of the fourth. One for five.
     chunks = [step(scheduler) for _ in range(3)]
     assert all(BUDGET - BLOCK_SIZE < sum(chunk) <= BUDGET for chunk in chunks[:2])
     assert [chunk.count(1) for chunk in chunks] == [2, 3, 5]
@@ -75,15 +76,16 @@ def test_fewer_prompts_than_decode_are_cut():
     assert MIXED_TOKENS - BLOCK_SIZE < sum(step(scheduler)) <= MIXED_TOKENS
 
 
-def test_a_burst_begins_in_as_few_steps_as_its_tokens_need():
+@pytest.mark.parametrize("at_first", [256, 128])
+def test_a_burst_begins_in_as_few_steps_as_its_tokens_need(at_first):
     scheduler = make_scheduler(256)
-    for key in range(256):
+    for key in range(at_first):
         add(scheduler, key, 64)
-    chunks = [step(scheduler) for _ in range(4)]
-    assert chunks[0] == [64] * 128
-    assert chunks[1] == [1] * 128 + [64] * 126
-    assert chunks[2] == [1] * 254 + [64] * 2
-    assert chunks[3] == [1] * 256
+    chunks = [step(scheduler)]
+    for key in range(at_first, 256):
+        add(scheduler, key, 64)
+    chunks += [step(scheduler) for _ in range(3)]
+    assert chunks == [[64] * 128, [1] * 128 + [64] * 126, [1] * 254 + [64] * 2, [1] * 256]
 
 
 def test_a_burst_ends_where_twice_as_many_decode():

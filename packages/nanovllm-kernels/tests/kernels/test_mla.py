@@ -156,12 +156,20 @@ def test_grid(device, latent_batch, quantized_latents, naive_latents, dtype, num
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_heads", "dtype"), [(16, torch.bfloat16), (16, torch.float32), (128, torch.bfloat16)])
 @pytest.mark.parametrize(
     "requests", [[(1, 32768)], [(1, 32768), (1, 100)], [(64, 16000)], [(1, 1 + i) for i in range(256)]]
 )
-def test_long_contexts_and_many_decodes(device, latent_batch, naive_latents, requests, dtype):
-    batch = latent_batch(requests, (16, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
+def test_long_contexts_and_many_decodes(device, latent_batch, naive_latents, requests, num_heads, dtype):
+    batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
+    check(batch, naive_latents)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [64, 192])
+def test_other_numbers_of_many_heads(device, latent_batch, naive_latents, num_heads):
+    requests = [(1, length) for length in (1, 63, 64, 65, 128, 700, 5000)] + [(3, 40), (50, 50)]
+    batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=16, dtype=torch.bfloat16, device=device)
     check(batch, naive_latents)
 
 

@@ -245,18 +245,19 @@ class EngineLoop:
                 self._tracer.trace.close()
 
     def _fill(self) -> None:
-        while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, Request):
-                self._scheduler.add(message)
-            else:
-                self._scheduler.abort(message)
         while len(self._in_flight) < self._depth and (step := self._schedule()) is not None:
             with self._span("launch", step.plan.step):
                 handle = self._runner.launch(step.plan)
             self._in_flight.append(StepInFlight(step, handle))
 
     def _schedule(self) -> ScheduledStep | None:
+        # Before each step, for more may have come while the one before it was launched.
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Request):
+                self._scheduler.add(message)
+            else:
+                self._scheduler.abort(message)
         with self._span("plan", self._scheduler.counters.steps):
             return self._scheduler.schedule()
 

@@ -31,7 +31,7 @@ def favours_prompts(num_decodes: int, num_prompts: int, *, in_burst: bool) -> bo
     """Whether a step is to compute as much of prompts as it may. That delays the next token of everyone who decodes and
     hastens the first one of everyone whose prompt is not through and has a row, or finds one: the majority decides.
 
-    in_burst: whether the step before favoured prompts, and left some over. Then they are favoured until twice as many
-    decode: else the second half of a burst would begin in many small steps, beside the first half's answers.
+    in_burst: whether the step before favoured prompts, and was full. Then they are favoured until twice as many decode:
+    else the second half of a burst would begin in many small steps, beside the first half's answers.
     """
     return num_prompts * (2 if in_burst else 1) > num_decodes

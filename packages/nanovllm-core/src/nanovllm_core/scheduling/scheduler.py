@@ -61,7 +61,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         # Room for a block of some prompt, whoever decodes, or prompts would starve.
         self._max_mixed_tokens = min(max_num_batched_tokens, max(MIXED_TOKENS, max_num_seqs + cache.block_size))
-        # Whether the last step favoured prompts, and left some of them over.
+        # Whether the last step favoured prompts, and was full of them.
         self._in_burst = False
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
@@ -118,7 +118,8 @@ class Scheduler:
         # Whoever was just preempted needs the next free blocks more than a newcomer does.
         if self.counters.preemptions == preemptions and self._lifecycle.num_preempting == 0:
             self._admit(chunks, new_rows, new_blocks, budget)
-        self._in_burst = favoured and sum(map(self._ends_prompt, chunks)) < num_prompts
+        num_tokens = len(decodes) + sum(chunk.num_tokens for chunk in chunks)
+        self._in_burst = favoured and most - num_tokens < self.cache.block_size
         if not len(decodes) and not chunks:
             return None
         return self._launch(decodes, chunks, new_rows, new_blocks)
@@ -223,9 +224,6 @@ class Scheduler:
             new_blocks.add(request.row, 0, request.block_ids)
             chunks.append(Chunk(request.row, num_tokens))
             budget -= num_tokens
-
-    def _ends_prompt(self, chunk: Chunk) -> bool:
-        return bool(self.rows.num_computed[chunk.row] + chunk.num_tokens == self.rows.num_tokens[chunk.row])
 
     def _chunk(self, start: int, end: int, budget: int) -> int:
         """Tokens to compute of a prompt: all that remain, or up to the last block boundary that the budget reaches."""
