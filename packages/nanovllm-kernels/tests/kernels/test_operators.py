@@ -44,7 +44,7 @@ def arguments():
             *(torch.randn(3, 4, 20), torch.randn(3, 24), weight, 1e-5, torch.randn(8, 8), positions, slots),
             *(latents, None),
         ),
-        "latent_attention": (*queries, latents, None, table, *lengths, units, 0.25, 2, 9),
+        "latent_attention": (*queries, latents, None, table, *lengths, units, integers([3]), 0.25, 9),
         "project_heads": (torch.randn(3, 4, 16), torch.randn(4, 16, 8), integers([2]), torch.zeros(3, 4, 8)),
         "spread_key_parts": (latents.view(-1, 24)[:3, 16:], torch.zeros(3, 4, 16)),
         "gather_latents": (latents, None, table, *lengths, 3, torch.float32),

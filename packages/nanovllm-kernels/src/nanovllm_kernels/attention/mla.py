@@ -115,8 +115,8 @@ def latent_attention(
         batch.seq_lens,
         batch.query_start_loc,
         list(batch.units or ()),
+        batch.num_absorbed,
         scale,
-        batch.max_query_len,
         batch.max_seq_len,
     )
     out = q.new_empty((q.shape[0], num_heads, expanded - key_dim))
@@ -184,8 +184,8 @@ def _latent_attention_op(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     units: list[Tensor],
+    num_absorbed: Tensor | None,
     scale: float,
-    max_query_len: int,
     max_seq_len: int,
 ) -> Tensor:
     """Absorbed attention of all requests but prompts that are whole in the step, whose rows hold anything.
@@ -200,8 +200,8 @@ def _latent_attention_op(
     if units:
         starts, owners, unit_len = units
         triton_mla_decode.paged_decode(*queries, *cache, (starts, owners, unit_len), scale, out)
-    if max_query_len > 1:
-        triton_mla_prefill.paged_prefill(*queries, *cache, scale, max_seq_len, out)
+    if num_absorbed is not None:
+        triton_mla_prefill.paged_prefill(*queries, *cache, num_absorbed, scale, max_seq_len, out)
     return out
 
 

@@ -70,8 +70,6 @@ LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
 LATENT = {1: LATENT_8_BIT, 2: LATENT_16_BIT, 4: LATENT_32_BIT}
-# Query heads in a tile of those that have warps with different jobs.
-LATENT_HEADS = 64
 # Of prompts that are whole in a step, whose keys are of 192 numbers and whose values are of 128.
 PLAIN_LATENT = {2: TileConfig(128, 64, 8, 3, 1), 4: TileConfig(32, 16, 4, 2, 1)}
 
@@ -145,15 +143,3 @@ def latent_config(num_heads: int, element_size: int) -> TileConfig:
     element_size: see `number_size`.
     """
     return LATENT[element_size][16 if num_heads <= 16 else 64]
-
-
-def specializes_latents(num_heads: int, latent_dim: int, rope_dim: int, page_size: int, element_size: int) -> bool:
-    """Whether decodes over latents have warps with different jobs, on Hopper.
-
-    element_size: see `number_size`.
-    """
-    return (
-        num_heads % LATENT_HEADS == 0
-        and (latent_dim, rope_dim, element_size) == (512, 64, 2)
-        and page_size in (16, 32, 64)
-    )

@@ -2,7 +2,7 @@
 
 As `triton_decode`: units of about the same number of tokens, planned on the device, and a second kernel that merges
 those of one request. A tile holds as many query heads as fit: all of them read the same latents. Of many heads, on
-Hopper, `gluon_mla_decode` attends.
+Hopper, `gluon_mla` attends.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -15,9 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.attention import tiles
 from nanovllm_kernels.attention.triton_decode import merge_units
-from nanovllm_kernels.attention.triton_mla_tile import attend_latents, load_queries
+from nanovllm_kernels.attention.triton_mla_tile import attend_latents, load_queries, specializes
 from nanovllm_kernels.attention.triton_tile import LOG2_E
-from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.platform import can_overlap_launches
 
 
 def paged_decode(
@@ -35,20 +35,16 @@ def paged_decode(
     """Attend for the requests of `units`, as `plan_units` made it; writes the rows of `out` that are theirs."""
     starts, owners, _ = units
     num_heads, _, latent_dim = q_latent.shape
-    rope_dim, num_units = q_rope.shape[2], len(owners)
-    number_size = tiles.number_size(q_latent.element_size(), kv_cache.element_size())
+    num_units = len(owners)
     partial = q_latent.new_empty((num_units, num_heads, latent_dim), dtype=torch.float32)
     lse = q_latent.new_empty((num_units, num_heads), dtype=torch.float32)
     tables = (block_tables, seq_lens, query_start_loc)
-    if tiles.specializes_latents(num_heads, latent_dim, rope_dim, kv_cache.shape[1], number_size) and describe(
-        q_latent.device
-    ).capability == (9, 0):
-        from nanovllm_kernels.attention import gluon_mla_decode
+    if specializes(q_latent, q_rope, kv_cache):
+        from nanovllm_kernels.attention import gluon_mla
 
-        gluon_mla_decode.attend_units(q_latent, q_rope, kv_cache, *tables, units, scale, out, partial, lse)
+        gluon_mla.attend_units(q_latent, q_rope, kv_cache, *tables, units, scale, out, partial, lse)
     else:
-        config = tiles.latent_config(num_heads, number_size)
-        _attend_units(q_latent, q_rope, kv_cache, kv_scales, *tables, units, scale, out, partial, lse, config)
+        _attend_units(q_latent, q_rope, kv_cache, kv_scales, *tables, units, scale, out, partial, lse)
     merge_units(partial, lse, query_start_loc, starts, out)
 
 
@@ -65,12 +61,12 @@ def _attend_units(
     out: Tensor,
     partial: Tensor,
     lse: Tensor,
-    config: tiles.TileConfig,
 ) -> None:
     """Attend for each of `units`; writes rows of `out` where a request has one unit, else of `partial` and `lse`."""
     starts, owners, unit_len = units
     num_heads, num_tokens, latent_dim = q_latent.shape
     rope_dim = q_rope.shape[2]
+    config = tiles.latent_config(num_heads, tiles.number_size(q_latent.element_size(), kv_cache.element_size()))
     overlap = can_overlap_launches(q_latent.device)
     _attend_latent_unit[(triton.cdiv(num_heads, config.block_m), len(owners))](
         q_latent,

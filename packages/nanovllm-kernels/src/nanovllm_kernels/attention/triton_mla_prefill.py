@@ -1,7 +1,8 @@
 """Absorbed latent attention of requests with several queries and a context that is cached, on CUDA: chunks of prompts.
 
 As `triton_prefill`: tiles of query positions times heads, splits where the tiles are too few, and launches that follow
-from numbers known to the host. Prompts that are whole in the step are `triton_mla_plain`'s.
+from numbers known to the host. Prompts that are whole in the step are `triton_mla_plain`'s. Of many heads, on Hopper,
+`gluon_mla` attends.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.attention import tiles
-from nanovllm_kernels.attention.triton_mla_tile import attend_latents, load_queries
+from nanovllm_kernels.attention.triton_mla_tile import attend_latents, load_queries, specializes
 from nanovllm_kernels.attention.triton_prefill import find_request, merge_splits
 from nanovllm_kernels.attention.triton_tile import LOG2_E
 from nanovllm_kernels.platform import describe
@@ -26,11 +27,15 @@ def paged_prefill(
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
+    num_absorbed: Tensor,
     scale: float,
     max_seq_len: int,
     out: Tensor,
 ) -> None:
-    """Attend for the requests with several queries and a context; writes the rows of `out` that are theirs."""
+    """Attend for the requests with several queries and a context; writes the rows of `out` that are theirs.
+
+    num_absorbed: int32 [1], behind which token none is theirs.
+    """
     num_heads, num_tokens, latent_dim = q_latent.shape
     rope_dim, num_reqs = q_rope.shape[2], seq_lens.shape[0]
     config = tiles.latent_config(num_heads, tiles.number_size(q_latent.element_size(), kv_cache.element_size()))
@@ -47,37 +52,44 @@ def paged_prefill(
         partial = q_latent.new_empty((num_tokens, num_heads, num_splits, latent_dim), dtype=torch.float32)
         # What no tile writes is for no merge to see.
         lse = q_latent.new_full((num_tokens, num_heads, num_splits), float("-inf"), dtype=torch.float32)
-    _attend_latents[(head_blocks, num_tiles, num_splits)](
-        q_latent,
-        q_rope,
-        kv_cache,
-        kv_cache if kv_scales is None else kv_scales,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        partial,
-        lse,
-        scale * LOG2_E,
-        num_reqs,
-        num_tokens,
-        q_rope.stride(0),
-        q_rope.stride(1),
-        block_tables.stride(0),
-        NUM_HEADS=num_heads,
-        LATENT=latent_dim,
-        PADDED_LATENT=max(16, tiles.next_power_of_2(latent_dim)),
-        ROPE=rope_dim,
-        PADDED_ROPE=max(16, tiles.next_power_of_2(rope_dim)),
-        PAGE_SIZE=kv_cache.shape[1],
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        TILE_HEADS=tile_heads,
-        BLOCK_Q=block_q,
-        QUANTIZED=kv_scales is not None,
-        SPLIT=num_splits > 1,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    if specializes(q_latent, q_rope, kv_cache):
+        from nanovllm_kernels.attention import gluon_mla
+
+        tables = (block_tables, seq_lens, query_start_loc)
+        results = (out, partial, lse)
+        gluon_mla.attend_chunks(q_latent, q_rope, kv_cache, *tables, num_absorbed, num_splits, scale, *results)
+    else:
+        _attend_latents[(head_blocks, num_tiles, num_splits)](
+            q_latent,
+            q_rope,
+            kv_cache,
+            kv_cache if kv_scales is None else kv_scales,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            partial,
+            lse,
+            scale * LOG2_E,
+            num_reqs,
+            num_tokens,
+            q_rope.stride(0),
+            q_rope.stride(1),
+            block_tables.stride(0),
+            NUM_HEADS=num_heads,
+            LATENT=latent_dim,
+            PADDED_LATENT=max(16, tiles.next_power_of_2(latent_dim)),
+            ROPE=rope_dim,
+            PADDED_ROPE=max(16, tiles.next_power_of_2(rope_dim)),
+            PAGE_SIZE=kv_cache.shape[1],
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            TILE_HEADS=tile_heads,
+            BLOCK_Q=block_q,
+            QUANTIZED=kv_scales is not None,
+            SPLIT=num_splits > 1,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
     if num_splits > 1:
         merge_splits(partial, lse, out)
 

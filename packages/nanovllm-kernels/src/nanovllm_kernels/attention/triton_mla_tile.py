@@ -8,8 +8,27 @@ one scale, products are of float16 and kept in its range as in `triton_tile_fp8`
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from nanovllm_kernels.attention.triton_tile_fp8 import power_of_2
+from nanovllm_kernels.platform import describe
+
+# Query heads in a tile of `gluon_mla`'s.
+LATENT_HEADS = 64
+
+
+def specializes(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor) -> bool:
+    """Whether absorbed queries [H, T, L], their rotated parts [T, H, R] and a cache [N, P, 1, L + R] are for
+    `gluon_mla`, whose warps have different jobs.
+    """
+    num_heads, _, latent_dim = q_latent.shape
+    widths = (latent_dim, q_rope.shape[2], q_latent.element_size(), kv_cache.element_size())
+    return (
+        num_heads % LATENT_HEADS == 0
+        and widths == (512, 64, 2, 2)
+        and kv_cache.shape[1] in (16, 32, 64)
+        and describe(q_latent.device).capability == (9, 0)
+    )
 
 
 @triton.jit

@@ -158,12 +158,20 @@ def latent_prefill(batch: int, length: int, num_heads: int, backend: Backend = "
     return latent_attention_work(name, batch, length, length, num_heads, cost, "TFLOP/s", backend=backend)
 
 
+def latent_chunk(length: int, context: int, num_heads: int) -> Work:
+    """The last `length` tokens of a prompt of `context`, in the operations that absorbed attention takes."""
+    pairs = length * (context - length) + length * (length + 1) / 2
+    cost = 2 * num_heads * (pairs * (2 * LATENT_DIM + ROPE_DIM) + length * (KEY_DIM + VALUE_DIM) * LATENT_DIM)
+    return latent_attention_work(f"MLA chunk of {length}", 1, length, context, num_heads, cost, "TFLOP/s")
+
+
 def latent_works() -> Iterator[Work]:
     """Latent attention with the heads that one of eight ranks has, and with all of them."""
     for num_heads in (16, 128):
         for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
             for in_fp8 in (False, True):
                 yield latent_decode(batch, context, num_heads, in_fp8=in_fp8)
+        yield from (latent_chunk(length, context, num_heads) for length, context in ((100, 8192), (2048, 32768)))
         yield from (latent_prefill(4, 2048, num_heads, backend) for backend in prefill_backends())
 
 

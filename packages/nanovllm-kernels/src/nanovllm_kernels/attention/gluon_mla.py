@@ -1,0 +1,514 @@
+"""Absorbed latent attention with many heads, on Hopper, by warps with different jobs: decodes, and chunks of prompts.
+
+A tile is 64 heads of one token against 64 latents. One warp of a program copies queries and latents from memory, and
+runs ahead, also into the next piece of work. Four warps make scores and their weights, and each weigh half of the
+latents' width with four others that do nothing else: results of 64 x 512 are too many for the registers of four. While
+some take exponentials, the tensor cores work for the others. In Gluon, as Triton leaves none of this to its user;
+`triton_mla_tile.specializes` says what it is for.
+"""
+
+# ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
+# ruff: noqa: RUF005 - kernels know no unpacking into tuples
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.attention.triton_mla_tile import LATENT_HEADS
+from nanovllm_kernels.attention.triton_tile import LOG2_E
+from nanovllm_kernels.platform import can_overlap_launches, describe
+
+# Tiles of latents in shared memory: with the queries, all that fit.
+STAGES = 2
+# Numbers in shared memory lie as the tensor cores want them, 64 in a row.
+SHARED = gl.NVMMASharedLayout(128, 16, 2)
+BOX = 64
+# Registers of a thread: as launched, of the copying warp, and of those that multiply, who have 128 of results.
+LAUNCH_REGISTERS, FETCH_REGISTERS, GROUP_REGISTERS = 168, 32, 232
+
+
+def attend_units(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    units: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    out: Tensor,
+    partial: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend for each of `units`; writes rows of `out` where a request has one unit, else of `partial` and `lse`.
+
+    q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of what is contiguous. kv_cache: [N, P, 1, 576].
+    """
+    starts, owners, _ = units
+    tables = (block_tables, seq_lens, query_start_loc)
+    results = (out, partial, lse)
+    _attend(q_latent, q_rope, kv_cache, *tables, starts, owners, 1, scale, *results, len(owners), chunks=False)
+
+
+def attend_chunks(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_absorbed: Tensor,
+    num_splits: int,
+    scale: float,
+    out: Tensor,
+    partial: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend for requests with several queries and a context, each query by itself; writes the rows of `out` that are
+    theirs, or, of each split that sees anything, those of `partial` [T, H, splits, 512] and `lse`.
+
+    num_absorbed: int32 [1], behind which token none is theirs. The others are as for `attend_units`.
+    """
+    tables = (block_tables, seq_lens, query_start_loc)
+    counts = (num_absorbed, num_absorbed)
+    most = q_latent.shape[1] * num_splits
+    _attend(q_latent, q_rope, kv_cache, *tables, *counts, num_splits, scale, out, partial, lse, most, chunks=True)
+
+
+def _attend(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    counts: Tensor,
+    owners: Tensor,
+    num_splits: int,
+    scale: float,
+    out: Tensor,
+    partial: Tensor,
+    lse: Tensor,
+    most: int,
+    *,
+    chunks: bool,
+) -> None:
+    """most: pieces of work of one block of heads that there may be."""
+    num_heads, num_tokens, latent_dim = q_latent.shape
+    page_size, width = kv_cache.shape[1], kv_cache.shape[3]
+    overlap = can_overlap_launches(q_latent.device)
+    rope_rows = q_rope.as_strided((num_tokens * num_heads, q_rope.shape[2]), (q_rope.stride(1), 1))
+    num_programs = min(describe(q_latent.device).num_sms, most * (num_heads // LATENT_HEADS))
+    _attend_latent_work[(num_programs,)](
+        TensorDescriptor.from_tensor(q_latent.view(num_heads, -1), [LATENT_HEADS, BOX], SHARED),
+        TensorDescriptor.from_tensor(rope_rows, [LATENT_HEADS, BOX], SHARED),
+        TensorDescriptor.from_tensor(kv_cache.view(-1, width), [page_size, BOX], SHARED),
+        TensorDescriptor.from_tensor(out.view(-1, latent_dim), [LATENT_HEADS, BOX], SHARED),
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        counts,
+        owners,
+        partial,
+        lse,
+        scale * LOG2_E,
+        len(seq_lens),
+        num_splits,
+        block_tables.stride(0),
+        NUM_HEADS=num_heads,
+        PAGE_SIZE=page_size,
+        CHUNKS=chunks,
+        STAGES=STAGES,
+        GROUP_REGISTERS=GROUP_REGISTERS,
+        FETCH_REGISTERS=FETCH_REGISTERS,
+        OVERLAP=overlap,
+        maxnreg=LAUNCH_REGISTERS,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+
+
+@gluon.jit(
+    do_not_specialize=["num_reqs", "num_splits", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _attend_latent_work(
+    q_desc,
+    rope_desc,
+    kv_desc,
+    out_desc,
+    block_tables_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    counts_ptr,
+    owners_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale_log2,
+    num_reqs,
+    num_splits,
+    table_stride,
+    NUM_HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_REGISTERS: gl.constexpr,
+    FETCH_REGISTERS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """64 query heads of one token against some of its latents, one such piece of work after another.
+
+    Of CHUNKS each token's latents are cut into `num_splits`, and `counts_ptr` says behind which token there is no work;
+    else it is where each request's units begin, and `owners_ptr` each unit's request.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: gl.constexpr = out_desc.dtype
+    PARTS: gl.constexpr = 64 // PAGE_SIZE
+    queries = gl.allocate_shared_memory(dtype, [9, 64, 64], q_desc.layout)
+    # Of each stage eight blocks of 64 columns of latents, page by page, and one of key parts.
+    latents = gl.allocate_shared_memory(dtype, [STAGES * 8 * PARTS, PAGE_SIZE, 64], kv_desc.layout)
+    key_parts = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PAGE_SIZE, 64], kv_desc.layout)
+    weights = gl.allocate_shared_memory(dtype, [64, 64], q_desc.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Of the queries and of the weights: that they are there, and that they may be replaced.
+    signals = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    for signal in gl.static_range(4):
+        mbarrier.init(signals.index(signal), count=1)
+    fence_async_shared()
+    # The pages of a tile lie as the tile's own rows would, and its blocks as those of half its width.
+    blocks = latents._reinterpret(dtype, [STAGES * 8, 64, 64], q_desc.layout)  # noqa: SLF001 - no public name
+    halves = latents._reinterpret(dtype, [STAGES * 2, 64, 256], q_desc.layout)  # noqa: SLF001
+    keys = key_parts._reinterpret(dtype, [STAGES, 64, 64], q_desc.layout)  # noqa: SLF001
+    barriers = (full, empty, signals)
+    BLOCKS: gl.constexpr = NUM_HEADS // 64
+    num_work = gl.load(counts_ptr) * num_splits * BLOCKS if CHUNKS else gl.load(counts_ptr + num_reqs) * BLOCKS
+    plan = (num_work, seq_lens_ptr, query_start_loc_ptr, counts_ptr, owners_ptr, num_reqs, num_splits)
+    results = (out_desc, partial_ptr)
+    filled = (q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride)
+    gl.warp_specialize(
+        [
+            (
+                _score,
+                (queries, keys, blocks, halves, weights, factors, barriers, plan, results, lse_ptr, scale_log2)
+                + (NUM_HEADS, CHUNKS, STAGES),
+            ),
+            (_weigh, (blocks, halves, weights, factors, barriers, plan, results, NUM_HEADS, CHUNKS, STAGES)),
+            (_fetch, (queries, latents, key_parts, barriers, plan, filled, NUM_HEADS, PAGE_SIZE, CHUNKS, STAGES)),
+        ],
+        [4, 1],
+        [GROUP_REGISTERS, FETCH_REGISTERS],
+    )
+
+
+@gluon.jit
+def _load_work(plan, work, NUM_HEADS: gl.constexpr, CHUNKS: gl.constexpr):
+    """Of a piece of work: the request, the token and its first head, which of the latents it is of, none if there is
+    nothing to do, and whether these are all.
+    """
+    _num_work, seq_lens_ptr, query_start_loc_ptr, counts_ptr, owners_ptr, num_reqs, num_splits = plan
+    BLOCKS: gl.constexpr = NUM_HEADS // 64
+    unit = work // BLOCKS
+    head = (work % BLOCKS) * 64
+    if CHUNKS:
+        token = unit // num_splits
+        split = unit % num_splits
+        request = _find_request(query_start_loc_ptr, num_reqs, token)
+        query_start = gl.load(query_start_loc_ptr + request)
+        query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
+        context = gl.load(seq_lens_ptr + request) - query_len
+        # Decodes have their units, and prompts that are whole in the step are attended to plainly.
+        length = gl.where((query_len > 1) & (context > 0), context + token - query_start + 1, 0)
+        parts = num_splits
+    else:
+        request = gl.load(owners_ptr + unit)
+        token = gl.load(query_start_loc_ptr + request)
+        length = gl.load(seq_lens_ptr + request)
+        first_unit = gl.load(counts_ptr + request)
+        parts = gl.load(counts_ptr + request + 1) - first_unit
+        split = unit - first_unit
+    # Parts differ by a tile at most.
+    part_len = gl.cdiv(gl.cdiv(length, 64), parts) * 64
+    begin = split * part_len
+    return request, token, head, begin, gl.minimum(begin + part_len, length), parts == 1
+
+
+@gluon.jit
+def _place_partial(plan, work, heads, NUM_HEADS: gl.constexpr, CHUNKS: gl.constexpr):
+    """Where the partial results of `heads`, counted from a piece of work's first, are."""
+    BLOCKS: gl.constexpr = NUM_HEADS // 64
+    unit = work // BLOCKS
+    heads += (work % BLOCKS) * 64
+    if CHUNKS:
+        num_splits = plan[6]
+        return ((unit // num_splits).to(gl.int64) * NUM_HEADS + heads) * num_splits + unit % num_splits
+    return unit.to(gl.int64) * NUM_HEADS + heads
+
+
+@gluon.jit
+def _find_request(query_start_loc_ptr, num_reqs, token):
+    """The last request that begins at or before `token`."""
+    low = 0
+    high = num_reqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = gl.load(query_start_loc_ptr + middle)
+        low = gl.where(begins <= token, middle, low)
+        high = gl.where(begins <= token, high, middle - 1)
+    return low
+
+
+@gluon.jit
+def _fetch(
+    queries,
+    latents,
+    key_parts,
+    barriers,
+    plan,
+    sources,
+    NUM_HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One warp: each piece of work's queries, then its latents into the ring."""
+    full, empty, signals = barriers
+    q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride = sources
+    PARTS: gl.constexpr = 64 // PAGE_SIZE
+    asked, left = signals.index(0), signals.index(1)
+    step = 0
+    item = 0
+    for work in range(gl.program_id(0), plan[0], gl.num_programs(0)):
+        request, token, head, begin, end, _alone = _load_work(plan, work, NUM_HEADS, CHUNKS)
+        # A unit is never empty: without the question its registers suffice.
+        runs = begin < end if CHUNKS else True
+        if runs:
+            # Nobody has to leave what was never taken.
+            mbarrier.wait(left, (item + 1) & 1)
+            mbarrier.expect(asked, 9 * 64 * 64 * 2)
+            for block in gl.static_range(8):
+                tma.async_copy_global_to_shared(q_desc, [head, token * 512 + 64 * block], asked, queries.index(block))
+            tma.async_copy_global_to_shared(rope_desc, [token * NUM_HEADS + head, 0], asked, queries.index(8))
+            item += 1
+            table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
+            for start in range(begin, end, 64):
+                stage = step % STAGES
+                ready = full.index(stage)
+                pages = ()
+                for part in gl.static_range(PARTS):
+                    # Behind the last page comes that one again.
+                    pages = pages + (gl.load(table_ptr + gl.minimum(start + part * PAGE_SIZE, end - 1) // PAGE_SIZE),)
+                mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+                mbarrier.expect(ready, 9 * 64 * 64 * 2)
+                for part in gl.static_range(PARTS):
+                    row = pages[part] * PAGE_SIZE
+                    for block in gl.static_range(8):
+                        to = latents.index((stage * 8 + block) * PARTS + part)
+                        tma.async_copy_global_to_shared(kv_desc, [row, 64 * block], ready, to)
+                    tma.async_copy_global_to_shared(kv_desc, [row, 512], ready, key_parts.index(stage * PARTS + part))
+                step += 1
+
+
+@gluon.jit
+def _clear_rows(blocks, first, num_rows):
+    """Zeros into the rows from `num_rows` on of four blocks of latents: what is there may be no number, times zero."""
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    inside = gl.arange(0, 64, gl.SliceLayout(1, LOADED)) < num_rows
+    for block in gl.static_range(4):
+        numbers = blocks.index(first + block).load(LOADED)
+        blocks.index(first + block).store(gl.where(inside[:, None], numbers, gl.zeros_like(numbers)))
+
+
+@gluon.jit
+def _score(
+    queries,
+    keys,
+    blocks,
+    halves,
+    weights,
+    factors,
+    barriers,
+    plan,
+    results,
+    lse_ptr,
+    scale_log2,
+    NUM_HEADS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Four warps: scores, their weights, and what these make of the first 256 numbers of the latents."""
+    full, empty, signals = barriers
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    asked, left, weighed, taken = signals.index(0), signals.index(1), signals.index(2), signals.index(3)
+    columns = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+    step = 0
+    item = 0
+    turn = 0
+    for work in range(gl.program_id(0), plan[0], gl.num_programs(0)):
+        _request, token, head, begin, end, alone = _load_work(plan, work, NUM_HEADS, CHUNKS)
+        runs = begin < end if CHUNKS else True
+        if runs:
+            mbarrier.wait(asked, item & 1)
+            item += 1
+            running_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+            running_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+            sums = gl.zeros([64, 256], gl.float32, SUMS)
+            for start in range(begin, end, 64):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                scores = gl.zeros([64, 64], gl.float32, SCORES)
+                key = keys.index(stage).permute((1, 0))
+                scores = warpgroup_mma(queries.index(8), key, scores, use_acc=False, is_async=True)
+                for block in gl.static_range(8):
+                    latent = blocks.index(stage * 8 + block).permute((1, 0))
+                    scores = warpgroup_mma(queries.index(block), latent, scores, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                mbarrier.arrive(left, pred=start + 64 >= end)
+                scores = gl.where((start + columns < end)[None, :], scores * scale_log2, float("-inf"))
+                new_max = gl.maximum(running_max, gl.max(scores, 1))
+                scores = gl.exp2(scores - new_max[:, None])
+                rescale = gl.exp2(running_max - new_max)
+                running_sum = running_sum * rescale + gl.sum(scores, 1)
+                running_max = new_max
+                mbarrier.wait(taken, (turn + 1) & 1)
+                turn += 1
+                weights.store(scores.to(weights.dtype))
+                factors.store(rescale)
+                if start + 64 > end:
+                    _clear_rows(blocks, stage * 8, end - start)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(weighed)
+                sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
+                sums = warpgroup_mma(weights, halves.index(stage * 2), sums, is_async=True)
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                # The last tile's place is kept for results.
+                mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
+                step += 1
+            mbarrier.wait(taken, (turn + 1) & 1)
+            turn += 1
+            factor = 1 / running_sum
+            factors.store(factor)
+            gl.thread_barrier()
+            mbarrier.arrive(weighed)
+            if not alone:
+                heads = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+                places = _place_partial(plan, work, heads, NUM_HEADS, CHUNKS)
+                gl.store(lse_ptr + places, running_max + gl.log2(running_sum))
+            sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
+            stage = (step - 1) % STAGES
+            _store(
+                sums, halves, blocks, stage * 2, results, token * NUM_HEADS + head, alone, plan, work, NUM_HEADS, CHUNKS
+            )
+            mbarrier.arrive(empty.index(stage))
+
+
+@gluon.jit
+def _weigh(
+    blocks,
+    halves,
+    weights,
+    factors,
+    barriers,
+    plan,
+    results,
+    NUM_HEADS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Four warps: what the weights make of the other 256 numbers of the latents."""
+    full, empty, signals = barriers
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    weighed, taken = signals.index(2), signals.index(3)
+    step = 0
+    turn = 0
+    for work in range(gl.program_id(0), plan[0], gl.num_programs(0)):
+        _request, token, head, begin, end, alone = _load_work(plan, work, NUM_HEADS, CHUNKS)
+        runs = begin < end if CHUNKS else True
+        if runs:
+            sums = gl.zeros([64, 256], gl.float32, SUMS)
+            for start in range(begin, end, 64):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                if start + 64 > end:
+                    _clear_rows(blocks, stage * 8 + 4, end - start)
+                    fence_async_shared()
+                    gl.thread_barrier()
+                mbarrier.wait(weighed, turn & 1)
+                turn += 1
+                sums = sums * factors.load(gl.SliceLayout(1, SUMS))[:, None]
+                sums = warpgroup_mma(weights, halves.index(stage * 2 + 1), sums, is_async=True)
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                mbarrier.arrive(taken)
+                mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
+                step += 1
+            mbarrier.wait(weighed, turn & 1)
+            turn += 1
+            sums = sums * factors.load(gl.SliceLayout(1, SUMS))[:, None]
+            gl.thread_barrier()
+            mbarrier.arrive(taken)
+            stage = (step - 1) % STAGES
+            _store(
+                sums,
+                halves,
+                blocks,
+                stage * 2 + 1,
+                results,
+                token * NUM_HEADS + head,
+                alone,
+                plan,
+                work,
+                NUM_HEADS,
+                CHUNKS,
+            )
+            mbarrier.arrive(empty.index(stage))
+
+
+@gluon.jit
+def _store(
+    sums,
+    halves,
+    blocks,
+    half,
+    results,
+    row,
+    alone,
+    plan,
+    work,
+    NUM_HEADS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+):
+    """Half of the results of 64 heads: from `row` of the queries' on if they are `alone` in having them, by way of the
+    `half` of a tile, whose number says which it is; else to where the partial ones are.
+    """
+    out_desc, partial_ptr = results
+    first = (half % 2) * 256
+    if alone:
+        halves.index(half).store(sums.to(halves.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        for block in gl.static_range(4):
+            tma.async_copy_shared_to_global(out_desc, [row, first + 64 * block], blocks.index(half * 4 + block))
+        tma.store_wait(0)
+        gl.thread_barrier()
+    else:
+        heads = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
+        places = _place_partial(plan, work, heads, NUM_HEADS, CHUNKS)
+        columns = first + gl.arange(0, 256, gl.SliceLayout(0, sums.type.layout))
+        gl.store(partial_ptr + places[:, None] * 512 + columns[None, :], sums)
