@@ -79,6 +79,7 @@ def attend_chunks(
     num_absorbed: int32 [1], behind which token none is theirs. The others are as for `attend_units`.
     """
     tables = (block_tables, seq_lens, query_start_loc)
+    # A chunk's pieces of work have no owners written down: these are searched for.
     counts = (num_absorbed, num_absorbed)
     most = q_latent.shape[1] * num_splits
     _attend(q_latent, q_rope, kv_cache, *tables, *counts, num_splits, scale, out, partial, lse, most, chunks=True)
@@ -102,7 +103,7 @@ def _attend(
     *,
     chunks: bool,
 ) -> None:
-    """most: pieces of work of one block of heads that there may be."""
+    """counts, owners, num_splits: as the kernel says. most: how many pieces of work a block of heads may have."""
     num_heads, num_tokens, latent_dim = q_latent.shape
     page_size, width = kv_cache.shape[1], kv_cache.shape[3]
     overlap = can_overlap_launches(q_latent.device)
