@@ -15,7 +15,7 @@ OUTPUTS = 6
 
 
 def request() -> Request:
-    return Request("r", PROMPT, SamplingParams(temperature=0, max_tokens=OUTPUTS, ignore_eos=True))
+    return Request("r", list(PROMPT), SamplingParams(temperature=0, max_tokens=OUTPUTS, ignore_eos=True))
 
 
 @pytest.fixture
@@ -60,6 +60,31 @@ async def test_a_device_has_its_next_step_before_outputs_go_out(computes_later, 
     assert tokens == oracle(PROMPT, OUTPUTS)
     # Then the loop says that it is at rest, if it was not stopped before.
     assert " ".join(events[: 2 * OUTPUTS]) == order
+
+
+async def test_what_comes_while_a_step_is_launched_is_in_the_next(toy_spec, monkeypatch):
+    loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=2))
+    loop._runner.computes_later = True
+    first, second = request(), request()
+    first.key, second.key = 1, 2
+    launch = loop._runner.launch
+    begun: list[list[int]] = []
+
+    def launching(plan):
+        if not begun:
+            loop.submit(second)
+        begun.append([len(row.token_ids) for row in plan.new_rows])
+        return launch(plan)
+
+    def emit(outputs, _):
+        if len(begun) > 1:
+            loop.stop()
+
+    monkeypatch.setattr(loop._runner, "launch", launching)
+    loop.submit(first)
+    async with asyncio.timeout(10):
+        await loop.run(emit)
+    assert begun[:2] == [[len(PROMPT)]] * 2
 
 
 async def test_the_thread_ends_with_the_loop_whatever_ended_that(toy_spec):

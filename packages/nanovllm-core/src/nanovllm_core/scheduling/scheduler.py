@@ -118,11 +118,11 @@ class Scheduler:
         # Whoever was just preempted needs the next free blocks more than a newcomer does.
         if self.counters.preemptions == preemptions and self._lifecycle.num_preempting == 0:
             self._admit(chunks, new_rows, new_blocks, budget)
-        num_tokens = len(decodes) + sum(chunk.num_tokens for chunk in chunks)
-        self._in_burst = favoured and most - num_tokens < self.cache.block_size
         if not len(decodes) and not chunks:
             return None
-        return self._launch(decodes, chunks, new_rows, new_blocks)
+        step = self._launch(decodes, chunks, new_rows, new_blocks)
+        self._in_burst = favoured and most - step.plan.shape.num_tokens < self.cache.block_size
+        return step
 
     def complete(self, step: ScheduledStep, found: StepTokens) -> StepOutputs:
         """Take in what a step computed, and return what it made for whom. Steps come back in the order they began."""
