@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_kernels.attention.gluon_mla_work import load_work, place_partial
 from nanovllm_kernels.attention.triton_mla_tile import LATENT_HEADS
 from nanovllm_kernels.attention.triton_tile import LOG2_E
 from nanovllm_kernels.platform import can_overlap_launches, describe
@@ -218,63 +219,6 @@ def _attend_latent_work(
 
 
 @gluon.jit
-def _load_work(plan, work, NUM_HEADS: gl.constexpr, CHUNKS: gl.constexpr):
-    """Of a piece of work: the request, the token and its first head, which of the latents it is of, none if there is
-    nothing to do, and whether these are all.
-    """
-    _num_work, seq_lens_ptr, query_start_loc_ptr, counts_ptr, owners_ptr, num_reqs, num_splits = plan
-    BLOCKS: gl.constexpr = NUM_HEADS // 64
-    unit = work // BLOCKS
-    head = (work % BLOCKS) * 64
-    if CHUNKS:
-        token = unit // num_splits
-        split = unit % num_splits
-        request = _find_request(query_start_loc_ptr, num_reqs, token)
-        query_start = gl.load(query_start_loc_ptr + request)
-        query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
-        context = gl.load(seq_lens_ptr + request) - query_len
-        # Decodes have their units, and prompts that are whole in the step are attended to plainly.
-        length = gl.where((query_len > 1) & (context > 0), context + token - query_start + 1, 0)
-        parts = num_splits
-    else:
-        request = gl.load(owners_ptr + unit)
-        token = gl.load(query_start_loc_ptr + request)
-        length = gl.load(seq_lens_ptr + request)
-        first_unit = gl.load(counts_ptr + request)
-        parts = gl.load(counts_ptr + request + 1) - first_unit
-        split = unit - first_unit
-    # Parts differ by a tile at most.
-    part_len = gl.cdiv(gl.cdiv(length, 64), parts) * 64
-    begin = split * part_len
-    return request, token, head, begin, gl.minimum(begin + part_len, length), parts == 1
-
-
-@gluon.jit
-def _place_partial(plan, work, heads, NUM_HEADS: gl.constexpr, CHUNKS: gl.constexpr):
-    """Where the partial results of `heads`, counted from a piece of work's first, are."""
-    BLOCKS: gl.constexpr = NUM_HEADS // 64
-    unit = work // BLOCKS
-    heads += (work % BLOCKS) * 64
-    if CHUNKS:
-        num_splits = plan[6]
-        return ((unit // num_splits).to(gl.int64) * NUM_HEADS + heads) * num_splits + unit % num_splits
-    return unit.to(gl.int64) * NUM_HEADS + heads
-
-
-@gluon.jit
-def _find_request(query_start_loc_ptr, num_reqs, token):
-    """The last request that begins at or before `token`."""
-    low = 0
-    high = num_reqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        begins = gl.load(query_start_loc_ptr + middle)
-        low = gl.where(begins <= token, middle, low)
-        high = gl.where(begins <= token, high, middle - 1)
-    return low
-
-
-@gluon.jit
 def _fetch(
     queries,
     latents,
@@ -295,8 +239,7 @@ def _fetch(
     step = 0
     item = 0
     for work in range(gl.program_id(0), plan[0], gl.num_programs(0)):
-        request, token, head, begin, end, _alone = _load_work(plan, work, NUM_HEADS, CHUNKS)
-        # A unit is never empty: without the question its registers suffice.
+        request, token, head, begin, end, _alone = load_work(plan, work, NUM_HEADS, CHUNKS)
         runs = begin < end if CHUNKS else True
         if runs:
             # Nobody has to leave what was never taken.
@@ -362,7 +305,8 @@ def _score(
     item = 0
     turn = 0
     for work in range(gl.program_id(0), plan[0], gl.num_programs(0)):
-        _request, token, head, begin, end, alone = _load_work(plan, work, NUM_HEADS, CHUNKS)
+        _request, token, head, begin, end, alone = load_work(plan, work, NUM_HEADS, CHUNKS)
+        # A unit is never empty: without the question there are registers enough.
         runs = begin < end if CHUNKS else True
         if runs:
             mbarrier.wait(asked, item & 1)
@@ -410,7 +354,7 @@ def _score(
             mbarrier.arrive(weighed)
             if not alone:
                 heads = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-                places = _place_partial(plan, work, heads, NUM_HEADS, CHUNKS)
+                places = place_partial(plan, work, heads, NUM_HEADS, CHUNKS)
                 gl.store(lse_ptr + places, running_max + gl.log2(running_sum))
             sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
             stage = (step - 1) % STAGES
@@ -440,7 +384,7 @@ def _weigh(
     step = 0
     turn = 0
     for work in range(gl.program_id(0), plan[0], gl.num_programs(0)):
-        _request, token, head, begin, end, alone = _load_work(plan, work, NUM_HEADS, CHUNKS)
+        _request, token, head, begin, end, alone = load_work(plan, work, NUM_HEADS, CHUNKS)
         runs = begin < end if CHUNKS else True
         if runs:
             sums = gl.zeros([64, 256], gl.float32, SUMS)
@@ -510,6 +454,6 @@ def _store(
         gl.thread_barrier()
     else:
         heads = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
-        places = _place_partial(plan, work, heads, NUM_HEADS, CHUNKS)
+        places = place_partial(plan, work, heads, NUM_HEADS, CHUNKS)
         columns = first + gl.arange(0, 256, gl.SliceLayout(0, sums.type.layout))
         gl.store(partial_ptr + places[:, None] * 512 + columns[None, :], sums)
