@@ -135,7 +135,14 @@ async def scrape(client):
 
 
 async def test_metrics(client, post, engine):
-    engine.stats = EngineStats(num_requests_running=3, num_blocks=10, num_free_blocks=4, prefix_cache_hits=7)
+    engine.stats = EngineStats(
+        num_requests_running=3,
+        num_blocks=10,
+        num_free_blocks=4,
+        prefix_cache_hits=7,
+        step_limit_s=0.05,
+        step_time_coefficients=(("per_token", 2e-5),),
+    )
     engine.delay = 0.002
     await post()
     await post(max_tokens=2)
@@ -144,6 +151,8 @@ async def test_metrics(client, post, engine):
     assert values["nanovllm:num_requests_running",] == 3
     assert values["nanovllm:kv_cache_usage_perc",] == pytest.approx(0.6)
     assert values["nanovllm:prefix_cache_hits_total",] == 7
+    assert values["nanovllm:step_limit_seconds",] == 0.05
+    assert values["nanovllm:step_time_coefficient_seconds", "per_token"] == 2e-5
     assert values["nanovllm:cache_config_info", "16", "float32", "64"] == 1
     assert values["nanovllm:request_success_total", "stop"] == 1
     assert values["nanovllm:request_success_total", "length"] == 1

@@ -28,6 +28,8 @@ GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 PAGE_SIZES = (16, 32, 64)
 GIB = 1 << 30
+# Longer steps gain no throughput: a GPU's matrix products are at their full rate, a CPU's fixed costs are small.
+PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 
 
 class ConfigError(ValueError):
@@ -45,6 +47,9 @@ class EngineConfig:
         when the cache is smaller than that.
     max_num_seqs: most requests running at once.
     max_num_batched_tokens: the token budget of one step.
+    target_step_ms: longest time of a step that computes prompts beside decodes, in milliseconds. A shorter one makes
+        decodes smoother and prompts slower. By default 50 on a GPU and 250 on a CPU, or four decode steps if these
+        take longer.
     kv_cache_dtype: "fp8" halves the KV cache, so that about twice as many tokens fit and decodes read half: keys and
         values as e4m3, each head of each token with a scale. By default ("auto") they are of `dtype`.
     block_size: tokens a KV block holds: 16, 32 or 64.
@@ -72,6 +77,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    target_step_ms: float | None = None
     kv_cache_dtype: KVCacheDtype = "auto"
     block_size: int = 16
     num_blocks: int | None = None
@@ -96,6 +102,8 @@ class ResolvedConfig:
     """`EngineConfig` with every choice made, but for what must wait for a look at the memory.
 
     may_shorten: nobody asked for this `max_model_len`, so it may be lowered to what the cache holds.
+    target_step_s: `target_step_ms` in seconds; None to derive the limit from the time of a decode step.
+    prompt_step_s: longest time of a step of prompts alone, in seconds: a new request waits for two of them at most.
     """
 
     device: Device
@@ -104,6 +112,8 @@ class ResolvedConfig:
     may_shorten: bool
     max_num_seqs: int
     max_num_batched_tokens: int
+    target_step_s: float | None
+    prompt_step_s: float
     kv_cache_dtype: torch.dtype
     block_size: int
     num_blocks: int | None
@@ -156,6 +166,8 @@ def resolve(
     _require(config.num_blocks is None or config.num_blocks >= 2, "num_blocks", config.num_blocks, "at least 2")
     names = ("float32", "bfloat16")
     _require(config.state_dtype in names, "state_dtype", config.state_dtype, "'float32' or 'bfloat16'")
+    target_ms = config.target_step_ms
+    _require(target_ms is None or 0 < target_ms < float("inf"), "target_step_ms", target_ms, "above 0")
     utilization = config.gpu_memory_utilization
     _require(0 < utilization <= 1, "gpu_memory_utilization", utilization, "above 0 and at most 1")
     _require(config.cpu_cache_gib > 0, "cpu_cache_gib", config.cpu_cache_gib, "above 0")
@@ -173,6 +185,8 @@ def resolve(
         may_shorten=config.max_model_len is None,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
+        target_step_s=None if target_ms is None else target_ms / 1e3,
+        prompt_step_s=PROMPT_STEP_S[device],
         kv_cache_dtype=kv_cache_dtype,
         block_size=config.block_size,
         num_blocks=config.num_blocks,

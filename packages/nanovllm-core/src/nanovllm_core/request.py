@@ -274,6 +274,11 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output that are known."""
+        return len(self.token_ids)
+
+    @property
     def num_to_score(self) -> int:
         """Tokens of the prompt whose log-probabilities no step was launched for yet."""
         return 0 if self.sampling.prompt_logprobs is None else self.num_prompt_tokens - 1 - self.num_scored

@@ -1,7 +1,7 @@
 import pytest
 
 from nanovllm_core.cache.block_pool import NULL_BLOCK, BlockPool
-from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.manager import BlockShortage, CacheManager
 from nanovllm_core.request import Request
 
 
@@ -89,7 +89,7 @@ def test_blocks_of_a_step_still_in_flight_are_not_found():
 def test_what_does_not_fit_changes_nothing():
     cache = manager(num_blocks=2, watermark=0.5)
     request = Request("a", [1] * 8)
-    assert cache.admit(request, keep_watermark=True) is None
+    assert cache.admit(request, keep_watermark=True) == BlockShortage(3)
     assert cache.pool.num_free == 2
     assert cache.admit(request, keep_watermark=False) == 0
     assert cache.grow([request]) is None

@@ -15,6 +15,7 @@ from nanovllm_core import (
     RequestOutput,
     SamplingParams,
 )
+from nanovllm_core.engine import loop
 
 BASE = {"device": "cpu", "num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "depth": 2}
 
@@ -191,7 +192,8 @@ async def test_logprobs_are_of_the_models_own_distribution(engine):
         assert entry.logprob < values[-1] <= 0
 
 
-async def test_closing_a_stream_frees_everything(engine):
+async def test_closing_a_stream_frees_everything(engine, monkeypatch):
+    monkeypatch.setattr(loop, "STATS_SECONDS", 0)
     stream = engine.generate(greedy("a", list(range(60)), 150))
     await anext(stream)
     assert engine.stats.num_free_blocks < engine.stats.num_blocks

@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
+import torch
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_core.engine.async_engine import build_loop
 from nanovllm_core.engine.loop import EngineLoop
+from nanovllm_core.execution.landing import Place
 from nanovllm_core.execution.runner import Runner
 
 PROMPT = [5, 6, 7]
@@ -26,15 +29,14 @@ def events(monkeypatch) -> list[str]:
     def recorded(cls, name, what):
         method = getattr(cls, name)
 
-        def wrapped(*args):
+        def wrapped(*args, **kwargs):
             done.append(what)
-            return method(*args)
+            return method(*args, **kwargs)
 
         monkeypatch.setattr(cls, name, wrapped)
 
     recorded(Runner, "launch", "launch")
-    # Posted with all outputs.
-    recorded(EngineLoop, "_stats", "post")
+    recorded(EngineLoop, "_post", "post")
     return done
 
 
@@ -100,3 +102,107 @@ async def test_the_thread_ends_with_the_loop_whatever_ended_that(toy_spec):
     with pytest.raises(RuntimeError, match="nobody takes this"):
         await loop.run(emit)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nanovllm-engine")]
+
+
+class SlowEvent:
+    """An event of a device whose steps take 50 ms each, one after another."""
+
+    device_free = 0.0
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self.due = 0.0
+
+    def record(self, stream) -> None:
+        SlowEvent.device_free = self.due = max(SlowEvent.device_free, time.monotonic()) + self._seconds
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.due
+
+    def synchronize(self) -> None:
+        time.sleep(max(self.due - time.monotonic(), 0))
+
+    def elapsed_time(self, end: "SlowEvent") -> float:
+        return (end.due - self.due) * 1e3
+
+
+class SlowLanding:
+    """Buffers on the host for the results of such a device."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self.ends: list[SlowEvent] = []
+
+    def take(self) -> Place:
+        tokens = torch.zeros(self._size, dtype=torch.int32)
+        self.ends.append(SlowEvent(0.05))
+        return Place(tokens, tokens.numpy(), SlowEvent(0.0), self.ends[-1], None)
+
+
+@pytest.fixture
+async def slow_loop(toy_spec) -> EngineLoop:
+    config = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, max_num_batched_tokens=32, depth=2)
+    loop = await build_loop(toy_spec(), config)
+    loop._runner.computes_later = True
+    loop._runner._landing = SlowLanding(4)
+    return loop
+
+
+async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothing(slow_loop, monkeypatch):
+    launch, in_flight = slow_loop._runner.launch, []
+
+    def launching(plan):
+        in_flight.append(1 + sum(not end.query() for end in slow_loop._runner._landing.ends))
+        return launch(plan)
+
+    monkeypatch.setattr(slow_loop._runner, "launch", launching)
+    long = Request("long", [3] * 250, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    long.key = 1
+    slow_loop.submit(long)
+
+    def emit(outputs, _):
+        if outputs.ends:
+            slow_loop.stop()
+
+    async with asyncio.timeout(20):
+        await slow_loop.run(emit)
+    assert len(in_flight) >= 250 // 32
+    assert max(in_flight) == 2
+
+
+async def test_an_abort_of_a_lone_long_prompt_takes_effect_within_two_steps(slow_loop, monkeypatch):
+    launch, launched = slow_loop._runner.launch, []
+    monkeypatch.setattr(slow_loop._runner, "launch", lambda plan: launched.append(plan) or launch(plan))
+    long = Request("long", [3] * 250, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    long.key = 1
+    slow_loop.submit(long)
+    running = asyncio.create_task(slow_loop.run(lambda outputs, stats: None))
+    async with asyncio.timeout(20):
+        while len(launched) < 3:
+            await asyncio.sleep(0.001)
+        slow_loop.abort(1)
+        before = len(launched)
+        while slow_loop._scheduler.has_requests:
+            await asyncio.sleep(0.001)
+    slow_loop.stop()
+    await running
+    assert len(launched) - before <= 2
+    assert slow_loop._scheduler.cache.pool.num_free == 64
+
+
+async def test_outputs_of_a_finished_step_come_out_although_the_next_launch_fails(slow_loop, monkeypatch):
+    launch, launched = slow_loop._runner.launch, []
+
+    def failing(plan):
+        launched.append(plan)
+        if len(launched) == 3:
+            raise RuntimeError("this launch fails")
+        return launch(plan)
+
+    monkeypatch.setattr(slow_loop._runner, "launch", failing)
+    asked, tokens = request(), []
+    asked.key = 1
+    slow_loop.submit(asked)
+    with pytest.raises(RuntimeError, match="this launch fails"):
+        await slow_loop.run(lambda outputs, _: tokens.extend(outputs.tokens))
+    assert len(tokens) == 1

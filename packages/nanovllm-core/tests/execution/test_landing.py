@@ -11,8 +11,7 @@ from nanovllm_core.execution.landing import Landing, Place
 def unpinned(monkeypatch):
     """Places as they are, but of memory that a CPU has."""
 
-    def make(size: int, stream: torch.cuda.Stream, *, timed: bool) -> Place:
-        del timed
+    def make(size: int, stream: torch.cuda.Stream) -> Place:
         tokens = torch.zeros(size, dtype=torch.int32)
         return Place(tokens, tokens.numpy(), torch.cuda.Event(), torch.cuda.Event(), stream)
 
@@ -24,7 +23,7 @@ def unpinned(monkeypatch):
 @pytest.mark.usefixtures("unpinned")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_place_outlives_the_steps_in_flight_and_one_that_is_read(depth):
-    places = Landing(3, depth, torch.cuda.Stream(), timed=False)
+    places = Landing(3, depth, torch.cuda.Stream())
     taken = [places.take() for _ in range(20)]
     for at, place in enumerate(taken):
         place.numbers[:] = at

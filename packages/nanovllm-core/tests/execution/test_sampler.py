@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from nanovllm_core.execution.landing import Place
 from nanovllm_core.execution.request_table import Needs, RequestTable
 from nanovllm_core.execution.sampler import SCORED_AT_ONCE, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.layers import compiled
@@ -83,3 +84,28 @@ def test_a_prompt_is_scored_piece_by_piece(count):
         values, ids = row.topk(3)
         assert [token for token, _ in entry.top] == ids.tolist()
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+class CountingEvent:
+    def __init__(self):
+        self.num_records = self.num_waits = 0
+
+    def record(self, stream):
+        self.num_records += 1
+
+    def synchronize(self):
+        self.num_waits += 1
+
+    def query(self):
+        return False
+
+
+def test_a_step_that_samples_nothing_ends_with_an_event_that_is_waited_for():
+    nothing, end = np.zeros(0, np.int64), CountingEvent()
+    tokens = torch.zeros(4, dtype=torch.int32)
+    handle = StepHandle(None, nothing, nothing, Place(tokens, tokens.numpy(), CountingEvent(), end, None))
+    assert end.num_records == 1
+    assert not handle.ready
+    handle.wait()
+    assert end.num_waits == 1
+    assert handle.tokens().tokens.size == 0

@@ -1,130 +1,126 @@
-"""Who decodes waits for few prompts at a time; where more wait than decode, a step takes all that it may."""
+"""Which prompts share a step with decodes and with each other, and in what order they are served."""
 
 import numpy as np
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.scheduling.budget import StepLimits
+from nanovllm_core.scheduling.intake import ScheduledStep
 from nanovllm_core.scheduling.plan import StepTokens
-from nanovllm_core.scheduling.policy import MIXED_TOKENS
+from nanovllm_core.scheduling.policy import MAX_BYPASSES
+from nanovllm_core.scheduling.prompts import WINDOW
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 BUDGET, LONG, BLOCK_SIZE = 8192, 5000, 16
 
 
-def make_scheduler(max_num_seqs: int, *, prefix_caching: bool = False) -> Scheduler:
-    cache = CacheManager(4000, BLOCK_SIZE, prefix_caching=prefix_caching, prefix_hash="fast", watermark=0)
-    return Scheduler(
-        cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, max_model_len=8192, eos_token_ids=[1]
-    )
+def make_scheduler(
+    max_num_seqs: int, *, budget: int = BUDGET, num_blocks: int = 4000, prefix_caching: bool = False
+) -> Scheduler:
+    cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching, prefix_hash="fast", watermark=0)
+    return Scheduler(cache, max_num_seqs=max_num_seqs, limits=StepLimits(budget), max_model_len=8192, eos_token_ids=[1])
 
 
-def add(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2) -> None:
-    request = Request(f"r{key}", [token] * num_tokens, SamplingParams(ignore_eos=True))
-    request.key = key
+def add(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2, priority: int = 0) -> Request:
+    request = Request(f"r{key}", [token] * num_tokens, SamplingParams(ignore_eos=True), priority=priority)
+    request.key, request.arrival_time = key, float(key)
     scheduler.add(request)
+    return request
+
+
+def finish(scheduler: Scheduler, planned: ScheduledStep) -> None:
+    num_samples = int(planned.plan.scheduled.samples.sum())
+    scheduler.complete(planned, StepTokens(np.full(num_samples, 7, np.int32), ()))
 
 
 def step(scheduler: Scheduler) -> list[int]:
     """One step; returns how many tokens each of its requests computed."""
     planned = scheduler.schedule()
-    scheduled = planned.plan.scheduled
-    scheduler.complete(planned, StepTokens(np.full(scheduled.samples.sum(), 7, np.int32), ()))
-    return scheduled.num_tokens.tolist()
+    finish(scheduler, planned)
+    return planned.plan.scheduled.num_tokens.tolist()
 
 
-def test_prompts_alone_take_the_whole_budget():
+def step_by_key(scheduler: Scheduler) -> dict[int, int]:
+    """One step; returns how many tokens it computed of each request, by key."""
+    planned = scheduler.schedule()
+    rows, num_tokens, _ = planned.plan.scheduled
+    keys = scheduler.rows.keys[rows].tolist()
+    finish(scheduler, planned)
+    return dict(zip(keys, num_tokens.tolist(), strict=True))
+
+
+def test_prompts_alone_take_the_whole_token_budget():
     scheduler = make_scheduler(16)
     add(scheduler, 0, LONG)
-    add(scheduler, 1, 3000)
-    assert step(scheduler) == [LONG, 3000]
-
-
-def test_prompts_beside_decodes_are_cut():
-    scheduler = make_scheduler(16)
-    add(scheduler, 0, 10)
-    step(scheduler)
     add(scheduler, 1, LONG)
-    chunks = [step(scheduler) for _ in range(3)]
-    assert [chunk[0] for chunk in chunks] == [1, 1, 1]
-    assert sum(chunk[1] for chunk in chunks) == LONG
-    assert all(MIXED_TOKENS - BLOCK_SIZE < sum(chunk) <= MIXED_TOKENS for chunk in chunks[:2])
+    assert step_by_key(scheduler) == {0: LONG, 1: (BUDGET - LONG) // BLOCK_SIZE * BLOCK_SIZE}
 
 
-def test_prompts_of_more_than_decode_take_the_whole_budget():
-    scheduler = make_scheduler(16)
-    for key in range(2):
-        add(scheduler, key, 10)
+def test_a_short_prompt_goes_before_a_long_one_that_has_begun():
+    scheduler = make_scheduler(16, budget=1000)
+    add(scheduler, 0, LONG)
+    assert step_by_key(scheduler) == {0: 992}
+    add(scheduler, 1, 100)
+    assert step_by_key(scheduler) == {0: 896, 1: 100}
+
+
+def test_a_prompt_with_little_left_to_compute_goes_before_one_with_fewer_tokens():
+    scheduler = make_scheduler(16, budget=200, prefix_caching=True)
+    add(scheduler, 0, 1600)
+    while scheduler.rows.num_tokens[0] - scheduler.rows.num_computed[0] > 1 or not scheduler.running:
+        step(scheduler)
+    add(scheduler, 1, 300, token=3)
+    add(scheduler, 2, 1650)
+    # 1,600 of its tokens are cached.
+    assert step_by_key(scheduler)[2] == 50
+
+
+def test_the_oldest_prompt_gets_a_quarter_of_the_steps_beside_endless_short_ones():
+    scheduler = make_scheduler(64, budget=320)
+    add(scheduler, 0, LONG)
     step(scheduler)
-    for key in range(2, 6):
-        add(scheduler, key, LONG)
-    # Four wait for two: the first of them and a part of the second. Three for three: the rest of that, the third and a
-    # part of the fourth. One for five.
-    chunks = [step(scheduler) for _ in range(3)]
-    assert all(BUDGET - BLOCK_SIZE < sum(chunk) <= BUDGET for chunk in chunks[:2])
-    assert [chunk.count(1) for chunk in chunks] == [2, 3, 5]
-    assert MIXED_TOKENS - BLOCK_SIZE < sum(chunks[2]) <= MIXED_TOKENS
+    served = []
+    for key in range(1, 401):
+        add(scheduler, key, 300)
+        planned = scheduler.schedule()
+        served.append(0 in scheduler.rows.keys[planned.plan.scheduled.rows].tolist())
+        finish(scheduler, planned)
+        for request in scheduler.running:
+            if request.key and scheduler.rows.num_known[request.row] > request.num_prompt_tokens:
+                scheduler.abort(request.key)
+        if not scheduler.rows.running[0]:
+            break
+    waits = np.diff(np.flatnonzero(served))
+    assert waits.max() <= 4
 
 
-def test_fewer_prompts_than_decode_are_cut():
-    scheduler = make_scheduler(16)
-    for key in range(3):
-        add(scheduler, key, 10)
-    step(scheduler)
-    for key in range(3, 5):
-        add(scheduler, key, LONG)
-    assert MIXED_TOKENS - BLOCK_SIZE < sum(step(scheduler)) <= MIXED_TOKENS
+def test_a_more_urgent_class_is_served_first_whatever_its_length():
+    scheduler = make_scheduler(16, budget=1000)
+    add(scheduler, 0, 500)
+    add(scheduler, 1, LONG, priority=-1)
+    assert step_by_key(scheduler) == {1: 992}
 
 
-@pytest.mark.parametrize("at_first", [256, 128])
-def test_a_burst_begins_in_as_few_steps_as_its_tokens_need(at_first):
+def test_a_burst_larger_than_the_window_begins_in_as_few_steps_as_its_tokens_need():
     scheduler = make_scheduler(256)
-    for key in range(at_first):
+    for key in range(256):
         add(scheduler, key, 64)
-    chunks = [step(scheduler)]
-    for key in range(at_first, 256):
-        add(scheduler, key, 64)
-    chunks += [step(scheduler) for _ in range(3)]
-    assert chunks == [[64] * 128, [1] * 128 + [64] * 126, [1] * 254 + [64] * 2, [1] * 256]
+    assert WINDOW < 128
+    assert [step(scheduler) for _ in range(4)] == [[64] * 128, [1] * 128 + [64] * 126, [1] * 254 + [64] * 2, [1] * 256]
 
 
-def test_a_burst_ends_where_twice_as_many_decode():
-    scheduler = make_scheduler(64)
-    for key in range(3):
-        add(scheduler, key, 10)
-    step(scheduler)
-    for key in range(3, 7):
-        add(scheduler, key, LONG)
-    chunks = [step(scheduler)]
-    # However many keep coming: one after each step.
-    for key in range(7, 17):
-        add(scheduler, key, LONG)
-        chunks.append(step(scheduler))
-    assert sum(chunks[0]) > MIXED_TOKENS
-    assert sum(chunks[-1]) <= MIXED_TOKENS
-    assert all(chunk[:3] == [1, 1, 1] for chunk in chunks)
-
-
-def test_whom_there_is_no_row_for_does_not_count():
-    scheduler = make_scheduler(2)
-    add(scheduler, 0, 10)
-    step(scheduler)
-    for key in range(1, 5):
-        add(scheduler, key, LONG)
-    assert sum(step(scheduler)) <= MIXED_TOKENS
-
-
-def test_prompts_are_served_however_many_decode():
-    count = MIXED_TOKENS + 100
-    scheduler = make_scheduler(count + 1)
+def test_prompts_are_served_however_many_requests_decode():
+    count = 2100
+    scheduler = make_scheduler(count + 1, budget=count + 1 + BLOCK_SIZE)
     for key in range(count):
-        add(scheduler, key, 2)
+        add(scheduler, key, 1)
     step(scheduler)
     add(scheduler, count, 40)
     assert step(scheduler) == [1] * count + [BLOCK_SIZE]
 
 
-def test_prompts_of_which_nothing_is_there_come_last():
+def test_prompts_without_computed_tokens_come_last_in_a_step():
     scheduler = make_scheduler(16, prefix_caching=True)
     add(scheduler, 0, 3 * BLOCK_SIZE)
     step(scheduler)
@@ -132,3 +128,47 @@ def test_prompts_of_which_nothing_is_there_come_last():
     add(scheduler, 2, 3 * BLOCK_SIZE + 9)
     add(scheduler, 3, 1, token=4)
     assert step(scheduler) == [1, 1, 9, 100]
+
+
+def test_a_request_that_lacks_blocks_is_not_looked_up_again_before_enough_are_free(monkeypatch):
+    scheduler = make_scheduler(16, num_blocks=100)
+    add(scheduler, 0, 50 * BLOCK_SIZE - 8)
+    step(scheduler)
+    add(scheduler, 1, 80 * BLOCK_SIZE)
+    tried = []
+    admit = scheduler.cache.admit
+    monkeypatch.setattr(
+        scheduler.cache, "admit", lambda request, **kw: tried.append(request.key) or admit(request, **kw)
+    )
+    for _ in range(5):
+        step(scheduler)
+    assert tried == [1]
+    scheduler.abort(0)
+    assert step_by_key(scheduler) == {1: 80 * BLOCK_SIZE}
+
+
+def test_requests_that_fit_overtake_one_that_lacks_blocks_but_not_for_ever():
+    scheduler = make_scheduler(64, num_blocks=1000)
+    holder = add(scheduler, 0, 500 * BLOCK_SIZE)
+    step(scheduler)
+    large = add(scheduler, 1, 501 * BLOCK_SIZE)
+    step(scheduler)
+    assert large.row < 0
+    for key in range(2, 2 + MAX_BYPASSES + 10):
+        add(scheduler, key, BLOCK_SIZE, token=3)
+    for _ in range(3):
+        step(scheduler)
+    assert scheduler.num_waiting == 1 + 10
+    scheduler.abort(holder.key)
+    for _ in range(3):
+        step(scheduler)
+    assert large.row >= 0
+    assert scheduler.num_waiting == 0
+
+
+@pytest.mark.parametrize("multiple", [1, 512])
+def test_a_chunk_is_cut_to_an_even_multiple_where_little_is_lost(multiple):
+    scheduler = make_scheduler(16, budget=640)
+    scheduler.limits = scheduler._prompts._limits = StepLimits(640, chunk_multiple=multiple)
+    add(scheduler, 0, LONG)
+    assert step(scheduler) == [512 if multiple == 512 else 640]

@@ -6,6 +6,7 @@ from counting import calls
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.intake import COMMITTED
 from nanovllm_core.scheduling.plan import StepTokens
 from nanovllm_core.scheduling.scheduler import Scheduler
@@ -17,7 +18,7 @@ def decoding(count: int, *, prefix_caching: bool) -> Scheduler:
     """A scheduler of `count` requests, each with its first token made and a block that holds the next ten."""
     cache = CacheManager(4 * count, BLOCK_SIZE, prefix_caching=prefix_caching, prefix_hash="fast", watermark=0)
     scheduler = Scheduler(
-        cache, max_num_seqs=count, max_num_batched_tokens=64 * count, max_model_len=LONGEST, eos_token_ids=[EOS]
+        cache, max_num_seqs=count, limits=StepLimits(64 * count), max_model_len=LONGEST, eos_token_ids=[EOS]
     )
     for key in range(count):
         request = Request(f"r{key}", [2 + key] * 36, SamplingParams(stop_token_ids=(0,)))
@@ -65,7 +66,7 @@ def held_by_need(num_blocks: int, num_steps: int) -> tuple[list[int], list[int]]
     count = BLOCK_SIZE
     cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=False, prefix_hash="fast", watermark=0)
     scheduler = Scheduler(
-        cache, max_num_seqs=count, max_num_batched_tokens=1024, max_model_len=LONGEST, eos_token_ids=[EOS]
+        cache, max_num_seqs=count, limits=StepLimits(1024), max_model_len=LONGEST, eos_token_ids=[EOS]
     )
     requests = [Request(f"r{key}", [2] * (33 + key), SamplingParams(ignore_eos=True)) for key in range(count)]
     for key, request in enumerate(requests):
@@ -98,9 +99,7 @@ def test_few_blocks_are_given_to_who_needs_one_now():
 
 def test_nobody_is_given_a_block_beyond_its_end():
     cache = CacheManager(1000, BLOCK_SIZE, prefix_caching=False, prefix_hash="fast", watermark=0)
-    scheduler = Scheduler(
-        cache, max_num_seqs=2, max_num_batched_tokens=1024, max_model_len=LONGEST, eos_token_ids=[EOS]
-    )
+    scheduler = Scheduler(cache, max_num_seqs=2, limits=StepLimits(1024), max_model_len=LONGEST, eos_token_ids=[EOS])
     # The first needs a block at once, the other's is enough for all of its answer.
     for key, (length, max_tokens) in enumerate(((16, 10), (20, 13))):
         request = Request(f"r{key}", [2] * length, SamplingParams(ignore_eos=True, max_tokens=max_tokens))
@@ -134,9 +133,7 @@ def test_steps_of_the_same_requests_are_scheduled_alike():
 
 def test_blocks_of_an_answer_are_found_some_at_a_time_and_at_its_end_all():
     cache = CacheManager(100, BLOCK_SIZE, prefix_caching=True, prefix_hash="fast", watermark=0)
-    scheduler = Scheduler(
-        cache, max_num_seqs=1, max_num_batched_tokens=1024, max_model_len=LONGEST, eos_token_ids=[EOS]
-    )
+    scheduler = Scheduler(cache, max_num_seqs=1, limits=StepLimits(1024), max_model_len=LONGEST, eos_token_ids=[EOS])
     request = Request("r", [2] * 40, SamplingParams(max_tokens=100, ignore_eos=True))
     request.key = 0
     scheduler.add(request)

@@ -12,6 +12,7 @@ import pytest
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.request import PromptLogprobs, Request, RequestStatus, SamplingParams
+from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import NewRow, NewState, PromptPart, StepPlan, StepTokens
 from nanovllm_core.scheduling.scheduler import Scheduler
 
@@ -176,7 +177,7 @@ class Trace:
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=self.budget,
+            limits=StepLimits(self.budget),
             max_model_len=self.max_model_len,
             eos_token_ids=[EOS],
         )

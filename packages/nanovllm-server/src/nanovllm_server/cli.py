@@ -81,6 +81,12 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-model-len", type=_integer(1), help="most tokens of a request, prompt and output")
     engine.add_argument("--max-num-seqs", type=_integer(1), help="most requests running at once")
     engine.add_argument("--max-num-batched-tokens", type=_integer(1), help="most tokens computed in a step")
+    engine.add_argument(
+        "--target-step-ms",
+        type=float,
+        metavar="MS",
+        help="longest time of a step with prompts and decodes; smaller: smoother streams, slower prompts",
+    )
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
     engine.add_argument("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
     engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
@@ -160,6 +166,7 @@ def settings(options: argparse.Namespace) -> "Settings":
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            target_step_ms=options.target_step_ms,
             kv_cache_dtype=options.kv_cache_dtype,
             state_dtype=options.state_dtype,
             block_size=options.block_size,

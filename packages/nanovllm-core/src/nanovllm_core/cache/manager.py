@@ -6,12 +6,19 @@ scheduler asks, the answer is numbers of blocks and slots.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.prefix import PrefixHasher
 from nanovllm_core.cache.state_pool import NULL_SLOT, StatePool
 from nanovllm_core.config import PrefixHash
 from nanovllm_core.request import Request
+
+
+class BlockShortage(NamedTuple):
+    """Why a request was not admitted: it needs so many free blocks."""
+
+    num_blocks: int
 
 
 class CacheManager:
@@ -34,24 +41,25 @@ class CacheManager:
         self._hasher = PrefixHasher(prefix_hash, block_size) if prefix_caching else None
         self._watermark_blocks = int(num_blocks * watermark)
 
-    def admit(self, request: Request, *, keep_watermark: bool) -> int | None:
+    def admit(self, request: Request, *, keep_watermark: bool) -> int | BlockShortage:
         """Give a request that holds nothing, and will get a row, the blocks of all its known tokens, cached ones where
         the prefix matches.
 
-        Returns how many tokens need not be computed, or None, and nothing changed, when there is no room. The last
-        token is always computed, since its logits are wanted, and so are all after which log-probabilities of the
-        prompt are still to come. keep_watermark: leave the watermark's share of blocks alone.
+        keep_watermark: leave the watermark's share of blocks free.
+        Returns the number of tokens that need not be computed, or a BlockShortage, and then nothing has changed. The
+        last token is always computed, since its logits are wanted, and so are all after which log-probabilities of the
+        prompt are still to come.
         """
-        hits = self._longest_prefix(request)
+        hits = self._find_blocks(request)
         shared, origin = len(hits), NULL_SLOT
         if self.states is not None:
             num_hits, origin = self.states.find(request.block_hashes[:shared])
             del hits[num_hits:]
-        needed = self._blocks_for(len(request.token_ids)) - len(hits)
+        needed = self._blocks_for(request.num_tokens) - len(hits)
         revived = sum(1 for block in hits if self.pool.refs(block) == 0)
         spare = self._watermark_blocks if keep_watermark else 0
         if needed + revived + spare > self.pool.num_free:
-            return None
+            return BlockShortage(needed + revived + spare)
         for block in hits:
             self.pool.acquire(block)
         request.block_ids = hits + self.pool.allocate(needed)
@@ -95,13 +103,29 @@ class CacheManager:
         if self.states is not None:
             self.states.close(request)
 
-    def _longest_prefix(self, request: Request) -> list[int]:
+    def count_hits(self, request: Request, known: int | None) -> int:
+        """Estimate the tokens at the start of a waiting request that need not be computed.
+
+        known: what the last call for this request returned, None before. These tokens are not looked up again, although
+        they may have been evicted.
+        """
+        if self.states is None:
+            num_blocks = (known or 0) // self.block_size
+            return (num_blocks + len(self._find_blocks(request, num_blocks))) * self.block_size
+        # With recurrent layers the last checkpoint counts. To find it takes many look-ups, so it is found only once.
+        if known is None:
+            hits = self._find_blocks(request)
+            known = self.states.find(request.block_hashes[: len(hits)])[0] * self.block_size
+        return known
+
+    def _find_blocks(self, request: Request, skip: int = 0) -> list[int]:
+        """The cached blocks with which `request` begins, from block `skip` on."""
         hits: list[int] = []
         if self._hasher is None:
             return hits
         self._hasher.extend(request)
-        most = (request.num_scored if request.num_to_score else len(request.token_ids) - 1) // self.block_size
-        for block_hash in request.block_hashes[:most]:
+        most = (request.num_scored if request.num_to_score else request.num_tokens - 1) // self.block_size
+        for block_hash in request.block_hashes[skip:most]:
             block = self.pool.lookup(block_hash)
             if block is None:
                 break

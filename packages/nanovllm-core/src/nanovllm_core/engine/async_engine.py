@@ -71,8 +71,9 @@ class AsyncEngine(Engine):
         finally:
             self._die(reason)
 
-    def _emit(self, outputs: StepOutputs, stats: EngineStats) -> None:
-        self.stats = stats
+    def _emit(self, outputs: StepOutputs, stats: EngineStats | None) -> None:
+        if stats is not None:
+            self.stats = stats
         self._streams.dispatch(outputs)
 
     def _submit(self, request: Request) -> None:

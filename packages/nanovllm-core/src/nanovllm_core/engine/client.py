@@ -162,7 +162,8 @@ class EngineClient(Engine):
         while self.dead is None:
             match await self._socket.receive():
                 case wire.Step(outputs, stats):
-                    self.stats = stats
+                    if stats is not None:
+                        self.stats = stats
                     self._streams.dispatch(outputs)
                 case wire.Compiled(key, error):
                     self._settle(key, None if error is None else GrammarError(error))

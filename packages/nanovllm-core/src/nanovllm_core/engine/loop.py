@@ -8,6 +8,7 @@ not know who sends requests or where outputs go.
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +25,14 @@ from nanovllm_core.execution.sampler import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.request import GrammarError, GrammarSpec, Request, RequestStatus, StepOutputs
+from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.intake import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
+from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 
-Emit = Callable[[StepOutputs, EngineStats], None]
+Emit = Callable[[StepOutputs, EngineStats | None], None]
+# While steps run, clients hear of the engine's state this often.
+STATS_SECONDS = 0.1
 
 
 class StepInFlight(NamedTuple):
@@ -66,7 +71,8 @@ class EngineLoop:
         self._wake = threading.Event()
         self._stopping = False
         # From it.
-        self._outbox: deque[tuple[StepOutputs, EngineStats]] = deque()
+        self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
+        self._stats_time = 0.0
         self._news = asyncio.Event()
 
     @classmethod
@@ -76,7 +82,11 @@ class EngineLoop:
         trace = None if config.trace is None else Trace(config.trace)
         thread = ThreadPoolExecutor(1, "nanovllm-engine")
         try:
-            runner = await asyncio.get_running_loop().run_in_executor(thread, Runner, spec, config)
+            events = asyncio.get_running_loop()
+            runner = await events.run_in_executor(thread, Runner, spec, config)
+            step_times = StepTimeModel()
+            limits = config.max_num_batched_tokens, runner.max_model_len
+            await events.run_in_executor(thread, calibrate, step_times, runner.time_step, *limits)
         except BaseException:
             thread.shutdown(wait=False)
             if trace is not None:
@@ -93,7 +103,10 @@ class EngineLoop:
         scheduler = Scheduler(
             cache,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            limits=StepLimits(
+                config.max_num_batched_tokens, config.target_step_s, config.prompt_step_s, runner.chunk_multiple
+            ),
+            step_times=step_times,
             max_model_len=runner.max_model_len,
             eos_token_ids=spec.eos_token_ids,
             seed=config.seed,
@@ -169,7 +182,7 @@ class EngineLoop:
 
     def _stats(self) -> EngineStats:
         scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.states
-        counters = scheduler.counters
+        counters, step_times = scheduler.counters, scheduler.step_times
         return EngineStats(
             num_requests_running=scheduler.rows.num_running,
             num_requests_waiting=scheduler.num_waiting + len(self._compiling),
@@ -186,11 +199,16 @@ class EngineLoop:
             generation_tokens=counters.generation_tokens,
             iteration_tokens=counters.tokens,
             graph_steps=tuple((*key, count) for key, count in list(self._runner.graphs.counts.items())),
+            step_limit_s=scheduler.limits.seconds(1, step_times.decode_step_s),
+            decode_step_s=step_times.decode_step_s,
+            step_time_coefficients=tuple(step_times.coefficients._asdict().items()),
+            step_time_error=step_times.error,
         )
 
     async def run(self, emit: Emit) -> None:
-        """Serve until `stop`. `emit` gets each step's outputs, and the stats once more when nothing is left to do.
+        """Serve until `stop`.
 
+        emit: gets each step's outputs. The stats come with them ten times a second, and when nothing is left to do.
         Raises whatever a step raised; the engine can't go on after that.
         """
         events = asyncio.get_running_loop()
@@ -217,26 +235,23 @@ class EngineLoop:
 
     def _drive(self, events: asyncio.AbstractEventLoop) -> None:
         """On the thread."""
-
-        def post(outputs: StepOutputs) -> None:
-            self._outbox.append((outputs, self._stats()))
-            events.call_soon_threadsafe(self._news.set)
-
         try:
             self._fill()
             while not self._stopping:
                 if not self._in_flight:
-                    post(StepOutputs())
+                    self._post(events, StepOutputs())
                     self._wake.wait()
                     self._wake.clear()
                     self._fill()
                 elif self._runner.computes_later:
                     outputs = self._complete()
-                    # First the device's next step, then whoever waits for this one.
-                    self._fill()
-                    post(outputs)
+                    # The device gets its next step before the clients get these outputs, which no failure may drop.
+                    try:
+                        self._fill()
+                    finally:
+                        self._post(events, outputs)
                 else:
-                    post(self._complete())
+                    self._post(events, self._complete())
                     self._fill()
             while self._in_flight:
                 self._complete()
@@ -244,9 +259,19 @@ class EngineLoop:
             if self._tracer is not None:
                 self._tracer.trace.close()
 
+    def _post(self, events: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
+        """Pass outputs to the event loop, and with them the engine's state if that is due or no request is left."""
+        now, scheduler = time.monotonic(), self._scheduler
+        is_last = scheduler.rows.num_running + scheduler.num_waiting == 0
+        stats = None
+        if is_last or now - self._stats_time >= STATS_SECONDS:
+            self._stats_time, stats = now, self._stats()
+        self._outbox.append((outputs, stats))
+        events.call_soon_threadsafe(self._news.set)
+
     def _fill(self) -> None:
         while len(self._in_flight) < self._depth and (step := self._schedule()) is not None:
-            with self._span("launch", step.plan.step):
+            with self._launch_span(step):
                 handle = self._runner.launch(step.plan)
             self._in_flight.append(StepInFlight(step, handle))
 
@@ -264,10 +289,18 @@ class EngineLoop:
     def _complete(self) -> StepOutputs:
         step, handle = self._in_flight.popleft()
         handle.wait()
+        self._scheduler.observe(step, handle.seconds)
         if self._tracer is not None:
             self._tracer.device(step.plan.step, handle)
         with self._span("output", step.plan.step):
             return self._scheduler.complete(step, handle.tokens())
+
+    def _launch_span(self, step: ScheduledStep) -> AbstractContextManager[None]:
+        if self._tracer is None:
+            return nullcontext()
+        expected_us = round(step.expected_s * 1e6, 1)
+        name = f"step {step.plan.step}"
+        return self._tracer.trace.span("launch", name, **step.work._asdict(), expected_us=expected_us)
 
     def _span(self, track: Track, step: int) -> AbstractContextManager[None]:
         return nullcontext() if self._tracer is None else self._tracer.trace.span(track, f"step {step}")

@@ -12,7 +12,6 @@ import itertools
 import logging
 import multiprocessing
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -29,9 +28,6 @@ from nanovllm_core.request import GrammarError, StepOutputs
 if TYPE_CHECKING:
     from nanovllm_core.engine.loop import EngineLoop
     from nanovllm_core.model import ModelSpec
-
-# How old a client's idea of the engine may get while others are served.
-STATS_SECONDS = 0.1
 
 Recipe = Callable[[], tuple["ModelSpec", EngineConfig]]
 
@@ -106,10 +102,9 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(slots=True)
 class Client:
-    """One that said Hello. heard: when it was last sent something. keys: of its requests that still run."""
+    """One that said Hello. keys: of its requests that still run."""
 
     identity: bytes
-    heard: float = 0.0
     keys: set[int] = field(default_factory=set[int])
 
 
@@ -177,21 +172,17 @@ class EngineServer:
     def _client_of(self, key: int) -> Client | None:
         return self._clients.get(key // wire.KEYS_PER_CLIENT)
 
-    def _emit(self, outputs: StepOutputs, stats: EngineStats) -> None:
+    def _emit(self, outputs: StepOutputs, stats: EngineStats | None) -> None:
         parts = split_by_client(outputs)
         for key in (*(key for key, _, _ in outputs.ends), *(key for key, _ in outputs.failures)):
             if (client := self._client_of(key)) is not None:
                 client.keys.discard(key)
-        # Whoever has nothing in this step hears now and then how things stand, and once everything is at rest.
-        now = time.monotonic()
-        at_rest = not (stats.num_requests_running or stats.num_requests_waiting)
-        for number, client in tuple(self._clients.items()):
-            if number in parts or at_rest or now - client.heard > STATS_SECONDS:
+        for number in tuple(self._clients):
+            if number in parts or stats is not None:
                 self._send(number, wire.Step(parts.get(number, StepOutputs()), stats))
 
     def _send(self, number: int, message: wire.ToClient) -> None:
         client = self._clients[number]
-        client.heard = time.monotonic()
         # The high-water mark is off, so this is done at once, or has failed.
         sent = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
         if sent.done() and isinstance(error := sent.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:

@@ -54,6 +54,9 @@ class EngineStats:
     prefix_cache_queries, prefix_cache_hits: in tokens. iteration_tokens: tokens computed, prompts and decodes alike.
     graph_steps: steps by what was replayed from CUDA graphs (see `GraphMode`) and whether all requests decoded
     ("decode") or not ("mixed").
+    step_limit_s: longest time of a step of prompts beside decodes, in seconds. decode_step_s: time of a usual step
+    without prompts. step_time_coefficients: by term, the seconds per unit by which step times are predicted.
+    step_time_error: mean relative error of recent predictions.
     """
 
     num_requests_running: int = 0
@@ -71,6 +74,10 @@ class EngineStats:
     generation_tokens: int = 0
     iteration_tokens: int = 0
     graph_steps: tuple[tuple[str, str, int], ...] = ()
+    step_limit_s: float = 0.0
+    decode_step_s: float = 0.0
+    step_time_coefficients: tuple[tuple[str, float], ...] = ()
+    step_time_error: float = 0.0
 
     @property
     def kv_cache_usage(self) -> float:

@@ -40,18 +40,19 @@ class Trace:
             self._write({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": track}})
 
     @contextmanager
-    def span(self, track: Track, name: str) -> Generator[None]:
-        """Record what runs meanwhile."""
+    def span(self, track: Track, name: str, **args: float) -> Generator[None]:
+        """Record what runs meanwhile, with numbers that describe it."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.add(track, name, begin, time.perf_counter())
+            self.add(track, name, begin, time.perf_counter(), **args)
 
-    def add(self, track: Track, name: str, begin: float, end: float) -> None:
-        """Record a span from `begin` to `end`, in seconds of `time.perf_counter`."""
+    def add(self, track: Track, name: str, begin: float, end: float, **args: float) -> None:
+        """Record a span from `begin` to `end`, in seconds of `time.perf_counter`, with numbers that describe it."""
         duration = round((end - begin) * 1e6, 1)
-        self._write({"ph": "X", "name": name, "tid": TRACKS[track], "ts": round(begin * 1e6, 1), "dur": duration})
+        event: dict[str, object] = {"name": name, "tid": TRACKS[track], "ts": round(begin * 1e6, 1), "dur": duration}
+        self._write({"ph": "X", **event, "args": args})
 
     def close(self) -> None:
         """Write out what is buffered."""
@@ -75,7 +76,7 @@ class Tracer:
             self._at = time.perf_counter()
 
     def device(self, step: int, handle: StepHandle) -> None:
-        """Record when the device ran a step that has ended."""
+        """Record when the device ran a step that has ended. A CPU computes a step while it is launched."""
         if self._origin is not None and handle.events is not None:
             begin, end = (self._at + self._origin.elapsed_time(each) / 1e3 for each in handle.events)
             self.trace.add("device", f"step {step}", begin, end)

@@ -81,10 +81,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """All that one step made for one client, and how things stand."""
+    """All that one step made for one client, and now and then the engine's state."""
 
     outputs: StepOutputs
-    stats: EngineStats
+    stats: EngineStats | None
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):

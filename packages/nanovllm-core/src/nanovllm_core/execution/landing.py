@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One step's: pinned int32 [size], the same as numbers, and when the device began the step and ended it, which are
+    """One step's: pinned int32 [size], the same as numbers, and timing events for the step's begin and end, which are
     to be recorded on `stream`: to ask for the current one takes longer than to record.
     """
 
@@ -35,12 +35,11 @@ class Place:
 class Landing:
     """Places for steps of up to `size` tokens each, of which up to `depth` are in flight, in the order they began.
 
-    A step's place is another's again when `depth` + 2 have begun after it. stream: what steps run on. timed: whether
-    the events measure time.
+    A step's place is another's again when `depth` + 2 have begun after it. stream: what steps run on.
     """
 
-    def __init__(self, size: int, depth: int, stream: torch.cuda.Stream, *, timed: bool):
-        self._places = [_make_place(size, stream, timed=timed) for _ in range(depth + 2)]
+    def __init__(self, size: int, depth: int, stream: torch.cuda.Stream):
+        self._places = [_make_place(size, stream) for _ in range(depth + 2)]
         self._at = 0
 
     def take(self) -> Place:
@@ -49,7 +48,7 @@ class Landing:
         return self._places[self._at]
 
 
-def _make_place(size: int, stream: torch.cuda.Stream, *, timed: bool) -> Place:
+def _make_place(size: int, stream: torch.cuda.Stream) -> Place:
     tokens = torch.empty(size, dtype=torch.int32, pin_memory=True)
-    begin, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     return Place(tokens, tokens.numpy(), begin, end, stream)

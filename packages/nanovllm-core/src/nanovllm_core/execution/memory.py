@@ -12,7 +12,7 @@ import torch
 from nanovllm_core.config import GIB, ConfigError, ResolvedConfig
 
 
-def free_for_cache(config: ResolvedConfig, device: torch.device, rehearse: Callable[[], None]) -> int:
+def free_for_cache(config: ResolvedConfig, device: torch.device, rehearse: Callable[[], object]) -> int:
     """Bytes for the KV cache: an option's value on the CPU, on a GPU what a rehearsal of the largest step leaves.
 
     rehearse: runs such a step, with everything else that will be allocated already there.

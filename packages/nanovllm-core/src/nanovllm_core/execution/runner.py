@@ -5,6 +5,7 @@ a plan is as it is.
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -25,12 +26,12 @@ from nanovllm_core.execution.request_table import Needs, RequestTable, StepInput
 from nanovllm_core.execution.sampler import Masks, Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.execution.state_memory import StateMemory
 from nanovllm_core.layers.compiled import compiled
-from nanovllm_core.model import BuildContext, ForwardContext, Launch, MLASpec, ModelSpec, StateSpec
+from nanovllm_core.model import BuildContext, ForwardContext, Launch, MLASpec, ModelSpec, PagedSpec, StateSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
-from nanovllm_kernels.attention import AttentionBatch, plan_batch
+from nanovllm_kernels.attention import AttentionBatch, even_chunk, plan_batch
 from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
@@ -90,7 +91,7 @@ class Runner:
         self._landing: Landing | None = None
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
-            self._landing = Landing(config.max_num_seqs, config.depth, stream, timed=config.trace is not None)
+            self._landing = Landing(config.max_num_seqs, config.depth, stream)
         self._constraints = Constraints(config.max_num_seqs, spec.vocab_size, self.device)
         attention, *others = dict.fromkeys(self._paged_specs)
         if others:
@@ -98,6 +99,10 @@ class Runner:
                 f"cache_specs() gives both {attention} and {others[0]}: all attention layers of a model must be alike"
             )
         self._num_heads = attention.num_heads
+        # Chunks of so many tokens keep all of a GPU's multiprocessors busy until their end.
+        self.chunk_multiple = 1
+        if isinstance(attention, PagedSpec):
+            self.chunk_multiple = even_chunk(attention.num_heads, attention.num_kv_heads, self.device)
         self._plan_batch = plan_latent_batch if isinstance(attention, MLASpec) else plan_batch
         self._kv_caches, self._kv_scales = self._allocate(0)
         self._states = self._allocate_states(0)
@@ -121,15 +126,29 @@ class Runner:
         self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=show)
 
     @torch.inference_mode()
+    def time_step(self, num_tokens: int, context: int = 0) -> float:
+        """Seconds of a step of one prompt chunk: `num_tokens` tokens after `context` computed ones.
+
+        To be called before the first request. The chunk reads and writes the null block only.
+        """
+        greedy = SamplingParams(temperature=0.0)
+        # The first run may compile or allocate.
+        seconds = [self._rehearse([num_tokens], greedy, context=context) for _ in range(2)]
+        self._table.buffer.clear()
+        self.graphs.counts.clear()
+        return min(seconds)
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step. On CUDA it returns as soon as everything is queued; nothing here waits for the device, but for
         the tokens of the step before where what a row may sample depends on its own.
 
         Raises RuntimeError when something does wait and the config forbids it.
         """
+        begin = time.perf_counter()
         with self._no_waiting():
             place = None if self._landing is None else self._landing.take()
-            if place is not None and self._config.trace is not None:
+            if place is not None:
                 place.begin.record(place.stream)
             step = self._table.apply(plan)
             if self._constraints.begin(plan):
@@ -138,6 +157,7 @@ class Runner:
                 self._states.copy(*step.restored)
             handle = self._start(plan, step, place)
             self._constraints.launched(handle)
+            handle.launch_s = time.perf_counter() - begin
             return handle
 
     def _start(self, plan: StepPlan, step: StepInputs, place: Place | None) -> StepHandle:
@@ -317,17 +337,29 @@ class Runner:
         self._rehearse(lengths, sampling, [part] if part.num_tokens else [])
 
     def _rehearse(
-        self, lengths: list[int], sampling: SamplingParams, prompt_logprobs: Sequence[PromptPart] = ()
-    ) -> None:
-        """A step of prompts so long, rising. Its block tables are empty, so it reads and writes only the null block."""
+        self,
+        lengths: list[int],
+        sampling: SamplingParams,
+        prompt_logprobs: Sequence[PromptPart] = (),
+        *,
+        context: int = 0,
+    ) -> float:
+        """Run a step of prompts and return its seconds.
+
+        lengths: tokens to compute of each prompt, rising. context: tokens before these that count as computed.
+        Block tables are empty, so that the step reads and writes the null block only.
+        """
         new_rows = [
-            NewRow(row, [0] * length, length, 0, sampling, seed=0, stop_ids=()) for row, length in enumerate(lengths)
+            NewRow(row, [0] * (context + length), context + length, context, sampling, seed=0, stop_ids=())
+            for row, length in enumerate(lengths)
         ]
         count = len(lengths)
         scheduled = ScheduledRows(np.arange(count), np.array(lengths), np.ones(count, np.bool_))
         shape = BatchShape(count, sum(lengths), None)
-        plan = StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max(lengths), [*prompt_logprobs])
-        self.launch(plan).wait()
+        plan = StepPlan(0, new_rows, NewBlocks(), scheduled, shape, context + max(lengths), [*prompt_logprobs])
+        handle = self.launch(plan)
+        handle.wait()
+        return handle.seconds
 
     def _allocate(self, num_blocks: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """A cache of `num_blocks` blocks and the null block for every layer that wants one, and its scales, if any."""

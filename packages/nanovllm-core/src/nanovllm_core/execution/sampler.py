@@ -132,6 +132,9 @@ class StepHandle:
     requests that do, rising. num_logprobs: int64, of each. place: on CUDA, where the tokens are to land; it is this
     step's until `depth` others have begun, so that they must have been read by then. failed: which of the requests that
     sample have no token, and why. scored: of each part of a prompt that the step was to tell of.
+
+    Every step on CUDA ends with a recorded event, a step that samples nothing too: `wait` bounds the steps in flight,
+    and copies on other streams wait for it.
     """
 
     def __init__(
@@ -157,26 +160,35 @@ class StepHandle:
                 sampled = Sampled(tokens, *(None if tensor is None else _to_host(tensor) for tensor in rest))
         if place is not None:
             scored = [Scored(*map(_to_host, each)) for each in scored]
-        self._place = place if sampled is not None or scored else None
-        if self._place is not None:
-            self._place.end.record(self._place.stream)
+        self._place = place
+        if place is not None:
+            place.end.record(place.stream)
         self._sampled = sampled
         self._scored = scored
+        # What the host took to launch the step; on a CPU that is to compute it.
+        self.launch_s = 0.0
 
     @property
     def ready(self) -> bool:
-        """Whether the device has ended the step, or nobody wants to know."""
+        """Whether the device has ended the step."""
         return self._place is None or self._place.end.query()
 
     def wait(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has ended the step."""
         if self._place is not None:
             self._place.end.synchronize()
 
     @property
     def events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
-        """When the device began the step and ended it, if anybody waits for that on a GPU."""
+        """When a GPU began the step and ended it; None on a CPU."""
         return None if self._place is None else (self._place.begin, self._place.end)
+
+    @property
+    def seconds(self) -> float:
+        """What the step took on the device; to be read when the step has ended."""
+        if self._place is None:
+            return self.launch_s
+        return self._place.begin.elapsed_time(self._place.end) / 1e3
 
     @property
     def token_ids(self) -> NDArray[np.int32]:

@@ -13,19 +13,27 @@ from nanovllm_core.request import FinishReason, StepOutputs, TokenLogprobs
 from nanovllm_core.scheduling.lifecycle import Lifecycle
 from nanovllm_core.scheduling.plan import ScheduledRows, StepPlan, StepTokens
 from nanovllm_core.scheduling.rows import Cohort, Members, Rows
+from nanovllm_core.scheduling.step_time import StepWork
 
 # Blocks of an answer that become findable at a time: one by one each costs twice as much.
 COMMITTED = 4
 
 
 class ScheduledStep(NamedTuple):
-    """A step in flight: the plan for the runners, how many tokens each row has computed after it, int64 [n], and what
-    is known of its rows if all of them decode.
+    """A step in flight.
+
+    plan: for the runners.
+    ends: tokens that each row has computed after the step, int64 [n].
+    cohort: what is known of the rows if all of them decode.
+    work: what the step computes.
+    expected_s: its predicted time in seconds; 0 for a step without prompts.
     """
 
     plan: StepPlan
     ends: NDArray[np.int64]
     cohort: Cohort | None
+    work: StepWork
+    expected_s: float
 
 
 class Intake:

@@ -57,6 +57,18 @@ class Lifecycle:
         self._requests[request.key] = request
         self.waiting.push(request)
 
+    def start(self, request: Request, num_computed: int) -> None:
+        """Give a row to a waiting request that the cache has admitted; `num_computed` of its tokens are cached."""
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        self.rows.take(request, num_computed, len(request.block_ids) * self.cache.block_size)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_computed
+            self.counters.prompt_tokens += request.num_prompt_tokens
+            if self.cache.prefix_caching:
+                self.counters.prefix_queries += request.num_prompt_tokens
+                self.counters.prefix_hits += request.num_cached_tokens
+
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks; it will compute its tokens again. Its tokens in flight still count."""
         self.rows.running[request.row] = False

@@ -1,20 +1,25 @@
-"""Who goes first. Lower scores are served first.
-
-Running decodes come before everything, by the order of the scheduler's passes; these scores order requests within a
-pass. This room must not know about blocks, budgets or steps.
-"""
+"""The order in which requests are served. Lower scores are served first."""
 
 from nanovllm_core.request import Request
 
 Score = tuple[int, int, float]
 
-# Most tokens of a step where more requests decode than wait for their prompts: their next tokens wait for all of them.
-MIXED_TOKENS = 2048
+# A step with prompts takes at most so many times a decode step, unless its limit allows more.
+DECODE_STEPS = 4
+# The prompt that has waited longest gets at least this share of the prompts' time, over a few steps.
+OLDEST_SHARE = 0.25
+# So many requests may be admitted before one for which there were too few free blocks.
+MAX_BYPASSES = 32
+
+
+def request_class(request: Request) -> tuple[int, int]:
+    """Preempted requests before new ones, then by priority. A lower class is served before a higher one."""
+    return (0 if request.num_preemptions else 1, request.priority)
 
 
 def waiting_score(request: Request) -> Score:
-    """Resumed requests before new ones, then by priority, then by arrival."""
-    return (0 if request.num_preemptions else 1, request.priority, request.arrival_time)
+    """Among requests without a row: by class, then by arrival."""
+    return (*request_class(request), request.arrival_time)
 
 
 def urgency(request: Request) -> tuple[int, float]:
@@ -25,13 +30,3 @@ def urgency(request: Request) -> tuple[int, float]:
 def victim_score(request: Request, *, prefilling: bool) -> Score:
     """Whose blocks to take when memory runs out: the highest. Unfinished prefills first, then the least urgent."""
     return (int(prefilling), *urgency(request))
-
-
-def favours_prompts(num_decodes: int, num_prompts: int, *, in_burst: bool) -> bool:
-    """Whether a step is to compute as much of prompts as it may. That delays the next token of everyone who decodes and
-    hastens the first one of everyone whose prompt is not through and has a row, or finds one: the majority decides.
-
-    in_burst: whether the step before favoured prompts, and was full. Then they are favoured until twice as many decode:
-    else the second half of a burst would begin in many small steps, beside the first half's answers.
-    """
-    return num_prompts * (2 if in_burst else 1) > num_decodes

@@ -1,41 +1,43 @@
-"""Requests that wait for a row, best score first.
+"""Requests that wait for a row, in the order of `waiting_score`."""
 
-This room must not know why one request is scored before another.
-"""
-
-import heapq
 import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from nanovllm_core.request import Request
 from nanovllm_core.scheduling.policy import Score, waiting_score
 
+_Place = tuple[Score, int]
+
 
 class WaitingQueue:
-    """A heap of requests. Removing one from the middle marks its entry; the mark is cleared away when it surfaces."""
+    """A sorted list. Moving its pointers costs a microsecond for thousands of requests."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Score, int, Request]] = []
-        self._entries: dict[int, int] = {}
+        self._entries: list[tuple[_Place, Request]] = []
+        self._places: dict[int, _Place] = {}
         self._ticket = itertools.count()
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, request: Request) -> bool:
+        return request.key in self._places
+
     def push(self, request: Request) -> None:
         """Add a request that is not in the queue."""
-        ticket = next(self._ticket)
-        self._entries[request.key] = ticket
-        heapq.heappush(self._heap, (waiting_score(request), ticket, request))
+        # The ticket is unique, so that requests are never compared.
+        place = self._places[request.key] = (waiting_score(request), next(self._ticket))
+        insort(self._entries, (place, request), key=lambda entry: entry[0])
 
-    def peek(self) -> Request | None:
-        """The next request, left where it is."""
-        while self._heap:
-            _, ticket, request = self._heap[0]
-            if self._entries.get(request.key) == ticket:
-                return request
-            heapq.heappop(self._heap)
-        return None
+    def first(self, count: int) -> Iterator[Request]:
+        """The first `count` requests, left where they are."""
+        return (request for _, request in self._entries[:count])
 
     def remove(self, request: Request) -> bool:
         """Take `request` out; False if it was not in the queue."""
-        return self._entries.pop(request.key, None) is not None
+        place = self._places.pop(request.key, None)
+        if place is None:
+            return False
+        del self._entries[bisect_left(self._entries, place, key=lambda entry: entry[0])]
+        return True

@@ -7,36 +7,22 @@ they are. This room must not know about devices, tensors, text or asyncio.
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, RequestStatus, StepOutputs
+from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.intake import Intake, ScheduledStep
 from nanovllm_core.scheduling.lifecycle import Lifecycle
-from nanovllm_core.scheduling.plan import (
-    BatchShape,
-    NewBlocks,
-    NewRow,
-    NewState,
-    PromptPart,
-    ScheduledRows,
-    StepPlan,
-    StepTokens,
-)
-from nanovllm_core.scheduling.policy import MIXED_TOKENS, Score, favours_prompts, urgency, victim_score
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, PromptPart, ScheduledRows, StepPlan, StepTokens
+from nanovllm_core.scheduling.policy import Score, urgency, victim_score
+from nanovllm_core.scheduling.prompts import Chunk, PromptChunks, PromptScheduler
 from nanovllm_core.scheduling.rows import Rows, RowTable
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attention_pairs
 
 # Blocks are given ahead of need where so many times as many are free.
 PLENTY = 4
-
-
-class Chunk(NamedTuple):
-    """A prompt's part in a step: its row computes `num_tokens` tokens."""
-
-    row: int
-    num_tokens: int
 
 
 class Scheduler:
@@ -47,10 +33,11 @@ class Scheduler:
         cache: CacheManager,
         *,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
+        limits: StepLimits,
         max_model_len: int,
         eos_token_ids: Sequence[int],
         seed: int = 0,
+        step_times: StepTimeModel | None = None,
     ):
         self._eos_token_ids = frozenset(eos_token_ids)
         self.cache = cache
@@ -58,11 +45,9 @@ class Scheduler:
         self._lifecycle = Lifecycle(cache, self.rows)
         self.waiting, self.counters = self._lifecycle.waiting, self._lifecycle.counters
         self._intake = Intake(self._lifecycle)
-        self._max_num_batched_tokens = max_num_batched_tokens
-        # Room for a block of some prompt, whoever decodes, or prompts would starve.
-        self._max_mixed_tokens = min(max_num_batched_tokens, max(MIXED_TOKENS, max_num_seqs + cache.block_size))
-        # Whether the last step favoured prompts, and was full of them.
-        self._in_burst = False
+        self.limits = limits
+        self.step_times = step_times or StepTimeModel()
+        self._prompts = PromptScheduler(self._lifecycle, limits, self.step_times)
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
 
@@ -106,23 +91,19 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step, or return None when there is nothing that could be computed now."""
         preemptions = self.counters.preemptions
-        new_rows: list[NewRow] = []
-        new_blocks = NewBlocks()
-        chunks: list[Chunk] = []
-        decodes = self._schedule_decodes(new_blocks)
-        begun = np.flatnonzero(self.rows.running & (self.rows.num_tokens - self.rows.num_computed > 1))
-        num_prompts = len(begun) + min(len(self.waiting), self.rows.num_free)
-        favoured = favours_prompts(len(decodes), num_prompts, in_burst=self._in_burst)
-        most = self._max_num_batched_tokens if favoured else self._max_mixed_tokens
-        budget = self._schedule_chunks(chunks, begun, most - len(decodes))
-        # Whoever was just preempted needs the next free blocks more than a newcomer does.
-        if self.counters.preemptions == preemptions and self._lifecycle.num_preempting == 0:
-            self._admit(chunks, new_rows, new_blocks, budget)
-        if not len(decodes) and not chunks:
+        prompts = PromptChunks([], [], NewBlocks())
+        decodes = self._schedule_decodes(prompts.new_blocks)
+        context = int(self.rows.num_computed[decodes].sum()) + len(decodes)
+        # A request that was just preempted needs the next free blocks more than a new one does.
+        may_admit = self.counters.preemptions == preemptions and self._lifecycle.num_preempting == 0
+        self._prompts.plan(StepWork(len(decodes), context), prompts, may_admit=may_admit)
+        if not len(decodes) and not prompts.chunks:
             return None
-        step = self._launch(decodes, chunks, new_rows, new_blocks)
-        self._in_burst = favoured and most - step.plan.shape.num_tokens < self.cache.block_size
-        return step
+        return self._launch(decodes, context, prompts)
+
+    def observe(self, step: ScheduledStep, seconds: float) -> None:
+        """Learn from the time that the device took for a step."""
+        self.step_times.observe(step.work, seconds)
 
     def complete(self, step: ScheduledStep, found: StepTokens) -> StepOutputs:
         """Take in what a step computed, and return what it made for whom. Steps come back in the order they began."""
@@ -196,72 +177,13 @@ class Scheduler:
         left = self.rows.num_tokens[request.row] - self.rows.num_computed[request.row]
         return victim_score(request, prefilling=bool(left > 1))
 
-    def _schedule_chunks(self, chunks: list[Chunk], begun: Rows, budget: int) -> int:
-        """Go on with prompts that earlier steps began; returns what is left of the budget."""
+    def _launch(self, decodes: Rows, context: int, prompts: PromptChunks) -> ScheduledStep:
         rows = self.rows
-        for request in sorted(rows.of(begun), key=urgency):
-            start, end = int(rows.num_computed[request.row]), int(rows.num_tokens[request.row])
-            num_tokens = self._chunk(start, end, budget)
-            if num_tokens == 0:
-                return 0
-            chunks.append(Chunk(request.row, num_tokens))
-            budget -= num_tokens
-        return budget
-
-    def _admit(self, chunks: list[Chunk], new_rows: list[NewRow], new_blocks: NewBlocks, budget: int) -> None:
-        rows = self.rows
-        while budget > 0 and rows.num_free and (request := self.waiting.peek()) is not None:
-            num_computed = self.cache.admit(request, keep_watermark=rows.num_running > 0)
-            if num_computed is None:
-                return
-            num_tokens = self._chunk(num_computed, len(request.token_ids), budget)
-            if num_tokens == 0:
-                self.cache.release(request)
-                return
-            self.waiting.remove(request)
-            self._start(request, num_computed)
-            new_rows.append(self._new_row(request, num_computed))
-            new_blocks.add(request.row, 0, request.block_ids)
-            chunks.append(Chunk(request.row, num_tokens))
-            budget -= num_tokens
-
-    def _chunk(self, start: int, end: int, budget: int) -> int:
-        """Tokens to compute of a prompt: all that remain, or up to the last block boundary that the budget reaches."""
-        if end - start <= budget:
-            return end - start
-        size = self.cache.block_size
-        return max((start + budget) // size * size - start, 0)
-
-    def _start(self, request: Request, num_computed: int) -> None:
-        request.status = RequestStatus.RUNNING
-        self.rows.take(request, num_computed, len(request.block_ids) * self.cache.block_size)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = num_computed
-            self.counters.prompt_tokens += request.num_prompt_tokens
-            if self.cache.prefix_caching:
-                self.counters.prefix_queries += request.num_prompt_tokens
-                self.counters.prefix_hits += request.num_cached_tokens
-
-    def _new_row(self, request: Request, num_computed: int) -> NewRow:
-        return NewRow(
-            row=request.row,
-            token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=num_computed,
-            sampling=request.sampling,
-            seed=request.seed,
-            stop_ids=tuple(sorted(request.stop_ids)),
-            compiled=request.compiled,
-            state=NewState(request.state_slot, request.state_origin, tuple(request.checkpoints)),
-        )
-
-    def _launch(
-        self, decodes: Rows, chunks: list[Chunk], new_rows: list[NewRow], new_blocks: NewBlocks
-    ) -> ScheduledStep:
-        rows = self.rows
+        chunks, new_rows, new_blocks = prompts
         cohort = None if chunks else rows.cohort(decodes)
         scheduled = self._with_chunks(decodes, chunks) if cohort is None else cohort.scheduled
         prompt_logprobs = self._prompt_parts(chunks, len(decodes)) if chunks else []
+        pairs = sum(attention_pairs(int(rows.num_computed[row]), num_tokens) for row, num_tokens in chunks)
         taking, counts, samples = scheduled
         ends = rows.num_computed[taking] + counts
         rows.num_computed[taking] = ends
@@ -280,7 +202,8 @@ class Scheduler:
         )
         self.counters.steps += 1
         self.counters.tokens += num_tokens
-        return ScheduledStep(plan, ends, cohort)
+        work = StepWork(num_tokens, context, pairs)
+        return ScheduledStep(plan, ends, cohort, work, self.step_times.predict(work) if chunks else 0.0)
 
     def _with_chunks(self, decodes: Rows, chunks: list[Chunk]) -> ScheduledRows:
         # A chunk of one token is a decode to the kernels; prompts that begin here may need less of them than others.

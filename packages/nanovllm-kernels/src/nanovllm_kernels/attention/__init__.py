@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm_kernels.attention import flash_prefill, reference, tiles
 from nanovllm_kernels.platform import describe, has_cute, has_few_rows, has_flash_attention
 
-__all__ = ["AttentionBatch", "Backend", "paged_attention", "plan_batch"]
+__all__ = ["AttentionBatch", "Backend", "even_chunk", "paged_attention", "plan_batch"]
 
 # Beside plain torch: our Triton kernels, with FlashAttention for prompts, with our CuTe DSL kernel for decodes, or with
 # whichever of both is there and takes the shape, which measured fastest everywhere.
@@ -112,6 +112,15 @@ def plan_batch(
         workspace,
         prefill_lens,
     )
+
+
+def even_chunk(num_heads: int, num_kv_heads: int, device: torch.device) -> int:
+    """Query tokens of one prompt chunk whose tiles fill the device once; 1 on a CPU.
+
+    One H200, 32/8 heads, chunks over 90,000 tokens: 512 tokens run at 574 TFLOP/s, 528 at 344.
+    """
+    tiles_at_once = describe(device).num_sms // num_kv_heads
+    return max(1, tiles_at_once * tiles.PROMPT_ROWS // (num_heads // num_kv_heads))
 
 
 def _decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | None, max_query_len: int) -> Tensor:

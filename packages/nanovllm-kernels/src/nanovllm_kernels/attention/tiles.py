@@ -16,6 +16,8 @@ LATENT_UNIT_WAVES = 2
 MAX_SPLITS = 64
 # Without a device to ask (the interpreter) a launch is shaped as for a small one.
 INTERPRETER_SMS = 8
+# Query rows of a prompt's tile, here and in FlashAttention.
+PROMPT_ROWS = 128
 
 
 class TileConfig(NamedTuple):

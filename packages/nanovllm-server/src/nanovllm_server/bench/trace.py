@@ -30,7 +30,7 @@ class Event(msgspec.Struct):
     tid: int
     ts: float = 0.0
     dur: float = 0.0
-    args: dict[str, str] = {}
+    args: dict[str, str | float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def read(path: Path) -> dict[str, dict[int, Event]]:
         try:
             event = decode(line.removesuffix(","))
             if event.ph == "M":
-                names[event.tid] = event.args["name"]
+                names[event.tid] = str(event.args["name"])
             else:
                 spans.setdefault(names[event.tid], {})[int(event.name.removeprefix("step "))] = event
         except (msgspec.DecodeError, KeyError, ValueError) as error:

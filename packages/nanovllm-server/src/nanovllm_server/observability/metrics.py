@@ -137,10 +137,22 @@ class Metrics(Collector):
             ("num_requests_running", "Requests that take part in steps.", stats.num_requests_running),
             ("num_requests_waiting", "Requests in the engine's queue.", stats.num_requests_waiting),
             ("kv_cache_usage_perc", "Share of the KV cache that requests hold, 0 to 1.", stats.kv_cache_usage),
+            ("step_limit_seconds", "Longest planned time of a step with prompts and decodes.", stats.step_limit_s),
+            ("decode_step_seconds", "Time of a usual step without prompts.", stats.decode_step_s),
+            ("step_time_error_ratio", "Mean relative error of predicted step times.", stats.step_time_error),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        step_times = GaugeMetricFamily(
+            PREFIX + "step_time_coefficient_seconds",
+            "Seconds by which step times are predicted: fixed, per token, per token of decode context, per pair of "
+            "prompt tokens that attend to each other.",
+            labels=["model_name", "term"],
+        )
+        for term, seconds in stats.step_time_coefficients:
+            step_times.add_metric([self._model, term], seconds)
+        yield step_times
         for name, help_text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),

@@ -1,0 +1,181 @@
+"""Shares a step's budget among prompts: those that hold a row already, and those that wait for one."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm_core.cache.manager import BlockShortage
+from nanovllm_core.request import Request
+from nanovllm_core.scheduling.budget import StepBudget, StepLimits
+from nanovllm_core.scheduling.lifecycle import Lifecycle
+from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
+from nanovllm_core.scheduling.policy import MAX_BYPASSES, OLDEST_SHARE, request_class
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
+
+# Waiting requests that are considered for a step.
+WINDOW = 64
+
+
+class Chunk(NamedTuple):
+    """A prompt's part in a step: its row computes `num_tokens` tokens."""
+
+    row: int
+    num_tokens: int
+
+
+class PromptChunks(NamedTuple):
+    """The prompts' part of a step: chunks, and the rows and blocks of requests that are admitted for them."""
+
+    chunks: list[Chunk]
+    new_rows: list[NewRow]
+    new_blocks: NewBlocks
+
+
+class _Candidate(NamedTuple):
+    """A prompt that the step may compute.
+
+    start, end: the tokens that are left. Of a waiting request `start` is an estimate: the hits when last looked up.
+    """
+
+    request: Request
+    start: int
+    end: int
+
+
+class _Blocked(NamedTuple):
+    """A waiting request for which there were too few free blocks.
+
+    num_blocks: free blocks that it needs. num_bypasses: requests admitted since.
+    """
+
+    request: Request
+    num_blocks: int
+    num_bypasses: int
+
+
+class PromptScheduler:
+    """Chooses the prompts of each step.
+
+    The prompt with the least work left goes first, within the most urgent class of requests. The oldest of this class
+    gets a share of the steps' time even so, and a request that lacks blocks is not overtaken for ever.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, limits: StepLimits, model: StepTimeModel):
+        self._lifecycle = lifecycle
+        self._limits = limits
+        self._cache = lifecycle.cache
+        self._rows = lifecycle.rows
+        self._model = model
+        # Cached tokens of waiting requests by key, as last looked up.
+        self._hits: dict[int, int] = {}
+        self._blocked: _Blocked | None = None
+        # Steps in a row in which the oldest prompt got less than its share.
+        self._num_passed_over = 0
+
+    def plan(self, decodes: StepWork, planned: PromptChunks, *, may_admit: bool) -> None:
+        """Add chunks to `planned`, with new rows and blocks for requests that are admitted if `may_admit`.
+
+        decodes: the step's work without prompts.
+        """
+        candidates = self._running()
+        if may_admit and self._rows.num_free:
+            candidates += self._waiting()
+        if not candidates:
+            return
+        budget = StepBudget(self._limits, self._model, decodes, self._cache.block_size)
+        candidates.sort(key=self._order)
+        most_urgent = request_class(candidates[0].request)
+        oldest = min(
+            (each for each in candidates if request_class(each.request) == most_urgent),
+            key=lambda each: each.request.arrival_time,
+        )
+        if self._num_passed_over >= 1 / OLDEST_SHARE - 1:
+            candidates.remove(oldest)
+            candidates.insert(0, oldest)
+        seconds = [self._serve(candidate, budget, planned) for candidate in candidates]
+        is_served = any(chunk.row == oldest.request.row for chunk in planned.chunks)
+        is_fair = is_served and seconds[candidates.index(oldest)] >= OLDEST_SHARE * sum(seconds)
+        self._num_passed_over = 0 if is_fair else self._num_passed_over + 1
+        # A burst of short prompts may be larger than the window.
+        while may_admit and budget.tokens > 0 and self._rows.num_free:
+            num_admitted = len(planned.new_rows)
+            for candidate in sorted(self._waiting(), key=self._order):
+                self._serve(candidate, budget, planned)
+            if len(planned.new_rows) == num_admitted:
+                break
+
+    def _serve(self, candidate: _Candidate, budget: StepBudget, planned: PromptChunks) -> float:
+        """Give a prompt what the budget has for it, and return the seconds that this takes."""
+        num_tokens = budget.chunk(candidate.start, candidate.end)
+        if num_tokens == 0:
+            return 0.0
+        if candidate.request.row >= 0:
+            planned.chunks.append(Chunk(candidate.request.row, num_tokens))
+            return budget.take(candidate.start, num_tokens)
+        if self._rows.num_free and not self._must_wait(candidate.request):
+            return self._admit(candidate.request, budget, planned)
+        return 0.0
+
+    def _running(self) -> list[_Candidate]:
+        rows = self._rows
+        begun = np.flatnonzero(rows.running & (rows.num_tokens - rows.num_computed > 1))
+        starts, ends = rows.num_computed[begun].tolist(), rows.num_tokens[begun].tolist()
+        return list(map(_Candidate, rows.of(begun), starts, ends))
+
+    def _waiting(self) -> list[_Candidate]:
+        first = [request for request in self._lifecycle.waiting.first(WINDOW) if not self._must_wait(request)]
+        self._hits = {request.key: self._cache.count_hits(request, self._hits.get(request.key)) for request in first}
+        return [_Candidate(request, self._hits[request.key], request.num_tokens) for request in first]
+
+    def _order(self, candidate: _Candidate) -> tuple[tuple[int, int], float, int, float]:
+        request, start, end = candidate
+        left = end - start
+        return request_class(request), self._model.chunk_seconds(start, left), left, request.arrival_time
+
+    def _must_wait(self, request: Request) -> bool:
+        """Whether blocks are known to be too few for `request`, or are kept for one that came before it."""
+        blocked = self._blocked
+        if blocked is None:
+            return False
+        if blocked.request not in self._lifecycle.waiting:
+            self._blocked = None
+            return False
+        if request is blocked.request:
+            # The number includes the watermark's blocks, which an idle engine need not keep.
+            return self._cache.pool.num_free < blocked.num_blocks and self._rows.num_running > 0
+        return blocked.num_bypasses >= MAX_BYPASSES and request_class(request) >= request_class(blocked.request)
+
+    def _admit(self, request: Request, budget: StepBudget, planned: PromptChunks) -> float:
+        num_computed = self._cache.admit(request, keep_watermark=self._rows.num_running > 0)
+        blocked = self._blocked
+        if isinstance(num_computed, BlockShortage):
+            if blocked is None:
+                self._blocked = _Blocked(request, num_computed.num_blocks, 0)
+            elif blocked.request is request:
+                self._blocked = blocked._replace(num_blocks=num_computed.num_blocks)
+            return 0.0
+        num_tokens = budget.chunk(num_computed, request.num_tokens)
+        if num_tokens == 0:
+            self._cache.release(request)
+            return 0.0
+        if blocked is not None:
+            self._blocked = blocked._replace(num_bypasses=blocked.num_bypasses + 1)
+        self._lifecycle.start(request, num_computed)
+        planned.new_rows.append(_new_row(request, num_computed))
+        planned.new_blocks.add(request.row, 0, request.block_ids)
+        planned.chunks.append(Chunk(request.row, num_tokens))
+        return budget.take(num_computed, num_tokens)
+
+
+def _new_row(request: Request, num_computed: int) -> NewRow:
+    return NewRow(
+        row=request.row,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=num_computed,
+        sampling=request.sampling,
+        seed=request.seed,
+        stop_ids=tuple(sorted(request.stop_ids)),
+        compiled=request.compiled,
+        state=NewState(request.state_slot, request.state_origin, tuple(request.checkpoints)),
+    )

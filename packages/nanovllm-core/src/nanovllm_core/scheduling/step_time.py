@@ -1,0 +1,191 @@
+"""Predicts how long a step takes from what it computes, and learns from the steps that have ended."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# An observation counts 1 % less with each later one of its kind.
+_KEPT = 0.99
+# Decode steps tell what cached context costs, but steps with prompts are what is predicted.
+_DECODE_SHARE = 0.25
+# A decode step is short, and like the one before it: the fit takes in one of so many.
+_DECODE_STRIDE = 8
+# Terms that recent steps do not tell apart stay near their last values.
+_INERTIA = 1e-3
+_ERROR_KEPT = 0.95
+
+
+class StepWork(NamedTuple):
+    """What a step computes.
+
+    num_tokens: tokens of decodes and prompts.
+    decode_context: sum of the decodes' context lengths, in tokens.
+    prompt_pairs: pairs of a prompt's query token and a token it attends to, summed over the step's chunks.
+    """
+
+    num_tokens: int
+    decode_context: int = 0
+    prompt_pairs: int = 0
+
+
+class StepTimeCoefficients(NamedTuple):
+    """Seconds per step, per token, per token of decode context and per pair of prompt tokens."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_decode_context: float = 0.0
+    per_prompt_pair: float = 0.0
+
+
+def attention_pairs(start: int, num_tokens: int) -> int:
+    """Pairs that a chunk of `num_tokens` tokens attends to after `start` computed ones, under a causal mask."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+# Chunk lengths that are measured at start-up, until a step takes longer than this.
+_CALIBRATED_TOKENS = (1, 16, 64, 256, 1024, 4096)
+_CALIBRATED_S = 0.02
+
+
+def calibrate(
+    model: "StepTimeModel", time_step: Callable[[int, int], float], max_num_tokens: int, max_model_len: int
+) -> None:
+    """Let `model` observe a few steps before the first request, in a fraction of a second.
+
+    time_step: seconds of a step with one chunk of so many tokens after so many computed ones.
+    """
+    num_tokens = 1
+    for num_tokens in _CALIBRATED_TOKENS:
+        if num_tokens > min(max_num_tokens, max_model_len):
+            break
+        seconds = time_step(num_tokens, 0)
+        is_decode = num_tokens == 1
+        model.observe(StepWork(num_tokens, int(is_decode), 0 if is_decode else attention_pairs(0, num_tokens)), seconds)
+        if seconds > _CALIBRATED_S:
+            break
+    num_tokens = min(num_tokens, 512, max_num_tokens, max_model_len // 2)
+    context = min(32 * num_tokens, max_model_len - num_tokens)
+    if num_tokens > 1:
+        seconds = time_step(num_tokens, context)
+        model.observe(StepWork(num_tokens, 0, attention_pairs(context, num_tokens)), seconds)
+
+
+class StepTimeModel:
+    """A linear model of step times, fitted online by weighted least squares with non-negative coefficients.
+
+    Before the first observation every prediction is 0.
+    """
+
+    def __init__(self) -> None:
+        self._prompt_steps, self._decode_steps = _Moments(), _Moments()
+        self._coefficients = StepTimeCoefficients()
+        self._is_stale = False
+        self._error = 0.0
+        self._decode_step_s = 0.0
+        self._num_decode_steps = 0
+
+    @property
+    def coefficients(self) -> StepTimeCoefficients:
+        """The fit to all observations so far."""
+        if self._is_stale:
+            self._coefficients = self._fit()
+            self._is_stale = False
+        return self._coefficients
+
+    @property
+    def error(self) -> float:
+        """Mean relative error of recent predictions for steps with prompts."""
+        return self._error
+
+    @property
+    def decode_step_s(self) -> float:
+        """Usual time of a step without prompts, in seconds; 0 before the first one."""
+        return self._decode_step_s
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds that a step of `work` takes."""
+        fixed, *rates = self.coefficients
+        return fixed + sum(rate * amount for rate, amount in zip(rates, work, strict=True))
+
+    def chunk_tokens(self, start: int, seconds: float) -> float:
+        """The most tokens after `start` that a chunk computes within `seconds`; infinity before any observation."""
+        _, per_token, _, per_pair = self.coefficients
+        linear, quadratic = per_token + per_pair * (start + 0.5), per_pair / 2
+        if seconds <= 0:
+            return 0.0
+        if linear <= 0 or seconds == float("inf"):
+            return float("inf")
+        # The positive root of quadratic * n^2 + linear * n = seconds, in a form that allows quadratic to be 0.
+        return 2 * seconds / (linear + (linear * linear + 4 * quadratic * seconds) ** 0.5)
+
+    def chunk_seconds(self, start: int, num_tokens: int) -> float:
+        """Seconds that a chunk adds to a step."""
+        _, per_token, _, per_pair = self.coefficients
+        return per_token * num_tokens + per_pair * attention_pairs(start, num_tokens)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step of `work` that took `seconds`."""
+        if seconds > 0:
+            (self._observe_prompts if work.prompt_pairs else self._observe_decodes)(work, seconds)
+
+    def _observe_prompts(self, work: StepWork, seconds: float) -> None:
+        expected = self.predict(work)
+        # Relative errors count. A step that took far too long (a first use compiles) then moves the fit little.
+        scale = max(seconds, expected / 2)
+        self._prompt_steps.add(work, seconds, scale)
+        self._is_stale = True
+        if expected > 0:
+            self._error += (1 - _ERROR_KEPT) * (min(abs(seconds - expected) / scale, 1.0) - self._error)
+
+    def _observe_decodes(self, work: StepWork, seconds: float) -> None:
+        usual = self._decode_step_s
+        # As in the fit, one slow step must not change what is usual.
+        self._decode_step_s = seconds if usual == 0 else usual + 0.1 * (min(seconds, 2 * usual) - usual)
+        if self._num_decode_steps % _DECODE_STRIDE == 0:
+            self._decode_steps.add(work, seconds, max(seconds, usual / 2))
+            self._is_stale = True
+        self._num_decode_steps += 1
+
+    def _fit(self) -> StepTimeCoefficients:
+        gram, moment = self._prompt_steps.mean(1.0)
+        of_decodes = self._decode_steps.mean(_DECODE_SHARE)
+        gram, moment = gram + of_decodes[0], moment + of_decodes[1]
+        inertia = _INERTIA * np.diag(gram) + 1e-30
+        prior = np.array(self._coefficients) / _SCALES
+        gram, moment = gram + np.diag(inertia), moment + inertia * prior
+        kept = np.arange(len(_SCALES))
+        found = np.zeros(len(_SCALES))
+        while len(kept):
+            solved = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
+            if (solved >= 0).all():
+                found[kept] = solved
+                break
+            kept = np.delete(kept, solved.argmin())
+        return StepTimeCoefficients(*(found * _SCALES).tolist())
+
+
+# Units in which coefficients are of similar size: seconds per 1, 1e3, 1e6 and 1e8.
+_SCALES = 1 / np.array([1.0, 1e3, 1e6, 1e8])
+
+
+class _Moments:
+    """Decaying sums over observations: of the products of their terms, and of terms times seconds."""
+
+    def __init__(self) -> None:
+        self._gram = np.zeros((len(_SCALES), len(_SCALES)))
+        self._moment = np.zeros(len(_SCALES))
+        self._weight = 0.0
+
+    def add(self, work: StepWork, seconds: float, scale: float) -> None:
+        """Count an observation, whose error is relative to `scale` seconds."""
+        terms = np.array((1, *work), np.float64) * _SCALES / scale
+        self._gram = self._gram * _KEPT + np.outer(terms, terms)
+        self._moment = self._moment * _KEPT + terms * (seconds / scale)
+        self._weight = self._weight * _KEPT + 1
+
+    def mean(self, share: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The weighted mean of an observation's products, times `share`; zeros before the first."""
+        factor = share / max(self._weight, 1.0)
+        return self._gram * factor, self._moment * factor
