@@ -47,7 +47,7 @@ class CacheManager:
         if self.states is not None:
             num_hits, origin = self.states.find(request.block_hashes[:shared])
             del hits[num_hits:]
-        needed = self._blocks_for(len(request.token_ids)) - len(hits)
+        needed = self._blocks_for(request.num_tokens) - len(hits)
         revived = sum(1 for block in hits if self.pool.refs(block) == 0)
         spare = self._watermark_blocks if keep_watermark else 0
         if needed + revived + spare > self.pool.num_free:
@@ -100,7 +100,7 @@ class CacheManager:
         if self._hasher is None:
             return hits
         self._hasher.extend(request)
-        most = (request.num_scored if request.num_to_score else len(request.token_ids) - 1) // self.block_size
+        most = (request.num_scored if request.num_to_score else request.num_tokens - 1) // self.block_size
         for block_hash in request.block_hashes[:most]:
             block = self.pool.lookup(block_hash)
             if block is None:

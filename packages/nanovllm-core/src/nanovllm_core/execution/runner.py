@@ -321,7 +321,8 @@ class Runner:
     ) -> None:
         """A step of prompts so long, rising. Its block tables are empty, so it reads and writes only the null block."""
         new_rows = [
-            NewRow(row, [0] * length, length, 0, sampling, seed=0, stop_ids=()) for row, length in enumerate(lengths)
+            NewRow(row, np.zeros(length, np.int32), length, 0, sampling, seed=0, stop_ids=())
+            for row, length in enumerate(lengths)
         ]
         count = len(lengths)
         scheduled = ScheduledRows(np.arange(count), np.array(lengths), np.ones(count, np.bool_))

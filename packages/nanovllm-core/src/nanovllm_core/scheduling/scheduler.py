@@ -214,7 +214,7 @@ class Scheduler:
             num_computed = self.cache.admit(request, keep_watermark=rows.num_running > 0)
             if num_computed is None:
                 return
-            num_tokens = self._chunk(num_computed, len(request.token_ids), budget)
+            num_tokens = self._chunk(num_computed, request.num_tokens, budget)
             if num_tokens == 0:
                 self.cache.release(request)
                 return
@@ -245,7 +245,7 @@ class Scheduler:
     def _new_row(self, request: Request, num_computed: int) -> NewRow:
         return NewRow(
             row=request.row,
-            token_ids=list(request.token_ids),
+            token_ids=request.known_ids(),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_computed,
             sampling=request.sampling,
