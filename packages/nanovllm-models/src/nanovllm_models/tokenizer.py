@@ -4,7 +4,6 @@ Built on transformers, imported on first use, as it takes seconds. This room mus
 """
 
 import inspect
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
+from nanovllm_models.segments import segment_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,6 +46,7 @@ class Tokenizer:
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.has_chat_template = chat_template is not None or hf_tokenizer.chat_template is not None
+        self._segments = segment_encoder(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
         # Values that a caller of `render_chat` may give a template, but not under names that transformers takes itself.
@@ -63,10 +64,13 @@ class Tokenizer:
         add_special_tokens: put what the model wants around a text (mostly a token for its beginning). Not for rendered
         conversations, whose template has done so.
         """
-        # For a batch other Python threads may run meanwhile, and nobody here asks which characters a token is of.
+        if self._segments is not None and not add_special_tokens:
+            return self._segments.encode(text)
+        # For a batch the tokenizer gives up the interpreter's lock; "fast" leaves out the offsets of tokens.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        # By way of `array`, which reads a list of integers several times faster than numpy.
-        return _read_only(np.frombuffer(array("i", encoding.ids), np.int32))
+        token_ids = np.array(encoding.ids, np.int32)
+        token_ids.flags.writeable = False
+        return token_ids
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no valid UTF-8 come out as U+FFFD."""
@@ -129,11 +133,6 @@ def load_tokenizer(path: Path | str, *, chat_template: str | None = None) -> Tok
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"can't load the tokenizer in {path}: {reason}") from error
-
-
-def _read_only(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    token_ids.flags.writeable = False
-    return token_ids
 
 
 def _load(path: Path) -> "PreTrainedTokenizerFast":
