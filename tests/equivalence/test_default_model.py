@@ -52,7 +52,7 @@ SETTINGS = {
 def prompts(default_model) -> list[list[int]]:
     tokenizer = load_tokenizer(default_model)
     conversations = ([{"role": "user", "content": question}] for question in QUESTIONS)
-    return [tokenizer.encode(tokenizer.render_chat(c), add_special_tokens=False) for c in conversations]
+    return [tokenizer.encode(tokenizer.render_chat(c), add_special_tokens=False).tolist() for c in conversations]
 
 
 @pytest.fixture(scope="module")

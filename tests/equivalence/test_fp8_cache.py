@@ -35,7 +35,7 @@ def tokenizer(default_model):
 
 def encode(tokenizer, questions: Iterable[str]) -> list[list[int]]:
     conversations = ([{"role": "user", "content": question}] for question in questions)
-    return [tokenizer.encode(tokenizer.render_chat(c), add_special_tokens=False) for c in conversations]
+    return [tokenizer.encode(tokenizer.render_chat(c), add_special_tokens=False).tolist() for c in conversations]
 
 
 async def run(model, device, dtype, kind: str, prompts: list[list[int]], **sampling) -> list[list[RequestOutput]]:

@@ -49,7 +49,7 @@ async def test_free_rows_beside_held_ones_say_what_they_say_alone(default_model,
 
     async def ask(name: str, question: str, grammar: GrammarSpec | None) -> list[RequestOutput]:
         text = tokenizer.render_chat([{"role": "user", "content": question}])
-        prompt = tokenizer.encode(text, add_special_tokens=False)
+        prompt = tokenizer.encode(text, add_special_tokens=False).tolist()
         sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, grammar=grammar)
         return [output async for output in engine.generate(Request(name, prompt, sampling))]
 

@@ -37,7 +37,7 @@ async def create(sdk, **fields):
 
 async def test_greedy_is_what_transformers_says(sdk, default_model, load_reference, reference_generate):
     tokenizer = load_tokenizer(default_model)
-    prompt = tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
+    prompt = tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False).tolist()
     expected = reference_generate(load_reference(default_model, torch.float32, "cpu"), prompt, 24)
     answer = await create(sdk, max_tokens=24, extra_body={"ignore_eos": True})
     assert answer.choices[0].message.content == tokenizer.decode(expected)

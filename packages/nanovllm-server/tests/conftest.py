@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from contract import Exchange, check
 from hypercorn.typing import ASGIFramework
+from numpy.typing import NDArray
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -59,8 +60,8 @@ class ScriptedTokenizer:
     given: list[tuple[Any, Any]] = field(default_factory=list)
     turns: list[tuple[bool, bool, Any]] = field(default_factory=list)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
+        return np.array(self.backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
 
     def render_chat(
         self,
@@ -159,7 +160,7 @@ class ScriptedEngine(Engine):
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
             return []
-        tokens = np.array(request.token_ids[1:], np.int32)
+        tokens = request.prompt_ids[1:]
         top_ids = tokens[:, None] + np.array([1, 0, *range(2, 20)], np.int32)[:num_top]
         top_logprobs = np.broadcast_to(np.float32([-0.5, -1.5, *range(-3, -21, -1)])[:num_top], top_ids.shape)
         own = np.full_like(tokens, -1.5, np.float32), np.full_like(tokens, 2)
@@ -168,7 +169,7 @@ class ScriptedEngine(Engine):
     async def _run(self, request: Request) -> None:
         sampling = request.sampling
         tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
-        limit = sampling.max_tokens or MAX_MODEL_LEN - len(request.token_ids)
+        limit = sampling.max_tokens or MAX_MODEL_LEN - request.num_prompt_tokens
         made = 0
         while made < limit:
             if self.delay or made % 50 == 49:

@@ -80,7 +80,7 @@ async def test_requests_say_what_is_measured(job, engine):
     assert len(requests) == 12
     assert {(one.max_tokens, one.ignore_eos, one.temperature) for one in requests} == {(8, True, 0.25)}
     # A repetition has prompts that the server hasn't seen.
-    assert len({tuple(request.token_ids) for request in engine.requests[1:]}) == 12
+    assert len({tuple(request.prompt_ids) for request in engine.requests[1:]}) == 12
 
 
 async def test_concurrency_is_a_limit(job, engine):

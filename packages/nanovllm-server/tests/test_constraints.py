@@ -192,11 +192,11 @@ async def test_a_budget_closes_reasoning(post, engine, speak, service, vocabular
     request = engine.requests[-1]
     assert request.sampling.budget == Budget(3, (300,))
     # Whom a budget is given reasons.
-    assert request.token_ids[-10:] == [*b"hi<think>\n"]
+    assert request.prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "ok")
     await post(max_reasoning_tokens=2**62, chat_template_kwargs={"opening": "<think>\n"})
     assert engine.requests[-1].sampling.budget == Budget(512, (300,))
-    assert engine.requests[-1].token_ids[-10:] == [*b"hi<think>\n"]
+    assert engine.requests[-1].prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     await post(max_reasoning_tokens=3, chat_template_kwargs={"opening": "<think>\n</think>"})
     assert engine.requests[-1].sampling.budget is None
     speak(PLAIN)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from nanovllm_models.chat_formats import HERMES, TOOL_CALL_FORMATS, ChatFormat
@@ -24,7 +25,7 @@ class TemplateTokenizer:
 
     def encode(self, text, *, add_special_tokens):
         assert not add_special_tokens
-        return [ord(character) for character in text]
+        return np.array([ord(character) for character in text], np.int32)
 
     def render_chat(self, messages, *, template_values=None, **_):
         return "".join(self._template(message["role"], message["content"]) for message in messages)
@@ -200,5 +201,5 @@ async def test_a_prompt_can_be_made_longer():
     renderer = Renderer(TemplateTokenizer(lambda role, content: content))
     prompt = await renderer.extend(await renderer.render(ASKED), "\n<think>")
     assert prompt.text == "hi\n<think>"
-    assert prompt.token_ids == [ord(character) for character in prompt.text]
+    assert prompt.token_ids.tolist() == [ord(character) for character in prompt.text]
     renderer.close()

@@ -5,15 +5,13 @@ This room must not know how requests are scheduled, where their cache lies or ho
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -28,6 +26,7 @@ _LEAST = 1e-6
 
 FinishReason = Literal["stop", "length"]
 BlockHash = int | bytes
+TokenIds = NDArray[np.int32]
 
 
 class RequestError(ValueError):
@@ -40,6 +39,27 @@ class RequestError(ValueError):
 
 class GrammarError(ValueError):
     """A grammar that nothing can be held to; the message, one line, says why and what would be right."""
+
+
+def as_token_ids(ids: Sequence[int] | NDArray[Any]) -> TokenIds:
+    """A read-only int32 array of `ids`; a read-only int32 array is returned as it is, anything else is copied.
+
+    Raises RequestError when `ids` is not one row of integers that int32 holds.
+    """
+    found = np.asarray(ids)
+    if found.size == 0 and found.ndim == 1:
+        found = found.astype(np.int32)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise RequestError("prompt", "the prompt must be a sequence of token ids, which are integers")
+    if found.dtype != np.int32:
+        bounds = np.iinfo(np.int32)
+        if found.min() < bounds.min or found.max() > bounds.max:
+            raise RequestError("prompt", f"the prompt's token ids must be from 0 to {bounds.max}")
+        found = found.astype(np.int32)
+    elif found.flags.writeable:
+        found = found.copy()
+    found.flags.writeable = False
+    return found
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
@@ -179,7 +199,7 @@ class GrammarMatcher(Protocol):
     """Where one request's output stands in its grammar."""
 
     @property
-    def end_ids(self) -> "frozenset[int]":
+    def end_ids(self) -> frozenset[int]:
         """The tokens that end an answer, after which there is nothing more to match."""
         ...
 
@@ -187,7 +207,7 @@ class GrammarMatcher(Protocol):
         """Go on by one token. False, and nothing changed, when the grammar doesn't allow it here."""
         ...
 
-    def fill(self, masks: "NDArray[np.int32]", index: int) -> None:
+    def fill(self, masks: NDArray[np.int32], index: int) -> None:
         """Write which tokens may come next to masks[index], as `nanovllm_kernels.sampling.apply_masks` reads it."""
         ...
 
@@ -197,7 +217,7 @@ class GrammarMatcher(Protocol):
         ...
 
     @staticmethod
-    def fill_all(matchers: "Sequence[GrammarMatcher]", masks: "NDArray[np.int32]") -> None:
+    def fill_all(matchers: "Sequence[GrammarMatcher]", masks: NDArray[np.int32]) -> None:
         """`fill` of each, to the first of `masks`, in one call."""
         ...
 
@@ -234,9 +254,10 @@ class Request:
     is not here but in the scheduler's rows.
 
     id: chosen by the sender, unique among its requests in the engine.
-    token_ids: the prompt; the engine works on a copy, to which it appends what it makes.
+    token_ids: the prompt, as integers or as an array of them; kept as `prompt_ids`.
     cache_salt: requests with different salts never share cached blocks.
     priority: lower is served first; among equals, whoever came first.
+    prompt_ids: the prompt, read-only. output_ids: the tokens that the engine made and the host knows.
     key: what the engine calls it, never used twice by any client of an engine.
     row: where its state is while it runs, -1 for nowhere.
     compiled: its grammar, once there, if it has one.
@@ -246,12 +267,14 @@ class Request:
     """
 
     id: str
-    token_ids: list[int]
+    token_ids: InitVar[Sequence[int] | NDArray[Any]]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
     priority: int = 0
     arrival_time: float = 0.0
 
+    prompt_ids: TokenIds = field(init=False)
+    output_ids: list[int] = field(init=False, default_factory=list[int])
     key: int = field(init=False, default=0)
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
@@ -270,13 +293,20 @@ class Request:
     state_origin: int = field(init=False, default=0)
     checkpoints: list[Checkpoint] = field(init=False, default_factory=list[Checkpoint])
 
-    def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
+    def __post_init__(self, token_ids: Sequence[int] | NDArray[Any]) -> None:
+        self.prompt_ids = as_token_ids(token_ids)
+        self.num_prompt_tokens = len(self.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output that are known."""
-        return len(self.token_ids)
+        """Tokens that the host knows: the prompt and the outputs."""
+        return self.num_prompt_tokens + len(self.output_ids)
+
+    def known_ids(self) -> TokenIds:
+        """The prompt and the outputs in one array; without outputs the prompt's own array."""
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate((self.prompt_ids, np.array(self.output_ids, np.int32)))
 
     @property
     def num_to_score(self) -> int:

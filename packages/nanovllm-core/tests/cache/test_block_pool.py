@@ -21,7 +21,7 @@ def found(cache: CacheManager, tokens: list[int], salt: str = "") -> int | None:
 
 
 def finish(cache: CacheManager, request: Request) -> None:
-    cache.commit(request, len(request.token_ids))
+    cache.commit(request, request.num_tokens)
     cache.release(request)
 
 

@@ -19,7 +19,7 @@ def admitted(cache: CacheManager, tokens: list[int]) -> tuple[Request, int]:
 
 
 def finish(cache: CacheManager, request: Request) -> None:
-    cache.commit(request, len(request.token_ids))
+    cache.commit(request, request.num_tokens)
     cache.release(request)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import numpy as np
 import pytest
 
 from nanovllm_core import (
@@ -237,6 +238,7 @@ async def test_a_taken_id_is_refused_and_harms_nobody(engine, oracle):
         ("prompt", Request("x", [1] * 256)),
         ("prompt", Request("x", [97])),
         ("prompt", Request("x", [-1])),
+        ("prompt", Request("x", np.array([1, 97], np.int32))),
         ("max_tokens", Request("x", [1], SamplingParams(max_tokens=0))),
         ("max_tokens", Request("x", [1], SamplingParams(max_tokens=256))),
         ("temperature", Request("x", [1], SamplingParams(temperature=float("nan")))),

@@ -84,13 +84,13 @@ async def test_those_of_the_oracle_whatever_the_settings(name, device, toy_spec,
         await engine.stop()
     for request, (tokens, found, num_cached) in zip(work, answers, strict=True):
         if not request.sampling.presence_penalty:
-            assert tokens == oracle(request.token_ids, OUTPUT)
+            assert tokens == oracle(request.prompt_ids.tolist(), OUTPUT)
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
             assert found is None
             continue
         assert num_cached == 0
-        check(found, num_top, request.token_ids, prompt_oracle(request.token_ids))
+        check(found, num_top, request.prompt_ids.tolist(), prompt_oracle(request.prompt_ids.tolist()))
 
 
 async def test_a_prompt_that_asks_reads_no_cached_blocks_but_leaves_its_own(toy_spec, oracle, prompt_oracle):

@@ -11,6 +11,7 @@ from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.inputs import MaskBuffer
 from nanovllm_core.execution.landing import Place
 from nanovllm_core.execution.sampler import Sampled, StepHandle
+from nanovllm_core.request import as_token_ids
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 
 VOCAB = 70
@@ -76,7 +77,7 @@ class CountingGrammar:
 
 
 def new_row(row: int, budget: Budget | None, grammar: CountingGrammar | None = None) -> NewRow:
-    return NewRow(row, [1, 2], 2, 0, SamplingParams(budget=budget), seed=0, stop_ids=(), compiled=grammar)
+    return NewRow(row, as_token_ids([1, 2]), 2, 0, SamplingParams(budget=budget), seed=0, stop_ids=(), compiled=grammar)
 
 
 def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bool] | None = None) -> StepPlan:

@@ -22,7 +22,7 @@ from nanovllm_core.execution.graphs import (
     mixed_sizes,
 )
 from nanovllm_core.execution.runner import Runner
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.request import SamplingParams, as_token_ids
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 
 
@@ -206,7 +206,10 @@ CHUNKS = (40, 20, 9)
 def plans() -> list[StepPlan]:
     """Three prompts but for their last four tokens; these, as a drafter would have them verified; then decodes."""
     greedy = SamplingParams(temperature=0)
-    new_rows = [NewRow(row, prompt, len(prompt), 0, greedy, seed=0, stop_ids=()) for row, prompt in enumerate(PROMPTS)]
+    new_rows = [
+        NewRow(row, as_token_ids(prompt), len(prompt), 0, greedy, seed=0, stop_ids=())
+        for row, prompt in enumerate(PROMPTS)
+    ]
     blocks, nothing = NewBlocks(), NewBlocks()
     for row in range(3):
         blocks.add(row, 0, [*range(1 + 4 * row, 5 + 4 * row)])

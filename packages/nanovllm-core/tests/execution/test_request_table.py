@@ -7,7 +7,7 @@ import torch
 from counting import calls
 
 from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.request import SamplingParams, as_token_ids
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 
 
@@ -26,7 +26,7 @@ def test_a_plan_is_seen_in_the_tables():
     blocks = NewBlocks()
     blocks.add(2, 0, [9, 8, 7])
     blocks.add(0, 1, [5])
-    new = NewRow(2, [3, 4, 5], 3, 0, SamplingParams(temperature=0.5, logprobs=4), seed=1, stop_ids=())
+    new = NewRow(2, as_token_ids([3, 4, 5]), 3, 0, SamplingParams(temperature=0.5, logprobs=4), seed=1, stop_ids=())
     step = table.apply(plan_of([0, 2, 3], [1, 3, 2], [True, True, False], [new], blocks))
     assert table.block_table.tolist() == [[0, 5, 0, 0], [0] * 4, [9, 8, 7, 0], [0] * 4]
     assert table.tokens[2, :3].tolist() == [3, 4, 5]
@@ -66,6 +66,6 @@ def test_steps_that_are_scheduled_alike_have_the_same_inputs():
     assert table.apply(grown) is inputs
     assert table.block_table[2].tolist() == [0, 0, 0, 6]
     # Who gets a row may ask for something else there.
-    new = NewRow(2, [3, 4], 2, 1, SamplingParams(temperature=0.5), seed=1, stop_ids=())
+    new = NewRow(2, as_token_ids([3, 4]), 2, 1, SamplingParams(temperature=0.5), seed=1, stop_ids=())
     assert table.apply(replace(first, new_rows=[new])).needs == Needs.RANDOM
     assert table.apply(plan_of([0], [1], [True])).rows.tolist() == [0]

@@ -79,9 +79,7 @@ def held_by_need(num_blocks: int, num_steps: int) -> tuple[list[int], list[int]]
         grown.append(len(planned.plan.new_blocks.rows))
         scheduler.complete(planned, StepTokens(np.full(count, 7, np.int32), ()))
     # The last token has been made, but not computed.
-    return grown, [
-        len(request.block_ids) - -(-(len(request.token_ids) - 1) // BLOCK_SIZE) for request in scheduler.running
-    ]
+    return grown, [len(request.block_ids) - -(-(request.num_tokens - 1) // BLOCK_SIZE) for request in scheduler.running]
 
 
 def test_plenty_of_blocks_are_given_to_all_in_one_step():
@@ -128,7 +126,7 @@ def test_steps_of_the_same_requests_are_scheduled_alike():
     assert third.plan.scheduled.rows.tolist() == first.plan.scheduled.rows.tolist()
     assert third.plan.scheduled is not first.plan.scheduled
     assert scheduler.complete(third, tokens).keys == [0, 1]
-    assert newcomer.token_ids == [9, 8, 8]
+    assert newcomer.known_ids().tolist() == [9, 8, 8]
 
 
 def test_blocks_of_an_answer_are_found_some_at_a_time_and_at_its_end_all():
@@ -144,5 +142,5 @@ def test_blocks_of_an_answer_are_found_some_at_a_time_and_at_its_end_all():
     # By the tokens that are computed: 40 to 138. What a request holds no more is not counted as its own.
     some = COMMITTED * BLOCK_SIZE
     assert committed == [max(2, computed // some * COMMITTED) for computed in range(40, 139)] + [0]
-    again = Request("again", request.token_ids, SamplingParams())
+    again = Request("again", request.known_ids(), SamplingParams())
     assert cache.admit(again, keep_watermark=False) == 138 // BLOCK_SIZE * BLOCK_SIZE

@@ -66,7 +66,7 @@ class Device:
         if self.states is not None:
             self.restore(plan.new_rows)
         for new in plan.new_rows:
-            self.tokens[new.row] = list(new.token_ids)
+            self.tokens[new.row] = new.token_ids.tolist()
             self.computed[new.row] = new.num_computed_tokens
             self.tables[new.row] = {}
         blocks = plan.new_blocks
@@ -106,7 +106,7 @@ class Device:
 
 def expected_output(request: Request, limit: int, eos_rate: int) -> list[int]:
     state, output = 1, []
-    for token in request.token_ids[: request.num_prompt_tokens]:
+    for token in request.prompt_ids.tolist():
         state = digest(state, token)
     while len(output) < limit:
         output.append(next_token(state, eos_rate))
@@ -117,8 +117,7 @@ def expected_output(request: Request, limit: int, eos_rate: int) -> list[int]:
 
 
 def expected_scores(request: Request) -> list[int]:
-    prompt = request.token_ids[: request.num_prompt_tokens]
-    return [*accumulate(prompt, digest, initial=1)][2:]
+    return [*accumulate(request.prompt_ids.tolist(), digest, initial=1)][2:]
 
 
 def check_ownership(scheduler: Scheduler, requests: list[Request]) -> None:

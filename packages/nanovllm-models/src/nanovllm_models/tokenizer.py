@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
+from nanovllm_models.segments import segment_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,6 +46,7 @@ class Tokenizer:
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.has_chat_template = chat_template is not None or hf_tokenizer.chat_template is not None
+        self._segments = segment_encoder(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
         # Values that a caller of `render_chat` may give a template, but not under names that transformers takes itself.
@@ -54,18 +58,24 @@ class Tokenizer:
         template = self._chat_template or self._hf_tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; names of special tokens within it count as those.
+    def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
+        """Token ids of `text`, read-only; names of special tokens within it count as those.
 
         add_special_tokens: put what the model wants around a text (mostly a token for its beginning). Not for rendered
         conversations, whose template has done so.
         """
-        # For a batch other Python threads may run meanwhile, and nobody here asks which characters a token is of.
+        if self._segments is not None and not add_special_tokens:
+            return self._segments.encode(text)
+        # For a batch the tokenizer gives up the interpreter's lock; "fast" leaves out the offsets of tokens.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        token_ids = np.array(encoding.ids, np.int32)
+        token_ids.flags.writeable = False
+        return token_ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int] | NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no valid UTF-8 come out as U+FFFD."""
+        if isinstance(token_ids, np.ndarray):
+            token_ids = token_ids.tolist()
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def render_chat(

@@ -56,7 +56,7 @@ def create_app(service: Service) -> Quart:
             f"chatcmpl-{chat.request_id or exchange.request_id}",
             service.clock.now(),
             chat.model,
-            generation.prompt_token_ids if chat.return_token_ids else None,
+            generation.prompt_token_ids.tolist() if chat.return_token_ids else None,
         )
         if chat.stream:
             stream = ChatStream(envelope, generation, include_usage=chat.include_usage)
@@ -69,7 +69,7 @@ def create_app(service: Service) -> Quart:
                     choices[delta.index].append(delta)
         body: dict[str, object] = {**envelope.completion(choices, generation.usage)}
         if (told := generation.prompt_logprobs) is not None:
-            arguments = service.vocabulary, generation.prompt_token_ids, told
+            arguments = service.vocabulary, generation.prompt_token_ids.tolist(), told
             body["prompt_logprobs"] = await asyncio.to_thread(write_prompt_logprobs, *arguments)
         return _json(body)
 

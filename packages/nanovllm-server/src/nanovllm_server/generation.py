@@ -8,6 +8,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanovllm_core import Engine, EngineDeadError, GrammarError, OpenRequest, PromptLogprobs, Request, RequestOutput
 from nanovllm_server.choice import Choice
 from nanovllm_server.observability.metrics import Metrics
@@ -100,9 +103,9 @@ class Generation:
         )
 
     @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        """What the model reads."""
-        return tuple(self._requests[0].token_ids)
+    def prompt_token_ids(self) -> NDArray[np.int32]:
+        """What the model reads; read-only."""
+        return self._requests[0].prompt_ids
 
     @property
     def finish_reasons(self) -> list[str]:

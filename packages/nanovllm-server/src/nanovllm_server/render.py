@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
@@ -26,19 +28,19 @@ PLAIN = TemplateOptions()
 Tools = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What the model reads, as text and as tokens."""
+    """What the model reads, as text and as tokens. token_ids: read-only."""
 
     text: str
-    token_ids: list[int]
+    token_ids: NDArray[np.int32]
 
 
 class ChatTokenizer(Protocol):
     """What is asked of a tokenizer here; `nanovllm_models.Tokenizer` has it."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Text to token ids."""
+    def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
+        """Text to token ids, read-only."""
         ...
 
     def render_chat(
@@ -85,7 +87,7 @@ class Renderer:
     def tokens_of_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids by which each of `words` may be written: at the beginning of a text, and after a space."""
         spellings = (spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip()))
-        found = (tuple(self._tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+        found = (tuple(self._tokenizer.encode(spelling, add_special_tokens=False).tolist()) for spelling in spellings)
         return tuple(dict.fromkeys(found))
 
     async def extend(self, prompt: Prompt, text: str) -> Prompt:

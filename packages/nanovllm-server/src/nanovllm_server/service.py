@@ -8,6 +8,9 @@ import uuid
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
 from nanovllm_server.admission import Gate
 from nanovllm_server.choice import Choice, Wishes
@@ -108,7 +111,7 @@ class Service:
         given = [seconds for seconds in (chat.timeout_s, self.request_timeout_s) if seconds is not None]
         return min(given, default=None)
 
-    def _truncated(self, chat: ChatRequest, token_ids: list[int]) -> list[int]:
+    def _truncated(self, chat: ChatRequest, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         keep = chat.truncate_prompt_tokens
         if keep is None:
             return token_ids
@@ -175,7 +178,7 @@ class Service:
         return [Choice(index, self.vocabulary, chat.sampling, parser, wishes) for index, parser in enumerate(parsers)]
 
     def _requests(
-        self, chat: ChatRequest, token_ids: list[int], sampling: SamplingParams, arrival: float
+        self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, arrival: float
     ) -> list[Request]:
         self._check_room(chat, len(token_ids))
         if chat.bad_words:
@@ -185,7 +188,7 @@ class Service:
         requests = [
             Request(
                 id=f"{base}-{index}",
-                token_ids=token_ids.copy(),
+                token_ids=token_ids,
                 sampling=_for_choice(sampling, index),
                 cache_salt=chat.cache_salt,
                 priority=chat.priority,

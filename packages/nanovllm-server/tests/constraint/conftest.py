@@ -48,14 +48,15 @@ class Walker:
         # Different requests often ask for the same.
         self.compile = functools.cache(Compiler(tokens, (END,), self.vocab_size).compile)
         self._ends = [
-            self.tokenizer.encode(text, add_special_tokens=False)[0] for text in ('"', "}", "]", '",', '"}', "<", "\n")
+            self.tokenizer.encode(text, add_special_tokens=False).tolist()[0]
+            for text in ('"', "}", "]", '",', '"}', "<", "\n")
         ]
 
     def draw(self, grammar: Grammar, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
         """Tokens that the grammar allows, often on the way to one of `goals`, and whether they came to an end."""
         matcher = grammar.start()
         masks = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
-        plans = [self.tokenizer.encode(goal, add_special_tokens=False) for goal in goals]
+        plans = [self.tokenizer.encode(goal, add_special_tokens=False).tolist() for goal in goals]
         made: list[int] = []
         plan: list[int] = []
         while len(made) < LENGTH:

@@ -1,28 +1,35 @@
-"""Names for cached blocks: a hash chain, in which each full block's hash covers every token before it as well.
-
-This room must not know which blocks exist.
-"""
+"""Names for cached blocks: a hash chain, in which each full block's hash covers every token before it as well."""
 
 import hashlib
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from nanovllm_core.config import PrefixHash
 from nanovllm_core.request import BlockHash, Request
 
-ChainHash = Callable[[BlockHash, Sequence[int]], BlockHash]
+_TOKEN_BYTES = 4
+# The hashes of the full blocks of `block_bytes` bytes in `tokens`, given the hash of the block before them.
+ChainHash = Callable[[BlockHash, bytes, int], list[BlockHash]]
 
 
-def _fast(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
-    # CPython's tuple hash: 64 bits, no copy into bytes. Good against accidents, not against an adversary.
-    return hash((parent, *tokens))
+def _fast(parent: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
+    # CPython's 64-bit hash with a key of this process: good against accidents, not against an adversary.
+    hashes: list[BlockHash] = []
+    for end in range(block_bytes, len(tokens) + 1, block_bytes):
+        parent = hash((parent, tokens[end - block_bytes : end]))
+        hashes.append(parent)
+    return hashes
 
 
-def _sha256(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
+def _sha256(parent: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
     if isinstance(parent, int):
         raise TypeError("a SHA-256 chain continues from bytes")
-    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+    hashes: list[BlockHash] = []
+    for end in range(block_bytes, len(tokens) + 1, block_bytes):
+        parent = hashlib.sha256(parent + tokens[end - block_bytes : end]).digest()
+        hashes.append(parent)
+    return hashes
 
 
 class PrefixHasher:
@@ -32,19 +39,25 @@ class PrefixHasher:
         self._block_size = block_size
         self._kind: PrefixHash = kind
         self._chain: ChainHash = _sha256 if kind == "sha256" else _fast
-        # Drawn anew by each engine, so that nobody outside knows where chains begin.
+        # Each engine draws its own, so that clients cannot know where chains begin.
         self._secret = secrets.token_bytes(32)
 
     def extend(self, request: Request) -> None:
-        """Give `request.block_hashes` an entry for every full block of its known tokens."""
-        size, hashes, tokens = self._block_size, request.block_hashes, request.token_ids
-        if (len(hashes) + 1) * size > len(tokens):
+        """Give `request.block_hashes` an entry for every full block of its known tokens that has none yet."""
+        hashes, start = request.block_hashes, len(request.block_hashes) * self._block_size
+        if start + self._block_size > request.num_tokens:
             return
         parent = hashes[-1] if hashes else self._root(request.cache_salt)
-        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            parent = self._chain(parent, tokens[start : start + size])
-            hashes.append(parent)
+        hashes += self._chain(parent, _known_bytes(request, start), self._block_size * _TOKEN_BYTES)
 
     def _root(self, salt: str) -> BlockHash:
         root = hashlib.sha256(self._secret + salt.encode()).digest()
         return root if self._kind == "sha256" else hash(root)
+
+
+def _known_bytes(request: Request, start: int) -> bytes:
+    """The known tokens from `start` on, as int32."""
+    num_prompt = request.num_prompt_tokens
+    # A commit of decodes converts few outputs, where `array` is faster than numpy.
+    outputs = array("i", request.output_ids[max(start - num_prompt, 0) :]).tobytes()
+    return outputs if start >= num_prompt else request.prompt_ids[start:].tobytes() + outputs

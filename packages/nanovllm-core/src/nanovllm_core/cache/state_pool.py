@@ -62,7 +62,7 @@ class StatePool:
         request.state_origin = origin
         (request.state_slot,) = slots.allocate(1)
         self._num_to_come -= 1
-        positions = checkpoint_positions(begin, len(request.token_ids), shared) if caching else []
+        positions = checkpoint_positions(begin, request.num_tokens, shared) if caching else []
         # Beside one for each row that is still free there must be one more, as their origin may be among them.
         spare = slots.num_free + len(held) - self._num_to_come - 1
         positions = sorted(positions[: max(spare, 0)])

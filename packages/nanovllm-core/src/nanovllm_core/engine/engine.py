@@ -15,9 +15,9 @@ from nanovllm_core.request import GrammarSpec, Request, RequestError, RequestOut
 
 def check_request(request: Request, info: EngineInfo) -> None:
     """Refuse a request that the engine could never serve. Raises RequestError, which names the field."""
-    if not request.token_ids:
+    if not request.num_prompt_tokens:
         raise RequestError("prompt", "the prompt is empty: it needs at least one token")
-    if min(request.token_ids) < 0 or max(request.token_ids) >= info.vocab_size:
+    if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= info.vocab_size:
         raise RequestError("prompt", f"the prompt's token ids must be from 0 to {info.vocab_size - 1}")
     if request.num_prompt_tokens >= info.max_model_len:
         raise RequestError(
@@ -81,7 +81,7 @@ class Engine(ABC):
             raise EngineDeadError(self.dead)
         if request.id in self._live:
             raise RequestError("request_id", f"request id {request.id!r} is in use: choose another")
-        ours = replace(request, token_ids=list(request.token_ids))
+        ours = replace(request, token_ids=request.prompt_ids)
         ours.key = key = next(self._keys)
 
         def close() -> None:

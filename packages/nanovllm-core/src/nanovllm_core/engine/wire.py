@@ -6,6 +6,7 @@ Compiled for every Compile, and Dead when the loop fails. This room must not kno
 """
 
 import msgspec
+import numpy as np
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
 from nanovllm_core.request import GrammarSpec, Request, SamplingParams, StepOutputs
@@ -19,11 +20,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request: its sender's part of `Request`."""
+    """A new request: its sender's part of `Request`. prompt_ids: int32 [num_prompt_tokens], as bytes."""
 
     key: int
     id: str
-    token_ids: list[int]
+    prompt_ids: bytes
     sampling: SamplingParams
     cache_salt: str
     priority: int
@@ -35,7 +36,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         return cls(
             request.key,
             request.id,
-            request.token_ids,
+            request.prompt_ids.tobytes(),
             request.sampling,
             request.cache_salt,
             request.priority,
@@ -44,7 +45,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     def request(self) -> Request:
         """The request that this message stands for."""
-        request = Request(self.id, self.token_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
+        prompt_ids = np.frombuffer(self.prompt_ids, np.int32)
+        request = Request(self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
         request.key = self.key
         return request
 

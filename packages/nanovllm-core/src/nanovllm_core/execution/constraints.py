@@ -58,7 +58,7 @@ class Constraint:
         if grammar is None and budget is None:
             return None
         constraint = cls(new.row, grammar, None if grammar is None else grammar.start(), budget)
-        for token in new.token_ids[new.num_prompt_tokens :]:
+        for token in new.token_ids[new.num_prompt_tokens :].tolist():
             constraint.num_sampled += 1
             if constraint.take(token):
                 constraint.follow(token)

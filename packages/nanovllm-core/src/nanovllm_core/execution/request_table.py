@@ -211,7 +211,7 @@ class RequestTable:
             np.array([new.seed for new in new_rows], np.int64).view(np.int32),
             floats.reshape(-1).view(np.int32),
             np.concatenate([np.arange(len(new.token_ids), dtype=np.int32) + new.row * width for new in new_rows]),
-            np.concatenate([np.asarray(new.token_ids, np.int32) for new in new_rows]),
+            np.concatenate([new.token_ids for new in new_rows]),
         ]
 
     def _write_rows(self, there: Sequence[Tensor]) -> None:
@@ -250,7 +250,7 @@ class RequestTable:
         self.num_prompt[new.row].fill_(new.num_prompt_tokens)
 
     def _write_counts(self, new: NewRow) -> None:
-        tokens = np.asarray(new.token_ids, np.int32)
+        tokens = new.token_ids
         prompt, output = upload([tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]], self.device)
         counts = self.counts[new.row]
         counts.zero_()

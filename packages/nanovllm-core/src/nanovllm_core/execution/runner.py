@@ -350,7 +350,7 @@ class Runner:
         Block tables are empty, so that the step reads and writes the null block only.
         """
         new_rows = [
-            NewRow(row, [0] * (context + length), context + length, context, sampling, seed=0, stop_ids=())
+            NewRow(row, np.zeros(context + length, np.int32), context + length, context, sampling, seed=0, stop_ids=())
             for row, length in enumerate(lengths)
         ]
         count = len(lengths)

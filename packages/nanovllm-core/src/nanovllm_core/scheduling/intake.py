@@ -106,9 +106,9 @@ class Intake:
 
         new: the tokens as a list.
         """
-        rows, (took, requests, keys, token_ids) = self._rows, members
+        rows, (took, requests, keys, output_ids) = self._rows, members
         # As a loop over the requests, but not one of Python's; append returns nothing, and nothing is kept.
-        deque(map(list.append, token_ids, new), maxlen=0)
+        deque(map(list.append, output_ids, new), maxlen=0)
         num_known = rows.num_known[took]
         first = np.flatnonzero(num_known == rows.num_prompt[took])
         num_known += 1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import Checkpoint, CompiledGrammar, PromptLogprobs, SamplingParams, TokenLogprobs
+from nanovllm_core.request import Checkpoint, CompiledGrammar, PromptLogprobs, SamplingParams, TokenIds, TokenLogprobs
 
 
 class BatchShape(NamedTuple):
@@ -68,12 +68,12 @@ NO_STATE = NewState(0, 0, ())
 class NewRow:
     """A request that gets a row: all that the device must know of it.
 
-    seed: of its random numbers. stop_ids: what must not come up before `sampling.min_tokens` outputs. compiled: its
-    grammar, if it has one. state: for a recurrent model.
+    token_ids: the prompt and the outputs that the host knows. seed: of its random numbers. stop_ids: what must not come
+    up before `sampling.min_tokens` outputs. compiled: its grammar, if it has one. state: for a recurrent model.
     """
 
     row: int
-    token_ids: list[int]
+    token_ids: TokenIds
     num_prompt_tokens: int
     num_computed_tokens: int
     sampling: SamplingParams

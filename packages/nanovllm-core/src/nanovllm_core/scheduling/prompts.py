@@ -170,7 +170,7 @@ class PromptScheduler:
 def _new_row(request: Request, num_computed: int) -> NewRow:
     return NewRow(
         row=request.row,
-        token_ids=list(request.token_ids),
+        token_ids=request.known_ids(),
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=num_computed,
         sampling=request.sampling,

@@ -20,12 +20,12 @@ _NO_TOKEN = -1
 
 
 class Members(NamedTuple):
-    """Rows, and of the request that holds each: itself, its key, and the tokens that are known of it."""
+    """Rows, and of the request that holds each: itself, its key, and the list of its outputs."""
 
     rows: Rows
     requests: list[Request]
     keys: list[int]
-    token_ids: list[list[int]]
+    output_ids: list[list[int]]
 
 
 class Cohort(NamedTuple):
@@ -82,7 +82,7 @@ class RowTable:
         request.row = row = self._free.pop()
         self.requests[row] = request
         self.keys[row] = request.key
-        self.num_known[row] = self.num_tokens[row] = len(request.token_ids)
+        self.num_known[row] = self.num_tokens[row] = request.num_tokens
         self.num_computed[row] = num_computed
         self.max_total[row] = request.max_total_tokens
         self.capacity[row] = capacity
@@ -110,7 +110,7 @@ class RowTable:
     def members(self, rows: Rows) -> Members:
         """Who holds `rows`, each of which somebody does."""
         requests = self.of(rows)
-        return Members(rows, requests, self.keys[rows].tolist(), [request.token_ids for request in requests])
+        return Members(rows, requests, self.keys[rows].tolist(), [request.output_ids for request in requests])
 
     def cohort(self, rows: Rows) -> Cohort:
         """Of `rows`, which all compute a token and sample one; the same object while they are the same requests'."""

@@ -76,7 +76,7 @@ async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, l
     requests = [
         Request(
             id=str(index),
-            token_ids=list(work.prompt),
+            token_ids=work.prompt,
             sampling=SamplingParams(max_tokens=work.max_tokens, temperature=temperature, ignore_eos=True),
             # A run finds what its own prompts share in the prefix cache, and nothing of the run before it.
             cache_salt=label,

@@ -85,7 +85,7 @@ class Envelope:
     id: str
     created: int
     model: str
-    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: list[int] | None = None
 
     def completion(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> ChatCompletion:
         """The whole answer; `choices` holds the deltas of each, in order."""
@@ -99,7 +99,7 @@ class Envelope:
             "usage": usage.body(),
         }
         if self.prompt_token_ids is not None:
-            body["prompt_token_ids"] = [*self.prompt_token_ids]
+            body["prompt_token_ids"] = self.prompt_token_ids
         return body
 
     def chunk(
@@ -122,7 +122,7 @@ class Envelope:
         if with_usage:
             chunk["usage"] = usage
         if with_prompt and self.prompt_token_ids is not None:
-            chunk["prompt_token_ids"] = [*self.prompt_token_ids]
+            chunk["prompt_token_ids"] = self.prompt_token_ids
         return chunk
 
 

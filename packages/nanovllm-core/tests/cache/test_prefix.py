@@ -1,0 +1,77 @@
+"""The chain of block hashes: a function of the tokens and the salt alone, extended block by block."""
+
+import random
+
+import numpy as np
+import pytest
+
+from nanovllm_core.cache.manager import BlockShortage, CacheManager
+from nanovllm_core.cache.prefix import PrefixHasher
+from nanovllm_core.request import Request
+
+SIZE = 4
+KINDS = pytest.mark.parametrize("kind", ["fast", "sha256"])
+
+
+def hashes(hasher: PrefixHasher, tokens: list[int], salt: str = "") -> list[int | bytes]:
+    request = Request("a", tokens, cache_salt=salt)
+    hasher.extend(request)
+    return request.block_hashes
+
+
+@KINDS
+def test_hashes_do_not_depend_on_when_tokens_became_known(kind):
+    rng, hasher = random.Random(0), PrefixHasher(kind, SIZE)
+    for _ in range(50):
+        tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]
+        request = Request("a", tokens[: rng.randrange(1, len(tokens) + 1)])
+        while request.num_tokens < len(tokens):
+            hasher.extend(request)
+            known = request.num_tokens
+            request.output_ids += tokens[known : known + rng.randrange(1, 10)]
+        hasher.extend(request)
+        assert request.block_hashes == hashes(hasher, tokens)
+        assert len(request.block_hashes) == len(tokens) // SIZE
+
+
+@KINDS
+def test_a_hash_covers_every_token_before_its_end(kind):
+    hasher, tokens = PrefixHasher(kind, SIZE), [*range(20)]
+    whole = hashes(hasher, tokens)
+    assert len(set(whole)) == 5
+    for index in range(20):
+        other = hashes(hasher, [*tokens[:index], 99, *tokens[index + 1 :]])
+        same = index // SIZE
+        assert other[:same] == whole[:same]
+        assert not set(other[same:]) & set(whole)
+    assert not set(hashes(hasher, tokens, "salt")) & set(whole)
+    assert not set(hashes(PrefixHasher(kind, SIZE), tokens)) & set(whole)
+
+
+@KINDS
+def test_arrays_and_lists_hash_alike(kind):
+    hasher, tokens = PrefixHasher(kind, SIZE), [0, 1, 65536, 2**31 - 1, 5, 6, 7, 8]
+    assert hashes(hasher, np.array(tokens, np.int32)) == hashes(hasher, tokens)
+
+
+def test_no_block_of_a_request_is_hashed_twice(monkeypatch):
+    cache = CacheManager(8, SIZE, prefix_caching=True, prefix_hash="fast", watermark=0)
+    chain, hashed = cache._hasher._chain, []
+
+    def counting(parent, tokens, block_bytes):
+        hashed.extend(found := chain(parent, tokens, block_bytes))
+        return found
+
+    monkeypatch.setattr(cache._hasher, "_chain", counting)
+    first, second = Request("a", [*range(22)]), Request("b", [*range(50, 72)])
+    assert cache.admit(first, keep_watermark=False) == 0
+    for _ in range(3):
+        assert isinstance(cache.admit(second, keep_watermark=False), BlockShortage)
+    assert len(hashed) == 10
+    for end in (22, 23, 24):
+        first.output_ids.append(7)
+        cache.commit(first, end)
+    # Preempted and resumed, a request keeps its hashes.
+    cache.release(first)
+    assert cache.admit(first, keep_watermark=False) == 24
+    assert len(hashed) == len(set(hashed)) == 11

