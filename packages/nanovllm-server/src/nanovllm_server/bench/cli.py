@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_server.bench.flag_types import assignment, at_least_two, lengths, positive, rate, whole
+from nanovllm_server.bench.flag_types import DEFAULT_URL, assignment, at_least_two, lengths, positive, rate, whole
+from nanovllm_server.bench.interference import flags as interference_flags
 from nanovllm_server.bench.workload import Lengths, Shape
 from nanovllm_server.cli import GRAPH_MODES, STATE_DTYPES
 
@@ -57,8 +58,9 @@ def parser() -> argparse.ArgumentParser:
     serve = program(
         "serve", "latencies and tokens a second of a server, ours or another, over streamed chat completions"
     )
-    url = "http://127.0.0.1:8000/v1"
-    serve.add_argument("url", nargs="?", default=url, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}")
+    serve.add_argument(
+        "url", nargs="?", default=DEFAULT_URL, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}"
+    )
     serve.add_argument("--model", dest="served_model", help="name to ask for; without it, the first that is listed")
     _add_shape(serve, Lengths(512, 512), Lengths(512, 512), "")
     serve.add_argument(
@@ -77,12 +79,16 @@ def parser() -> argparse.ArgumentParser:
     _add_common(serve, temperature=0.6, repeat=1)
 
     grammars = program("grammars", "how long free streams wait for tokens beside streams that are held to schemas")
-    grammars.add_argument("url", nargs="?", default=url, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}")
+    grammars.add_argument(
+        "url", nargs="?", default=DEFAULT_URL, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}"
+    )
     grammars.add_argument("--model", dest="served_model", help="name to ask for; without it, the first that is listed")
     grammars.add_argument("--streams", type=at_least_two, default=64, help="at once; half of them are held")
     grammars.add_argument("--output-len", type=at_least_two, default=256, help="tokens of each answer")
     grammars.add_argument("--repeat", type=positive, default=5, help="rounds, each of all mixes")
     grammars.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+
+    interference_flags.add_flags(program("interference", interference_flags.SUMMARY), KEY_VARIABLE)
 
     trace = program(
         "trace", "what steps took on the host and the device, and how long that rested, by a file of --trace"
@@ -107,6 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _serve(options)
         elif options.program == "grammars":
             _grammars(options)
+        elif options.program == "interference":
+            from nanovllm_server.bench.interference import program
+
+            program.run(interference_flags.job_from(options, os.environ.get(KEY_VARIABLE)))
         elif options.program == "trace":
             from nanovllm_server.bench import trace
             from nanovllm_server.bench.report import Results

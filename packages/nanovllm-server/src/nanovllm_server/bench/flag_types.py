@@ -1,9 +1,14 @@
-"""Types of command-line values. Each function parses one value and raises what argparse reports to the user."""
+"""Types and defaults of command-line values.
+
+Each function parses one value and raises what argparse reports to the user.
+"""
 
 import argparse
 from collections.abc import Callable
 
 from nanovllm_server.bench.workload import Lengths
+
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
 
 def integer_from(low: int) -> Callable[[str], int]:
