@@ -1,8 +1,11 @@
-"""`nanovllm-bench serve` against a real server process."""
+"""`nanovllm-bench` against a real server process."""
 
 import json
 
+import pytest
+
 from nanovllm_server.bench import cli
+from nanovllm_server.bench.interference.sizes import CASES
 
 
 def test_a_sweep_over_a_real_server(tiny_server, tmp_path, capsys):
@@ -26,3 +29,34 @@ def test_a_sweep_over_a_real_server(tiny_server, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert all(word in out for word in ("output tok/s", "TTFT", "ITL", "TPOT", "E2E", "at once"))
+
+
+@pytest.mark.slow
+def test_interference_measures_all_cases_on_the_default_model(run_server, default_model, tmp_path, capsys):
+    lengths = ["--long-len=600", "--short-len=40", "--prompt-len=300", "--conversation-len=400", "--message-len=60"]
+    lengths += ["--turn-len=40", "--stream-len=500", "--output-len=4"]
+    counts = ["--num-short=4", "--streams=3", "--num-prompts=2", "--num-turns=2", "--conversations=3"]
+    counts += ["--turn-streams=2", "--repeat=1"]
+    file = tmp_path / "interference.json"
+    flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
+    with run_server(default_model, *flags) as server:
+        arguments = ["interference", f"ours={server.url}/v1", *lengths, *counts, "--baseline-s=0.5"]
+        assert cli.main([*arguments, "--json", str(file)]) == 0
+    (measured,) = json.loads(file.read_bytes())["servers"]
+    assert measured["token_costs"]["per_word"] == 1
+    assert tuple(case["case"] for case in measured["cases"]) == CASES
+    assert all(case["errors"] == [] and case["misses"] == 0 for case in measured["cases"])
+    assert all(figure is not None for case in measured["cases"] for figure in case["figures"].values())
+    long_alone, short_beside, decodes, turn, turns = (case["figures"] for case in measured["cases"])
+    assert long_alone["long_prompt_tokens"] == pytest.approx(600, abs=2)
+    # All short requests arrive within the time that the long prompt takes alone.
+    assert short_beside["short_ttft_p50_ms"] < 2 * short_beside["long_ttft_p50_ms"]
+    assert decodes["prompt_tokens"] == pytest.approx(300, abs=2)
+    assert decodes["prompt_1_ttft_p50_ms"] < decodes["prompt_last_ttft_p50_ms"]
+    assert decodes["baseline_gap_p50_ms"] < decodes["beside_gap_max_ms"]
+    for figures in (turn, turns):
+        assert 370 < figures["turn_cached_tokens"] < figures["turn_prompt_tokens"] < 450
+    assert turn["turn_ttft_p50_ms"] < turn["history_ttft_p50_ms"]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["case", "figure", "ours"] in rows
+    assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(CASES)

@@ -107,6 +107,7 @@ class ScriptedEngine(Engine):
         self.reply: list[int] = [*b"Hello"]
         self.burst = 1
         self.delay = 0.0
+        self.num_cached_tokens = 8
         self.endless = False
         self.crash: Exception | None = None
         # Of grammars: how long each takes to compile, and what is wrong with those that hold such a text.
@@ -192,7 +193,7 @@ class ScriptedEngine(Engine):
                         (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(top))))
                         for token in new
                     ],
-                    begins=[(key, 8)] if made == len(new) else [],
+                    begins=[(key, self.num_cached_tokens)] if made == len(new) else [],
                     ends=[(key, reason, stop)] if reason is not None else [],
                     prompt_logprobs=self._tell(request) if made == len(new) else [],
                 )

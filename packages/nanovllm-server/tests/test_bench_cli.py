@@ -9,7 +9,7 @@ import torch
 from nanovllm_server.bench import cli
 from nanovllm_server.bench.workload import Lengths
 
-PROGRAMS = ("throughput", "latency", "prefill", "serve", "grammars", "trace", "kernels")
+PROGRAMS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "trace", "kernels")
 
 
 def test_help_imports_nothing_slow():
@@ -57,6 +57,9 @@ def test_loads_are_lists():
         ["serve", "--rate", "nan"],
         ["serve", "--concurrency", "0"],
         ["grammars", "--streams", "1"],
+        ["interference", "--cases", "turn,other"],
+        ["interference", "--turn-len", "1"],
+        ["interference", "--timeout", "inf"],
         ["kernels", "--peer", "vllm"],
         [],
     ],

@@ -6,10 +6,12 @@ Imports little, so that --help and a wrong flag are answered at once.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanovllm_server.bench.flag_types import DEFAULT_URL, assignment, at_least_two, lengths, positive, rate, whole
+from nanovllm_server.bench.interference import flags as interference_flags
 from nanovllm_server.bench.workload import Lengths, Shape
 from nanovllm_server.cli import GRAPH_MODES, STATE_DTYPES
 
@@ -43,32 +45,33 @@ def parser() -> argparse.ArgumentParser:
     _add_engine(throughput, temperature=0.6)
 
     latency = program("latency", "tokens a second of a few requests, from when each has its first to the last")
-    latency.add_argument("--batch", type=_positive, nargs="+", default=[1, 8], help="requests at once, each a case")
-    latency.add_argument("--input-len", type=_positive, default=64, help="tokens of a prompt")
-    latency.add_argument("--output-len", type=_at_least_two, default=128, help="tokens to make, at least 2")
+    latency.add_argument("--batch", type=positive, nargs="+", default=[1, 8], help="requests at once, each a case")
+    latency.add_argument("--input-len", type=positive, default=64, help="tokens of a prompt")
+    latency.add_argument("--output-len", type=at_least_two, default=128, help="tokens to make, at least 2")
     _add_engine(latency, temperature=0.0)
 
     prefill = program("prefill", "tokens a second of prompts after each of which one token is made")
-    prefill.add_argument("--num-requests", type=_positive, default=64, help="prompts at once")
-    prefill.add_argument("--input-len", type=_positive, default=2048, help="tokens of a prompt")
+    prefill.add_argument("--num-requests", type=positive, default=64, help="prompts at once")
+    prefill.add_argument("--input-len", type=positive, default=2048, help="tokens of a prompt")
     _add_engine(prefill, temperature=0.0)
 
     serve = program(
         "serve", "latencies and tokens a second of a server, ours or another, over streamed chat completions"
     )
-    url = "http://127.0.0.1:8000/v1"
-    serve.add_argument("url", nargs="?", default=url, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}")
+    serve.add_argument(
+        "url", nargs="?", default=DEFAULT_URL, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}"
+    )
     serve.add_argument("--model", dest="served_model", help="name to ask for; without it, the first that is listed")
     _add_shape(serve, Lengths(512, 512), Lengths(512, 512), "")
     serve.add_argument(
         "--rate",
-        type=_rate,
+        type=rate,
         nargs="+",
         default=[None],
         help="requests a second, arriving as a Poisson process; inf: all at once; several: each in turn",
     )
     serve.add_argument(
-        "--concurrency", type=_positive, nargs="+", default=[None], help="most requests at once; several: each in turn"
+        "--concurrency", type=positive, nargs="+", default=[None], help="most requests at once; several: each in turn"
     )
     serve.add_argument(
         "--seed", type=int, default=0, help="another one makes other prompts, which no prefix cache has seen"
@@ -76,18 +79,22 @@ def parser() -> argparse.ArgumentParser:
     _add_common(serve, temperature=0.6, repeat=1)
 
     grammars = program("grammars", "how long free streams wait for tokens beside streams that are held to schemas")
-    grammars.add_argument("url", nargs="?", default=url, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}")
+    grammars.add_argument(
+        "url", nargs="?", default=DEFAULT_URL, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}"
+    )
     grammars.add_argument("--model", dest="served_model", help="name to ask for; without it, the first that is listed")
-    grammars.add_argument("--streams", type=_at_least_two, default=64, help="at once; half of them are held")
-    grammars.add_argument("--output-len", type=_at_least_two, default=256, help="tokens of each answer")
-    grammars.add_argument("--repeat", type=_positive, default=5, help="rounds, each of all mixes")
+    grammars.add_argument("--streams", type=at_least_two, default=64, help="at once; half of them are held")
+    grammars.add_argument("--output-len", type=at_least_two, default=256, help="tokens of each answer")
+    grammars.add_argument("--repeat", type=positive, default=5, help="rounds, each of all mixes")
     grammars.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+
+    interference_flags.add_flags(program("interference", interference_flags.SUMMARY), KEY_VARIABLE)
 
     trace = program(
         "trace", "what steps took on the host and the device, and how long that rested, by a file of --trace"
     )
     trace.add_argument("file", type=Path, help="what --trace wrote")
-    trace.add_argument("--steps", type=_lengths, metavar="N[..M]", help="only step N, or those from N to M")
+    trace.add_argument("--steps", type=lengths, metavar="N[..M]", help="only step N, or those from N to M")
     trace.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
 
     kernels = program("kernels", "bytes and operations a second of the kernels; needs a GPU")
@@ -106,6 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _serve(options)
         elif options.program == "grammars":
             _grammars(options)
+        elif options.program == "interference":
+            from nanovllm_server.bench.interference import program
+
+            program.run(interference_flags.job_from(options, os.environ.get(KEY_VARIABLE)))
         elif options.program == "trace":
             from nanovllm_server.bench import trace
             from nanovllm_server.bench.report import Results
@@ -244,10 +255,10 @@ def _shape(options: argparse.Namespace) -> Shape:
 
 def _add_shape(program: argparse.ArgumentParser, inputs: Lengths, outputs: Lengths, about_prefix: str) -> None:
     add = program.add_argument_group("work").add_argument
-    add("--num-requests", type=_positive, default=256, help="requests in all")
-    add("--input-len", type=_lengths, default=inputs, metavar="N[..M]", help="tokens of a prompt, or from..to")
-    add("--output-len", type=_lengths, default=outputs, metavar="N[..M]", help="tokens to make, or from..to")
-    add("--prefix-len", type=_whole, default=0, help=f"further tokens that all prompts begin with{about_prefix}")
+    add("--num-requests", type=positive, default=256, help="requests in all")
+    add("--input-len", type=lengths, default=inputs, metavar="N[..M]", help="tokens of a prompt, or from..to")
+    add("--output-len", type=lengths, default=outputs, metavar="N[..M]", help="tokens to make, or from..to")
+    add("--prefix-len", type=whole, default=0, help=f"further tokens that all prompts begin with{about_prefix}")
 
 
 def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None:
@@ -260,10 +271,10 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="dtype")
-    add("--threads", type=_positive, help="threads of torch")
-    add("--max-model-len", type=_positive, help="most tokens of a request; without it, each engine's choice")
-    add("--max-num-seqs", type=_positive, help="most requests running at once; without it, each engine's choice")
-    add("--max-num-batched-tokens", type=_positive, help="most tokens computed in a step; likewise")
+    add("--threads", type=positive, help="threads of torch")
+    add("--max-model-len", type=positive, help="most tokens of a request; without it, each engine's choice")
+    add("--max-num-seqs", type=positive, help="most requests running at once; without it, each engine's choice")
+    add("--max-num-batched-tokens", type=positive, help="most tokens computed in a step; likewise")
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
     add("--state-dtype", choices=STATE_DTYPES, default="float32", help="of what recurrent layers keep")
     ours = program.add_argument_group("engine").add_argument
@@ -280,7 +291,7 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
     peer("--peer-python", type=Path, default=Path(sys.executable), metavar="PATH", help="interpreter that has the peer")
     peer(
         "--peer-env",
-        type=_assignment,
+        type=assignment,
         action="append",
         default=[],
         metavar="KEY=VALUE",
@@ -295,44 +306,9 @@ def _add_common(program: argparse.ArgumentParser, *, temperature: float, repeat:
 
 def _add_results(program: argparse.ArgumentParser, *, repeat: int) -> None:
     add = program.add_argument_group("results").add_argument
-    add("--repeat", type=_positive, default=repeat, help="runs; the medians count")
+    add("--repeat", type=positive, default=repeat, help="runs; the medians count")
     add("--json", type=Path, metavar="FILE", help="write all figures here")
     add("--plot", type=Path, metavar="FILE", help="draw them here, as a PNG; needs nanovllm-server[bench]")
-
-
-def _integer(low: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}")
-        return value
-
-    return integer
-
-
-_whole, _positive, _at_least_two = _integer(0), _integer(1), _integer(2)
-
-
-def _lengths(text: str) -> Lengths:
-    low, dots, high = text.partition("..")
-    lengths = Lengths(_positive(low), _positive(high if dots else low))
-    if lengths.low > lengths.high:
-        raise argparse.ArgumentTypeError("must go from a smaller number to a larger one")
-    return lengths
-
-
-def _rate(text: str) -> float | None:
-    rate = float(text)
-    if not rate > 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return None if rate == float("inf") else rate
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError("must be KEY=VALUE")
-    return key, value
 
 
 def _fail(error: Exception, status: int) -> int:

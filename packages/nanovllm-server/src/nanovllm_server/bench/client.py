@@ -8,7 +8,7 @@ import asyncio
 import ssl
 import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +78,25 @@ async def list_models(endpoint: Endpoint) -> list[str]:
         raise ExchangeError(f"the list of models is not OpenAI's: {_shown(text)}") from error
 
 
-async def stream_chat(endpoint: Endpoint, request: JSON) -> Answer:
-    """Send a request that asks for a stream with usage, and read the answer. Raises ExchangeError."""
+def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperature: float) -> dict[str, JSON]:
+    """The body of a streamed request whose answer has exactly `max_tokens` tokens."""
+    return {
+        "model": model,
+        "messages": [*messages],
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        # OpenAI's API lacks this field; nanovllm, vLLM and SGLang have it. Without it the model chooses the length.
+        "ignore_eos": True,
+    }
+
+
+async def stream_chat(endpoint: Endpoint, request: JSON, on_piece: Callable[[float], None] | None = None) -> Answer:
+    """Send a request that asks for a stream with usage, and read the answer. Raises ExchangeError.
+
+    on_piece: called with the time of each piece when the piece arrives.
+    """
     pieces: list[float] = []
     usage: dict[str, Any] | None = None
     finished = 0.0
@@ -96,6 +113,8 @@ async def stream_chat(endpoint: Endpoint, request: JSON) -> Answer:
                 delta = choice.get("delta") or {}
                 if any(delta.get(field) for field in CONTENT_FIELDS):
                     pieces.append(now)
+                    if on_piece is not None:
+                        on_piece(now)
                 if choice.get("finish_reason"):
                     finished = now
     if not finished:

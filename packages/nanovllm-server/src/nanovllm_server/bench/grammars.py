@@ -12,7 +12,7 @@ from itertools import count
 
 import uvloop
 
-from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, list_models, stream_chat
+from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, chat_request, list_models, stream_chat
 from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, show
 from nanovllm_server.bench.serve import Spread, spread
 from nanovllm_server.bench.workload import Lengths, Shape, random_chats
@@ -21,6 +21,7 @@ from nanovllm_server.protocol.json import JSON
 MIXES = ("free", "half held", "held, others compile")
 # Sent at once, all the time, while others compile.
 COMPILING = 4
+TEMPERATURE = 0.6
 _TEXT: JSON = {"type": "string"}
 
 
@@ -194,15 +195,7 @@ async def _compile(job: GrammarsJob, model: str, outcome: _Round, numbers: "coun
 
 
 def _body(model: str, text: str, max_tokens: int, schema: JSON) -> JSON:
-    body: dict[str, JSON] = {
-        "model": model,
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": max_tokens,
-        "temperature": 0.6,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-    }
+    body = chat_request(model, [{"role": "user", "content": text}], max_tokens, TEMPERATURE)
     if schema is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return body

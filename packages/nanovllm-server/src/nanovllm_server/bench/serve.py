@@ -17,7 +17,7 @@ import uvloop
 from tqdm import tqdm
 
 from nanovllm_server.bench import plot
-from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, list_models, stream_chat
+from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, chat_request, list_models, stream_chat
 from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, percentile, show
 from nanovllm_server.bench.workload import ChatWork, Shape, arrivals, random_chats
 from nanovllm_server.protocol.json import JSON
@@ -174,16 +174,7 @@ async def _measure_point(
 
 
 def _body(job: ServeJob, model: str, work: ChatWork) -> JSON:
-    return {
-        "model": model,
-        "messages": [{"role": "user", "content": work.text}],
-        "max_tokens": work.max_tokens,
-        "temperature": job.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        # No part of OpenAI's API, but of every engine's: without it lengths are the model's choice.
-        "ignore_eos": True,
-    }
+    return chat_request(model, [{"role": "user", "content": work.text}], work.max_tokens, job.temperature)
 
 
 def _point(answers: Sequence[Answer], failed: int, rate: float | None, concurrency: int | None, busy: float) -> Point:

@@ -1,0 +1,59 @@
+"""Types and defaults of command-line values.
+
+Each function parses one value and raises what argparse reports to the user.
+"""
+
+import argparse
+from collections.abc import Callable
+
+from nanovllm_server.bench.workload import Lengths
+
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+
+
+def integer_from(low: int) -> Callable[[str], int]:
+    """A parser of integers that are at least `low`."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}")
+        return value
+
+    return integer
+
+
+whole, positive, at_least_two = integer_from(0), integer_from(1), integer_from(2)
+
+
+def lengths(text: str) -> Lengths:
+    """`N` or `N..M`, numbers of tokens."""
+    low, dots, high = text.partition("..")
+    parsed = Lengths(positive(low), positive(high if dots else low))
+    if parsed.low > parsed.high:
+        raise argparse.ArgumentTypeError("must go from a smaller number to a larger one")
+    return parsed
+
+
+def rate(text: str) -> float | None:
+    """A number above 0; `inf` becomes None."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return None if value == float("inf") else value
+
+
+def seconds(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a finite number above 0")
+    return value
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """`KEY=VALUE` as a pair."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError("must be KEY=VALUE")
+    return key, value
