@@ -130,6 +130,13 @@ KERNELS = [
         STATES,
         DELTA_HEADS | {"PADDED_K": 128, "VALUES": 32, "CHANNELS": 8192},
     ),
+    (
+        "linear_attention.triton_copy",
+        "_copy_states",
+        8,
+        {"states_ptr": FLOAT, "sources_ptr": INT64, "targets_ptr": INT64, "layer_stride": "i64"},
+        {"BLOCK": 4096},
+    ),
     ("linear_attention.triton_chunk", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
         "batch.triton_batch",

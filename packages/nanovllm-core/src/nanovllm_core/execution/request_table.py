@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.execution.inputs import Int32Array, StepBuffer, upload
+from nanovllm_core.execution.state_memory import sequential_copies
 from nanovllm_core.request import (
     MAX_CHECKPOINTS,
     MAX_FORBIDDEN,
@@ -49,7 +50,8 @@ class StepInputs:
     rows, query_start_loc, samples: see `StepBuffer`, whose whole is `buffer`; here without what comes behind the step's
     requests. sampled: int64, which of them sample. needs: of all that do, together, as a number (what a step does with
     flags of Python's enum would take 16 us on an H200's host). num_logprobs: int64, of each that does, -1 for none.
-    most_logprobs: the largest of these. restored: state slots to copy first, and to where, int64 each, if any.
+    most_logprobs: the largest of these. restored: state slots to read and to overwrite before the step, int64 [n] each,
+    in the order of the copies; None without any.
     """
 
     buffer: StepBuffer
@@ -152,7 +154,9 @@ class RequestTable:
         for index, state in enumerate(states):
             if state.checkpoints:
                 saves[index, : len(state.checkpoints)] = state.checkpoints
-        copies = np.array([(state.origin, state.slot) for state in states if state.origin], np.int64).reshape(-1, 2)
+        # A checkpoint that the pool evicted for one request may be the origin of an earlier one in the same plan.
+        pairs = sequential_copies([(state.origin, state.slot) for state in states if state.origin])
+        copies = np.array(pairs, np.int64).reshape(-1, 2)
         rows, slots, saved, sources, targets = upload(
             [
                 np.array([new.row for new in new_rows], np.int32),

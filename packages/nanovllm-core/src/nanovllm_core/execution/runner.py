@@ -116,6 +116,10 @@ class Runner:
         self.num_blocks, self.num_slots, self.max_model_len = plan_cache(config, free_bytes, block_bytes, slot_bytes)
         self._kv_caches, self._kv_scales = self._allocate(self.num_blocks)
         self._states = self._allocate_states(self.num_slots)
+        if self._state_specs:
+            # Compiles the kernel for tensors of this size: the first prefix hit would wait for it.
+            nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._states.copy(nowhere, nowhere)
         self.kv_cache_bytes = block_bytes * (self.num_blocks + 1)
         self.state_bytes = slot_bytes * (self.num_slots + 1)
         self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=show)
