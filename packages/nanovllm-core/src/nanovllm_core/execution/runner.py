@@ -20,7 +20,7 @@ from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.landing import Landing, Place
-from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
+from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache, zeros
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
 from nanovllm_core.execution.sampler import Masks, Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.execution.state_memory import StateMemory
@@ -337,11 +337,7 @@ class Runner:
         """A cache of `num_blocks` blocks and the null block for every layer that wants one, and its scales, if any."""
         config = self._config
         caches = tuple(
-            torch.zeros(
-                (num_blocks + 1, config.block_size, *slot_shape(spec)),
-                dtype=config.kv_cache_dtype,
-                device=self.device,
-            )
+            zeros((num_blocks + 1, config.block_size, *slot_shape(spec)), config.kv_cache_dtype, self.device)
             for spec in self._paged_specs
         )
         return caches, tuple(map(fp8.make_scales, caches)) if config.kv_cache_dtype == fp8.DTYPE else ()

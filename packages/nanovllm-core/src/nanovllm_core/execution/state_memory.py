@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.cache.state_pool import NULL_SLOT
+from nanovllm_core.execution.memory import zeros
 from nanovllm_core.model import StateCache, StateSpec
 from nanovllm_kernels.linear_attention import copy_states
 
@@ -35,8 +36,8 @@ class StateMemory:
         for spec in dict.fromkeys(specs):
             outer = (specs.count(spec), num_slots + 1)
             self._groups[spec] = _Group(
-                torch.zeros((*outer, *spec.recurrent), dtype=state_dtype, device=device),
-                torch.zeros((*outer, *spec.conv), dtype=dtype, device=device),
+                zeros((*outer, *spec.recurrent), state_dtype, device),
+                zeros((*outer, *spec.conv), dtype, device),
             )
         taken = dict.fromkeys(specs, 0)
         caches: list[StateCache] = []
