@@ -157,6 +157,15 @@ KERNELS = [
         {"LEAST_ALLOWED": -1e30, "BLOCK": 2048},
     ),
     (
+        "sampling.triton_adjust",
+        "_forbid",
+        4,
+        {"out_ptr": FLOAT}
+        | dict.fromkeys(["rows_ptr", "positions_ptr", "tokens_ptr"], INT32)
+        | dict.fromkeys(["num_prompt_ptr", "sequences_ptr"], INT32),
+        {"LENGTH": 16, "BLOCK": 128},
+    ),
+    (
         "sampling.triton_logprobs",
         "_normalize",
         16,

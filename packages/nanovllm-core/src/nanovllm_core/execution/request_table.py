@@ -71,8 +71,8 @@ class RequestTable:
     Tensors: tokens int32 [rows, max_model_len + 1]; num_computed int32 [rows]; block_table int32 [rows, max_blocks];
     temperature, top_p, min_p, presence, frequency, repetition float32 [rows]; top_k int32 [rows]; seeds int64 [rows];
     counts int32 [rows, vocab] as `nanovllm_kernels.sampling.apply_penalties` reads them; bias_ids, bias_values,
-    bias_until [rows, entries] as `apply_bias` does; forbidden int32 [rows, sequences, length] and num_prompt int32
-    [rows] as `forbid` does; state_slots int32 [rows] and saves int32 [rows, MAX_CHECKPOINTS, 2] as
+    bias_until [rows, entries] as `apply_bias_` does; forbidden int32 [rows, sequences, length] and num_prompt int32
+    [rows] as `forbid_` does; state_slots int32 [rows] and saves int32 [rows, MAX_CHECKPOINTS, 2] as
     `nanovllm_kernels.linear_attention.plan_states` does.
     """
 
@@ -100,6 +100,8 @@ class RequestTable:
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         self._floats = zeros(6, num_rows, dtype=torch.float32)
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
+        # Off, for rows that no request has had: padding reads them.
+        self.repetition.fill_(1)
         self.top_k = zeros(num_rows)
         self.seeds = zeros(num_rows, dtype=torch.int64)
         self.counts = zeros(num_rows, vocab_size)

@@ -36,11 +36,15 @@ from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 from nanovllm_kernels.platform import describe
 
-# What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
-CAPTURED_NEEDS = tuple(
-    int(needs | mask)
-    for needs in (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
-    for mask in (Needs.NOTHING, Needs.MASK)
+# What the choice of tokens is captured for, least work first. The last takes every step that fits no other: penalties,
+# biases, forbidden sequences and masks leave rows without them as they are, and greedy rows stay greedy.
+CAPTURED_NEEDS = (
+    *(
+        int(needs | mask)
+        for needs in (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
+        for mask in (Needs.NOTHING, Needs.MASK)
+    ),
+    int(~Needs.NOTHING),
 )
 _MASK = int(Needs.MASK)
 # Rows that the compiler is shown; what it makes takes any number, but is laid out with this one in mind.
@@ -171,15 +175,19 @@ class Runner:
 
         captured.replay(plan.shape.num_tokens, plan_attention)
         needs = step.needs
-        if needs in captured.draws and step.most_logprobs < 0:
-            if needs & _MASK and self._constraints.masks(step.sampled) is None:
-                needs &= ~_MASK
-            graph, tokens = captured.draws[needs]
-            graph.replay()
-            return StepHandle(
-                Sampled(tokens, None, None, None), step.sampled, step.num_logprobs, place, self._constraints.failed
-            )
-        return self._choose(step, Logits(*(tensor[:count] for tensor in captured.found)), place)
+        if needs & _MASK and self._constraints.masks(step.sampled) is None:
+            needs &= ~_MASK
+        choice = captured.choice(needs)
+        if choice & ~needs & _MASK:
+            self._constraints.buffer.clear()
+        graph, tokens = captured.draws[choice]
+        graph.replay()
+        sampled = Sampled(tokens, None, None, None)
+        if step.most_logprobs >= 0:
+            # Launched, not captured: few ask, and only their rows are computed.
+            logits = captured.found.logits[:count]
+            sampled = with_logprobs(tokens[:count], logits, step.sampled, step.num_logprobs, step.most_logprobs)
+        return StepHandle(sampled, step.sampled, step.num_logprobs, place, self._constraints.failed)
 
     def _choose(
         self, step: StepInputs, found: Logits, place: Place | None, scored: Sequence[Scored] = ()
