@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -190,6 +191,26 @@ async def test_nobody_outlives_the_parent(run_server, tiny_model):
     assert not any("Traceback" in line for line in server.errors)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+
+
+def test_nobody_outlives_a_parent_that_is_killed_while_all_load(tiny_model, tmp_path):
+    command = [sys.executable, "-m", "nanovllm_server", str(tiny_model), "--port", "0", "--device", "cpu", *FLAGS]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+        children: list[int] = []
+        deadline = time.monotonic() + 60
+        # An engine, two workers, and a process of multiprocessing's own.
+        while len(children) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            children = [*map(int, Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())]
+        parent.kill()
+        assert parent.communicate()[0] == b"", "the server was ready before it was killed"
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not list(tmp_path.glob("nanovllm-*"))
 
 
 def alive(pid):

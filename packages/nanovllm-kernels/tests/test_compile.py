@@ -130,6 +130,13 @@ KERNELS = [
         STATES,
         DELTA_HEADS | {"PADDED_K": 128, "VALUES": 32, "CHANNELS": 8192},
     ),
+    (
+        "linear_attention.triton_copy",
+        "_copy_states",
+        8,
+        {"states_ptr": FLOAT, "sources_ptr": INT64, "targets_ptr": INT64, "layer_stride": "i64"},
+        {"BLOCK": 4096},
+    ),
     ("linear_attention.triton_chunk", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
         "batch.triton_batch",
@@ -148,6 +155,15 @@ KERNELS = [
         4,
         {"out_ptr": FLOAT, "which_ptr": INT32, "masks_ptr": INT32},
         {"LEAST_ALLOWED": -1e30, "BLOCK": 2048},
+    ),
+    (
+        "sampling.triton_adjust",
+        "_forbid",
+        4,
+        {"out_ptr": FLOAT}
+        | dict.fromkeys(["rows_ptr", "positions_ptr", "tokens_ptr"], INT32)
+        | dict.fromkeys(["num_prompt_ptr", "sequences_ptr"], INT32),
+        {"LENGTH": 16, "BLOCK": 128},
     ),
     (
         "sampling.triton_logprobs",

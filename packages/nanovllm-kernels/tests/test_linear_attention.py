@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nanovllm_kernels.linear_attention import CHECKPOINT, gated_delta_net, plan_states
+from nanovllm_kernels.linear_attention import CHECKPOINT, copy_states, gated_delta_net, plan_states
 
 
 def recur(case):
@@ -120,3 +120,10 @@ def test_plain_torch_must_know_which_are_decodes():
             num_tokens=1,
             backend="torch",
         )
+
+
+def test_copies_happen_in_order():
+    states = torch.arange(24.0).view(2, 4, 3)
+    before = states.clone()
+    copy_states(states, torch.tensor([1, 3, 0]), torch.tensor([0, 1, 2]))
+    assert torch.equal(states, before[:, [1, 3, 1, 3]])

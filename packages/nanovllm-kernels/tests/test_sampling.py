@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from nanovllm_kernels.sampling import (
     IN_PROMPT,
-    apply_bias,
-    apply_masks,
+    apply_bias_,
+    apply_masks_,
     apply_penalties,
-    forbid,
+    forbid_,
     logprobs,
     noise,
     ranks,
@@ -185,7 +185,7 @@ def test_penalties(dtype):
     counts[2, 3], counts[2, 4], counts[2, 5] = IN_PROMPT, IN_PROMPT + 2, 1
     counts[0, 7] = 3
     rows = torch.tensor([2, 0, 2], dtype=torch.int32)
-    repetition, presence, frequency = torch.tensor([1.3, 1.0, 0.8]), torch.tensor([0.5, 0.1, 0.0]), torch.rand(3)
+    repetition, presence, frequency = torch.rand(5) + 0.5, torch.tensor([0.5, 0.1, 0.0, 0.2, 0.3]), torch.rand(5)
     out = apply_penalties(logits, rows, counts, repetition, presence, frequency)
     assert torch.equal(logits, before)
     assert out.dtype == torch.float32
@@ -194,23 +194,32 @@ def test_penalties(dtype):
             value, seen = float(logits[b, token]), int(counts[row, token])
             made = seen % IN_PROMPT
             if seen:
-                value = value / float(repetition[b]) if value > 0 else value * float(repetition[b])
-            value -= float(presence[b]) * (made > 0) + float(frequency[b]) * made
+                value = value / float(repetition[row]) if value > 0 else value * float(repetition[row])
+            value -= float(presence[row]) * (made > 0) + float(frequency[row]) * made
             assert float(out[b, token]) == pytest.approx(value, rel=1e-5, abs=1e-5)
 
 
+def test_rows_without_penalties_keep_their_logits():
+    logits = torch.randn(3, 20)
+    logits[0, 3], logits[1, 4] = -math.inf, 0.0
+    counts = torch.randint(-(2**31), 2**31, (3, 20)).to(torch.int32)
+    zeros = torch.zeros(3)
+    out = apply_penalties(logits, torch.arange(3, dtype=torch.int32), counts, torch.ones(3), zeros, zeros)
+    assert torch.equal(out, logits)
+
+
 def test_bias():
-    logits = torch.randn(2, 10).to(torch.bfloat16)
+    logits = torch.randn(2, 10)
     rows = torch.tensor([1, 0], dtype=torch.int32)
     ids = torch.tensor([[3, 3, 9, 0], [0, 5, 0, 0]], dtype=torch.int32)
     values = torch.tensor([[1.0, 2.0, -math.inf, 5.0], [0.25, -math.inf, 7.0, 7.0]])
     until = torch.tensor([[100, 8, 8, 0], [100, 7, 0, 0]], dtype=torch.int32)
-    out = apply_bias(logits, rows, torch.tensor([7, 7]), ids, values, until)
-    expected = logits.float()
+    expected = logits.clone()
     expected[0, 0] += 0.25
     expected[1, 3] += 3
     expected[1, 9] = -math.inf
-    torch.testing.assert_close(out, expected)
+    apply_bias_(logits, rows, torch.tensor([7, 7]), ids, values, until)
+    torch.testing.assert_close(logits, expected)
 
 
 def packed(allowed: torch.Tensor) -> torch.Tensor:
@@ -223,21 +232,19 @@ def packed(allowed: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("vocab_size", [32, 45, 100])
 def test_masks(vocab_size):
-    logits = torch.randn(4, vocab_size).to(torch.bfloat16)
-    before = logits.clone()
-    logits[3, :3] = before[3, :3] = -math.inf
+    logits = torch.randn(4, vocab_size)
+    logits[3, :3] = -math.inf
     allowed = torch.rand(2, vocab_size) < 0.3
     allowed[1, 0] = True
     masks = torch.cat((packed(allowed), torch.zeros_like(packed(allowed[:1]))))
-    out = apply_masks(logits, torch.tensor([1, 3, -1], dtype=torch.int32), masks)
-    assert torch.equal(logits, before)
-    expected = logits.float()
+    out = logits.clone()
+    apply_masks_(out, torch.tensor([1, 3, -1], dtype=torch.int32), masks)
+    expected = logits.clone()
     expected[1, ~allowed[0]] = expected[3, ~allowed[1]] = -math.inf
     expected[3, 0] = out[3, 0]
     kept = [0, 1, 2] if allowed[1, :3].all() else [index for index in range(3) if allowed[1, index]]
     expected[3, kept] = out[3, 0]
     assert torch.equal(out, expected)
-    assert out.dtype == torch.float32
     assert -math.inf < float(out[3, 0]) < -1e9
 
 
@@ -263,13 +270,13 @@ def test_masked_tokens_are_never_drawn(settings):
     allowed[torch.arange(num_rows), torch.randint(vocab_size, (num_rows,), generator=generator)] = True
     # Everything that some masks allow is forbidden by a bias: the mask decides.
     logits[::10][allowed[::10]] = -math.inf
-    masked = apply_masks(logits, torch.arange(num_rows, dtype=torch.int32), packed(allowed))
-    drawn = draw(masked, **settings).long()
+    apply_masks_(logits, torch.arange(num_rows, dtype=torch.int32), packed(allowed))
+    drawn = draw(logits, **settings).long()
     assert allowed[torch.arange(num_rows), drawn].all()
 
 
 def test_forbid():
-    logits = torch.randn(3, 10).to(torch.bfloat16)
+    logits = torch.randn(3, 10)
     rows = torch.tensor([1, 0, 1], dtype=torch.int32)
     tokens = torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 0]], dtype=torch.int32)
     num_prompt = torch.tensor([2, 1], dtype=torch.int32)
@@ -277,12 +284,12 @@ def test_forbid():
         [[[-1, -1, 9], [-1, 4, 8], [2, 3, 7], [-1, 3, 6]], [[-1, 8, 9], [6, 7, 1], [5, 6, 2], [-1, -1, -1]]],
         dtype=torch.int32,
     )
-    out = forbid(logits, rows, torch.tensor([3, 4, 5]), tokens, num_prompt, sequences)
-    expected = logits.float()
+    expected = logits.clone()
     # After [5,] 6, 7; after [1, 2,] 3, 4, of which "2, 3" begins in the prompt; after [5,] 6, 7, 8, 9.
     expected[0, 1] = -math.inf
     expected[1, [9, 8]] = -math.inf
-    torch.testing.assert_close(out, expected)
+    forbid_(logits, rows, torch.tensor([3, 4, 5]), tokens, num_prompt, sequences)
+    torch.testing.assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])

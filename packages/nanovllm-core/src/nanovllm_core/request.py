@@ -208,7 +208,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
-        """Write which tokens may come next to masks[index], as `nanovllm_kernels.sampling.apply_masks` reads it."""
+        """Write which tokens may come next to masks[index], as `nanovllm_kernels.sampling.apply_masks_` reads it."""
         ...
 
     @staticmethod

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_core.cache.planner import bytes_per_block, plan_cache
+from nanovllm_core.cache.planner import MAX_CACHED_BLOCKS, bytes_per_block, plan_cache
 from nanovllm_core.config import ConfigError, EngineConfig, resolve
 from nanovllm_core.model import MLASpec, PagedSpec
 
@@ -49,3 +49,20 @@ def test_a_model_may_prefer_a_dtype_on_a_gpu():
     assert dtype(EngineConfig()) == torch.float16
     assert dtype(EngineConfig(device="cpu")) == torch.bfloat16
     assert dtype(EngineConfig(dtype=torch.float32)) == torch.float32
+
+
+def num_blocks(free_bytes: int, **settings) -> int:
+    config = resolve(EngineConfig(max_num_seqs=4, max_model_len=160, **settings), **FACTS)
+    return plan_cache(config, free_bytes, block_bytes=1000).num_blocks
+
+
+def test_a_prefix_cache_takes_all_free_memory():
+    assert num_blocks(1_000_000) == 999
+    assert num_blocks(1_000_000, device="cpu") == 999
+    assert num_blocks(30_000) == 29
+    assert num_blocks(1 << 50) == MAX_CACHED_BLOCKS
+
+
+def test_without_a_prefix_cache_blocks_are_for_running_requests():
+    assert num_blocks(1_000_000, prefix_caching=False) == 4 * 10
+    assert num_blocks(30_000, prefix_caching=False) == 29

@@ -1,12 +1,26 @@
 """The engine in its own process: the same answers, and clear words when it dies."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 
 import pytest
+import zmq
+import zmq.asyncio
 
-from nanovllm_core import ConfigError, EngineClient, EngineConfig, EngineDeadError, Request, SamplingParams
+from nanovllm_core import (
+    ConfigError,
+    EngineAddress,
+    EngineClient,
+    EngineConfig,
+    EngineDeadError,
+    EngineInfo,
+    GrammarSpec,
+    Request,
+    SamplingParams,
+)
+from nanovllm_core.engine import wire
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=8)
 
@@ -85,3 +99,54 @@ async def test_an_id_can_be_used_again_as_soon_as_its_stream_is_closed(toy_spec,
         assert await collect(engine, greedy("same", [4, 5], 10)) == oracle([4, 5], 10)
     finally:
         await engine.stop()
+
+
+INFO = EngineInfo(
+    model="m",
+    device="cpu",
+    dtype="float32",
+    vocab_size=97,
+    max_model_len=256,
+    max_num_seqs=8,
+    max_num_batched_tokens=256,
+    block_size=16,
+    num_blocks=64,
+    kv_cache_dtype="float32",
+    kv_cache_bytes=1,
+    prefix_caching=True,
+    attention_backend="torch",
+    grammars=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (b"no message", "DecodeError|ValidationError"),
+        # An answer to what nobody asked.
+        (wire.encode(wire.Compiled(12345, None)), "KeyError: 12345"),
+    ],
+)
+async def test_a_message_that_cannot_be_read_fails_all_readers(tmp_path, caplog, message, reason):
+    lifeline, theirs = multiprocessing.Pipe(duplex=False)
+    endpoint = f"ipc://{tmp_path}/engine"
+    with lifeline, theirs, zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as engine:
+        engine.bind(endpoint)
+        connecting = asyncio.create_task(EngineClient.connect(EngineAddress(endpoint, lifeline)))
+        identity, _ = await engine.recv_multipart()
+        await engine.send_multipart([identity, wire.encode(wire.Ready(INFO, 0))])
+        client = await connecting
+        reading = asyncio.create_task(collect(client, greedy("a", [1], 5)))
+        compiling = asyncio.create_task(client.compile(GrammarSpec("regex", "a")))
+        for _ in range(2):
+            await engine.recv_multipart()
+        await engine.send_multipart([identity, message])
+        async with asyncio.timeout(10):
+            for waiting in (reading, compiling):
+                with pytest.raises(EngineDeadError, match=f"messages can't be read: ({reason})"):
+                    await waiting
+        assert client.dead is not None
+        assert "engine client failed" in caplog.text
+        with pytest.raises(EngineDeadError):
+            await collect(client, greedy("b", [1], 1))
+        await client.stop()

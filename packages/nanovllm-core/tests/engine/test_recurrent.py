@@ -38,11 +38,12 @@ async def ask(engine: AsyncEngine, name: str, prompt: list[int], count: int = OU
     return [token async for output in engine.generate(request) for token in output.new_token_ids]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("settings", SETTINGS)
-async def test_tokens_are_those_of_the_oracle(expected, settings):
+async def test_tokens_are_those_of_the_oracle(expected, settings, device):
     limits = {"max_model_len": 200, "max_num_seqs": 8}
     engine = await AsyncEngine.start(
-        recurrent_spec(), EngineConfig(device="cpu", **limits, **{"depth": 2, **SETTINGS[settings]})
+        recurrent_spec(), EngineConfig(device=device, **limits, **{"depth": 2, **SETTINGS[settings]})
     )
     try:
         found = await asyncio.gather(*(ask(engine, f"r{i}", prompt) for i, (prompt, _) in enumerate(expected)))

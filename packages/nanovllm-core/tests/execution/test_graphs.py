@@ -21,6 +21,7 @@ from nanovllm_core.execution.graphs import (
     graph_shapes,
     mixed_sizes,
 )
+from nanovllm_core.execution.request_table import Needs
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.request import SamplingParams, as_token_ids
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
@@ -178,6 +179,19 @@ def test_pieces_and_the_attention_between_them_make_a_step(monkeypatch):
         for layer in range(3):
             expected = expected + attention(layer)(expected - 1, batch)
         torch.testing.assert_close(logits.logits[:num_tokens], expected)
+
+
+def test_the_choice_with_the_least_work_that_does_all_is_replayed():
+    step = CapturedStep([], [], Logits(*(torch.zeros(0),) * 3), dict.fromkeys(runner_module.CAPTURED_NEEDS))
+    everything = runner_module.CAPTURED_NEEDS[-1]
+    assert len(step.draws) == 7
+    for needs in runner_module.CAPTURED_NEEDS:
+        assert step.choice(needs) == needs
+    for needs in range(everything + 1):
+        choice = step.choice(needs)
+        assert not needs & ~choice
+        assert choice == everything or not needs & (Needs.PENALTY | Needs.BIAS | Needs.FORBID)
+    assert step.choice(Needs.FILTER) == Needs.RANDOM | Needs.FILTER
 
 
 def test_graphs_need_kernels_that_never_wait():

@@ -1,4 +1,4 @@
-"""What is looked up of a step's rows: only of whom it is needed, and the same whether compiled or not."""
+"""The choice of tokens: the same whether looked up by compiled code or not, and whatever else other rows ask for."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanovllm_core.execution.landing import Place
 from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.execution.sampler import SCORED_AT_ONCE, StepHandle, draw, gather, score, with_logprobs
+from nanovllm_core.execution.runner import CAPTURED_NEEDS
+from nanovllm_core.execution.sampler import SCORED_AT_ONCE, Masks, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.layers import compiled
+from nanovllm_core.request import SamplingParams, as_token_ids
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_kernels.sampling import IN_PROMPT
 
 ROWS, VOCAB = 16, 40
 
@@ -43,6 +47,69 @@ def test_a_compiled_look_up_draws_the_same(table, monkeypatch):
         expected = draw(logits, rows, rows, table, needs, gather)
         assert torch.equal(draw(logits, rows, rows, table, needs, fast), expected)
     assert counter.frame_count == 2
+
+
+OPTIONS = [
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.5},
+    {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "logit_bias": {3: 50.0, 9: -5.0}},
+    {"temperature": 1.0, "logit_bias": {3: -50.0}},
+    {"temperature": 0.0, "forbidden": ((1,), (2,), (7, 8))},
+    {"temperature": 0.9, "top_k": 9, "repetition_penalty": 0.8, "forbidden": ((4, 5, 6),), "logit_bias": {1: 1.0}},
+]
+
+
+def started(table: RequestTable, options: list[dict]) -> list[int]:
+    """Give each row of `table` a new request, and return what each needs."""
+    rng = np.random.default_rng(len(options))
+    new_rows = [
+        NewRow(row, as_token_ids(rng.integers(0, 12, 9)), 5, 8, SamplingParams(**wanted), seed=row * 31, stop_ids=())
+        for row, wanted in enumerate(options)
+    ]
+    count = len(options)
+    scheduled = ScheduledRows(np.arange(count), np.ones(count, np.int64), np.ones(count, np.bool_))
+    table.apply(StepPlan(0, new_rows, NewBlocks(), scheduled, BatchShape(count, count, 1), max_seq_len=9))
+    return [int(needs) for needs in table._needs]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_needs_of_others_change_no_choice(seed):
+    rng = np.random.default_rng(seed)
+    table = RequestTable(ROWS, 32, 16, VOCAB, 1, torch.device("cpu"))
+    # Requests before these leave tables that the next ones must not see.
+    for _ in range(3):
+        needs = started(table, [OPTIONS[index] for index in rng.integers(0, len(OPTIONS), ROWS)])
+        generator = torch.Generator().manual_seed(seed)
+        logits, rows = torch.randn(ROWS, VOCAB, generator=generator), torch.randperm(ROWS, generator=generator).int()
+        positions = torch.full((ROWS,), 9, dtype=torch.int32)
+        masked = torch.rand(ROWS, generator=generator) < 0.3
+        which = torch.where(masked, torch.arange(ROWS), -1).int()
+        bits = torch.randint(1, 2**31, (ROWS, 2), generator=generator).int()
+        before = logits.clone()
+        found = draw(logits, rows, positions, table, CAPTURED_NEEDS[-1], gather, Masks(which, bits))
+        assert torch.equal(logits, before)
+        for index in range(ROWS):
+            need = needs[rows[index]] | (int(Needs.MASK) if masked[index] else 0)
+            assert not need & ~CAPTURED_NEEDS[-1]
+            mask = Masks(torch.zeros(1, dtype=torch.int32), bits[index : index + 1]) if masked[index] else None
+            one = slice(index, index + 1)
+            alone = draw(logits[one], rows[one], positions[one], table, need, gather, mask)
+            assert alone.tolist() == found[one].tolist(), OPTIONS
+        # What the captured choice writes to the counts of all rows.
+        table.counts[rows.long(), found.long()] += 1
+
+
+def test_counts_start_anew_whatever_was_written_for_the_row():
+    table = RequestTable(2, 32, 16, VOCAB, 1, torch.device("cpu"))
+    table.counts.random_(-(2**31), 2**31)
+    started(table, [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.5}])
+    counts = table.counts[1]
+    prompt, output = table.tokens[1, :5].tolist(), table.tokens[1, 5:9].tolist()
+    for token in range(VOCAB):
+        assert int(counts[token]) == output.count(token) + (IN_PROMPT if token in prompt else 0)
 
 
 def test_only_who_asked_gets_log_probabilities():

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_kernels.linear_attention import gated_delta_net
+from nanovllm_kernels.linear_attention import gated_delta_net, reference
+
+OPS = torch.ops.nanovllm
 
 CLOSE = {torch.float32: {"atol": 3e-5, "rtol": 3e-5}, torch.float16: {"atol": 1e-2, "rtol": 1e-2}} | {
     torch.bfloat16: {"atol": 6e-2, "rtol": 6e-2}
@@ -131,3 +133,40 @@ def test_captured_for_any_lengths(state_case, device):
     expected = gated_delta_net(later.qkvz, later.ba, case.weights, states, later.conv.clone(), later_batch)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(recurrent, states, equal_nan=True)
+
+
+def check_copies(states, copies):
+    """In order, a copy may read what the copies before it wrote."""
+    sources, targets = torch.tensor(copies, dtype=torch.int64, device=states.device).view(-1, 2).t().contiguous()
+    expected = states.clone()
+    reference.copy_states(expected, sources, targets)
+    OPS.copy_states(states, sources, targets)
+    assert torch.equal(states, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 24), (5, 33, 31)])
+def test_copies_of_states(dtype, shape, device):
+    states = torch.randn(3, 6, *shape).to(device, dtype)
+    for copies in ([], [(0, 0)], [(2, 5)], [(1, 2), (2, 3), (3, 1)], [(4, 0), (1, 4), (2, 1), (0, 2), (5, 3)]):
+        check_copies(states, copies)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_copies_take_no_memory(dtype, device):
+    """More than 2^31 numbers a tensor: slots of Qwen3-Next, of fewer layers."""
+    states = torch.zeros((2, 2200, 32, 128, 128), dtype=dtype, device=device)
+    states.view(2, 2200, -1)[:, :, :2] = torch.arange(4400, device=device).view(2, 2200, 1)
+    states.view(2, 2200, -1)[:, :, -1] = 1
+    order = torch.randperm(2200)
+    sources, targets = order[:1000].to(device), order[1000:2000].to(device)
+    expected = states[:, :, 0, 0, :2].clone()
+    expected[:, targets] = expected[:, sources]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    OPS.copy_states(states, sources, targets)
+    assert torch.cuda.max_memory_allocated() == before
+    assert torch.equal(states[:, :, 0, 0, :2], expected)
+    assert bool((states.view(2, 2200, -1)[:, :, -1] == 1).all())

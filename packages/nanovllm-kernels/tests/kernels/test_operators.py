@@ -59,6 +59,7 @@ def arguments():
             *(torch.zeros(3, 2, 2, 4), torch.zeros(3, 2, 12), integers([1, 2]), torch.zeros((2, 1, 2)).int()),
             *(integers([1, 2]), starts, 1, 2),
         ),
+        "copy_states": (torch.randn(2, 4, 3, 5), integers([1, 2], torch.int64), integers([3, 1], torch.int64)),
         "quantize_groups": (torch.randn(3, 200),),
         "block_fp8_linear": (
             *(torch.randn(3, 200), torch.ones(200), 1e-5, torch.ones(16, 200).to(torch.float8_e4m3fn)),
@@ -70,6 +71,7 @@ def arguments():
         "apply_penalties": (logits, rows, torch.ones((3, 20), dtype=torch.int32), ones, ones, ones),
         "apply_bias": (logits, rows, integers([3, 4]), integers([[1], [2]]), torch.ones(2, 1), integers([[9], [9]])),
         "apply_masks": (logits, integers([1]), integers([[5]])),
+        "forbid": (logits, rows, integers([3, 4]), tokens, integers([1, 1, 1]), integers([[[1, 2]], [[-1, 3]]])),
         "sample": (logits, *row_numbers, False, True),
         "logprobs": (logits, integers([3, 4]), 2),
     }

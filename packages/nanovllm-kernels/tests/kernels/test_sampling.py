@@ -107,35 +107,54 @@ def test_penalties(device):
     counts = torch.randint(0, 4, (5, 2500), device=device, dtype=torch.int32)
     counts += torch.randint(0, 2, counts.shape, device=device, dtype=torch.int32) * IN_PROMPT
     rows = torch.tensor([4, 0, 4], dtype=torch.int32, device=device)
-    numbers = [torch.rand(3, device=device) + 0.5 for _ in range(3)]
+    numbers = [torch.rand(5, device=device) + 0.5 for _ in range(3)]
     arguments = (logits, rows, counts, *numbers)
     torch.testing.assert_close(OPS.apply_penalties(*arguments), reference.apply_penalties(*arguments))
 
 
+def test_penalties_beside_rows_without_any(device):
+    logits = torch.randn(4, 2500, device=device)
+    logits[:, 7] = -math.inf
+    counts = torch.randint(-(2**31), 2**31, (4, 2500), device=device).to(torch.int32)
+    counts[1:] &= IN_PROMPT | 3
+    rows = torch.arange(4, dtype=torch.int32, device=device)
+    columns = torch.tensor([[1.0, 1.3, 1.0, 1.0], [0.0, 0.0, 0.7, 0.0], [0.0, 0.0, 0.0, 0.2]], device=device)
+    out = OPS.apply_penalties(logits, rows, counts, *columns)
+    assert torch.equal(out[0], logits[0])
+    for row in (1, 2, 3):
+        assert not torch.equal(out[row], logits[row])
+    torch.testing.assert_close(out, reference.apply_penalties(logits, rows, counts, *columns))
+
+
+def check_in_place(name, logits, *arguments, **close):
+    """As the reference on the CPU does it, bit by bit unless `close` says how near."""
+    expected = logits.cpu()
+    getattr(reference, f"{name}_")(expected, *(each.cpu() for each in arguments))
+    getattr(OPS, name)(logits, *arguments)
+    torch.testing.assert_close(logits.cpu(), expected, **(close or {"atol": 0, "rtol": 0}))
+
+
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
 def test_bias(device, position_dtype):
-    logits = torch.randn(3, 50, device=device).to(torch.bfloat16)
+    logits = torch.randn(3, 50, device=device)
     rows = torch.tensor([4, 0, 4], dtype=torch.int32, device=device)
     positions = torch.tensor([10, 20, 90], device=device).to(position_dtype)
     ids = torch.randint(0, 50, (5, 200), device=device, dtype=torch.int32)
     values = torch.randn(5, 200, device=device)
     values[:, ::50] = -math.inf
     until = torch.randint(0, 100, (5, 200), device=device, dtype=torch.int32)
-    arguments = (logits, rows, positions, ids, values, until)
-    torch.testing.assert_close(OPS.apply_bias(*arguments), reference.apply_bias(*arguments), atol=1e-5, rtol=1e-5)
+    check_in_place("apply_bias", logits, rows, positions, ids, values, until, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(50, torch.float32), (4100, torch.bfloat16)])
-def test_masks(device, vocab_size, dtype):
-    logits = torch.randn(5, vocab_size, device=device).to(dtype)
+@pytest.mark.parametrize("vocab_size", [50, 4100])
+def test_masks(device, vocab_size):
+    logits = torch.randn(5, vocab_size, device=device)
     logits[:, ::7] = -math.inf
     # Wider than needed: what lies behind must not matter.
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32) + 2), device=device).to(torch.int32)
     masks[1, 1:] = 0
     which = torch.tensor([4, -1, 2], dtype=torch.int32, device=device)
-    actual = OPS.apply_masks(logits, which, masks[:, :-2])
-    expected = reference.apply_masks(logits.cpu(), which.cpu(), masks[:, :-2].cpu())
-    assert torch.equal(actual.cpu(), expected)
+    check_in_place("apply_masks", logits, which, masks[:, :-2])
 
 
 @pytest.mark.gpu
@@ -143,8 +162,85 @@ def test_many_masks(device):
     logits = torch.randn(256, 151_936, device=device)
     masks = torch.randint(-(2**31), 2**31, (200, 4748), device=device).to(torch.int32)
     which = torch.randperm(256, device=device)[:200].to(torch.int32)
-    actual = OPS.apply_masks(logits, which, masks)
-    assert torch.equal(actual.cpu(), reference.apply_masks(logits.cpu(), which.cpu(), masks.cpu()))
+    check_in_place("apply_masks", logits, which, masks)
+
+
+@pytest.mark.parametrize(("num_sequences", "length"), [(3, 2), (200, 4), (5, 1)])
+@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
+def test_forbidden_sequences(device, num_sequences, length, position_dtype):
+    """Few tokens, so that many sequences match; rows at their first tokens, within and behind their prompts."""
+    torch.manual_seed(num_sequences)
+    vocab_size, num_rows = 6, 7
+    logits = torch.randn(9, vocab_size, device=device)
+    rows = torch.tensor([0, 1, 2, 3, 4, 5, 0, 0, 6], dtype=torch.int32, device=device)
+    positions = torch.tensor([0, 1, 2, 10, 20, 20, 20, 19, 5], device=device).to(position_dtype)
+    tokens = torch.randint(0, vocab_size, (num_rows, 21), device=device, dtype=torch.int32)
+    num_prompt = torch.tensor([0, 1, 1, 3, 18, 20, 2], dtype=torch.int32, device=device)
+    sequences = torch.randint(0, vocab_size, (num_rows, num_sequences, length), device=device, dtype=torch.int32)
+    starts = torch.randint(0, length + 1, (num_rows, num_sequences, 1), device=device)
+    sequences[torch.arange(length, device=device) < starts] = -1
+    sequences[6] = -1
+    before = logits.clone()
+    check_in_place("forbid", logits, rows, positions, tokens, num_prompt, sequences)
+    assert torch.equal(logits[8], before[8])
+    assert bool(logits.isinf().any())
+
+
+def test_everything_at_once_draws_what_each_row_draws_with_what_it_asks_for(device):
+    """The operators with rows that ask for nothing among others, each row against the operators that it needs."""
+    torch.manual_seed(3)
+    num_rows, vocab_size = 32, 3000
+    logits = (torch.randn(num_rows, vocab_size) * 3).to(device)
+    settings = settings_of(num_rows, device)
+    rows = torch.randperm(num_rows).to(device, torch.int32)
+    positions = torch.full((num_rows,), 9, dtype=torch.int32, device=device)
+    penalised, biased, forbidding, masked = ((torch.arange(num_rows) >> bit) % 2 == 1 for bit in range(4))
+    by_row = rows.cpu().long()
+
+    def table(asked, values, off):
+        """`values` for the rows of the table that belong to rows that asked, `off` for the others."""
+        out = torch.full_like(values, off)
+        out[by_row[asked]] = values[by_row[asked]]
+        return out.to(device)
+
+    counts = torch.randint(0, 3, (num_rows, vocab_size), dtype=torch.int32).to(device)
+    penalties = [table(penalised, torch.rand(num_rows) + 1.1, 1), *(table(penalised, torch.rand(num_rows), 0),) * 2]
+    ids = torch.randint(0, vocab_size, (num_rows, 40), dtype=torch.int32).to(device)
+    values = torch.randn(num_rows, 40).mul_(5).to(device)
+    until = table(biased, torch.full((num_rows, 40), 100, dtype=torch.int32), 0)
+    tokens = torch.randint(0, vocab_size, (num_rows, 20), dtype=torch.int32).to(device)
+    num_prompt = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    best = logits.argmax(1).to(torch.int32).cpu()
+    sequences = torch.full((num_rows, 2, 3), -1, dtype=torch.int32)
+    sequences[by_row, :, -1] = best[:, None]
+    sequences = table(forbidding, sequences, -1)
+    masks = torch.randint(-(2**31), 2**31, (num_rows, -(-vocab_size // 32))).to(device, torch.int32)
+    which = torch.where(masked, torch.arange(num_rows), -1).to(device, torch.int32)
+
+    def drawn(of, *, penalty, bias, forbid, mask, random):
+        where = rows[of]
+        out = logits[of].clone()
+        if penalty:
+            out = OPS.apply_penalties(out, where, counts, *penalties)
+        if bias:
+            OPS.apply_bias(out, where, positions[of], ids, values, until)
+        if forbid:
+            OPS.forbid(out, where, positions[of], tokens, num_prompt, sequences)
+        if mask:
+            OPS.apply_masks(out, torch.arange(len(which), device=device, dtype=torch.int32)[: len(out)], masks[of])
+        return OPS.sample(out, *(each[of] for each in settings), not random, random).tolist()
+
+    out = OPS.apply_penalties(logits, rows, counts, *penalties)
+    OPS.apply_bias(out, rows, positions, ids, values, until)
+    OPS.forbid(out, rows, positions, tokens, num_prompt, sequences)
+    OPS.apply_masks(out, which, masks)
+    together = OPS.sample(out, *settings, False, True).tolist()
+    for row in range(num_rows):
+        wanted = {"penalty": penalised, "bias": biased, "forbid": forbidding, "mask": masked}
+        exact = {name: bool(asked[row]) for name, asked in wanted.items()}
+        exact["random"] = float(settings[0][row]) > 0
+        assert drawn(slice(row, row + 1), **exact) == [together[row]], (row, exact)
+    assert together != OPS.sample(logits, *settings, False, True).tolist()
 
 
 @pytest.mark.parametrize("num_top", [0, 3])

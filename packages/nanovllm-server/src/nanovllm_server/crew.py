@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanovllm_core import EngineAddress
+from nanovllm_core.engine.parent import exit_with_parent
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.protocol.request import SamplingDefaults
 from nanovllm_server.settings import Settings, SettingsError
@@ -66,6 +67,8 @@ def work(assignment: Assignment, orders: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logs(assignment.settings.log_format, assignment.settings.log_level)
     give_memory_back()
+    # Before the imports and the tokenizer, which take seconds; see `exit_with_parent`.
+    serving = exit_with_parent()
     # Only here: the web framework and the tokenizer.
     import uvloop
 
@@ -73,7 +76,7 @@ def work(assignment: Assignment, orders: Connection) -> None:
 
     # The parent is gone, and with it the reason to be.
     with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(run(assignment, orders))
+        uvloop.run(run(assignment, orders, serving))
 
 
 def give_memory_back() -> None:

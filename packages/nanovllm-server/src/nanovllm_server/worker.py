@@ -6,6 +6,7 @@ It loads the tokenizer while the engine loads the model. This room must not know
 import asyncio
 import gc
 import logging
+import threading
 from multiprocessing.connection import Connection
 from typing import cast
 
@@ -69,8 +70,11 @@ class Orders:
         self._events[order].set()
 
 
-async def run(assignment: Assignment, pipe: Connection) -> None:
-    """Serve as ordered, until closed or alone."""
+async def run(assignment: Assignment, pipe: Connection, serving: threading.Event) -> None:
+    """Serve as ordered, until closed or alone.
+
+    serving: set once the worker is ready, from when on it ends itself when its parent is gone.
+    """
     orders = Orders(pipe)
     try:
         service = await _start(assignment)
@@ -85,6 +89,7 @@ async def run(assignment: Assignment, pipe: Connection) -> None:
     # What was loaded stays: the collector need never look at it again.
     gc.collect()
     gc.freeze()
+    serving.set()
     orders.report("ready")
     try:
         await orders.wait("open")

@@ -15,6 +15,8 @@ from nanovllm_kernels import fp8
 
 # Of a model with recurrent layers, slots for as many checkpoints a row as a prompt of 8,192 tokens leaves.
 CHECKPOINTS_PER_ROW = 8
+# Most blocks of a prefix cache: the host keeps some 200 bytes for each. Only toy models have memory for more.
+MAX_CACHED_BLOCKS = 1 << 20
 # Share of the memory that state slots may have, unless those that rows must have take more.
 STATE_SHARE = 0.5
 
@@ -51,8 +53,9 @@ def bytes_per_slot(specs: Sequence[StateSpec], state_dtype: torch.dtype, dtype: 
 
 
 def plan_cache(config: ResolvedConfig, free_bytes: int, block_bytes: int, slot_bytes: int = 0) -> CachePlan:
-    """Size the cache: `config.num_blocks` if given, else what `free_bytes` hold, up to all requests at full length.
+    """Size the cache: `config.num_blocks` if given, else what `free_bytes` hold.
 
+    Without prefix caching, more blocks than all requests use at full length would stay empty, so the plan has none.
     slot_bytes: of a state slot, 0 for a model that has none. Every row gets one, and checkpoints those beside.
     Raises ConfigError when the cache would be too small for one request, or for the slots of all rows.
     """
@@ -62,7 +65,9 @@ def plan_cache(config: ResolvedConfig, free_bytes: int, block_bytes: int, slot_b
     if num_slots:
         free_bytes -= (num_slots + 1) * slot_bytes
     if config.num_blocks is None:
-        num_blocks = min(max(free_bytes // block_bytes - 1, 0), wanted * config.max_num_seqs)
+        in_use = wanted * config.max_num_seqs
+        most = max(in_use, MAX_CACHED_BLOCKS) if config.prefix_caching else in_use
+        num_blocks = min(max(free_bytes // block_bytes - 1, 0), most)
     else:
         num_blocks = config.num_blocks
     if num_blocks >= wanted:

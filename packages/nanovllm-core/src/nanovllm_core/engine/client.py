@@ -5,6 +5,7 @@ works; it notices when it is gone.
 """
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _STOP_SECONDS = 10
 # For what the engine said just before it ended.
 _LAST_WORDS_SECONDS = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class EngineClient(Engine):
         self._owned = owned
         self._compiling: dict[int, asyncio.Future[None]] = {}
         self._receiver = asyncio.create_task(self._receive())
+        self._receiver.add_done_callback(self._on_receiver_end)
 
     @classmethod
     async def launch(cls, spec: "ModelSpec", config: EngineConfig | None = None) -> "EngineClient":
@@ -173,6 +177,13 @@ class EngineClient(Engine):
                     self._die(_obituary(self._owned))
                 case other:
                     self._die(f"the engine sent {type(other).__name__} while it was serving")
+
+    def _on_receiver_end(self, receiver: "asyncio.Task[None]") -> None:
+        """Fail all readers when reading messages failed: no further output would reach them."""
+        if receiver.cancelled() or (error := receiver.exception()) is None:
+            return
+        _log.error("engine client failed", exc_info=error)
+        self._die(f"the engine's messages can't be read: {type(error).__name__}: {error}")
 
     def _settle(self, key: int, error: Exception | None) -> None:
         answer = self._compiling.pop(key)

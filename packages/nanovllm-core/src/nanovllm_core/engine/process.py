@@ -12,9 +12,12 @@ import itertools
 import logging
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -22,6 +25,7 @@ import zmq.asyncio
 
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
+from nanovllm_core.engine.parent import exit_with_parent, parent_is_gone
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.request import GrammarError, StepOutputs
 
@@ -37,16 +41,30 @@ _log = logging.getLogger(__name__)
 def main(recipe: Recipe, endpoint: str, lifeline: Connection) -> None:
     """Run what `recipe` makes behind the ZeroMQ `endpoint`, which this process binds, until it is over.
 
+    endpoint: the only file in its directory; when the parent is gone, this process removes both.
     lifeline: held open as long as this process lives; at its other end one sees it end.
     """
     # They reach the whole foreground group or service; the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    remove = partial(_remove_socket, endpoint)
+    # Before the model loads, which keeps the event loop from noticing anything for minutes.
+    serving = exit_with_parent(remove)
     with lifeline, contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(recipe, endpoint))
+        asyncio.run(_serve(recipe, endpoint, serving))
+    if parent_is_gone():
+        remove()
 
 
-async def _serve(recipe: Recipe, endpoint: str) -> None:
+def _remove_socket(endpoint: str) -> None:
+    path = Path(endpoint.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        # Fails where other files are, which are not this process's to remove.
+        path.parent.rmdir()
+
+
+async def _serve(recipe: Recipe, endpoint: str, serving: threading.Event) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
         # Nothing may be dropped or blocked on while a client is there; when it has gone, sending to it is an error.
@@ -68,6 +86,7 @@ async def _serve(recipe: Recipe, endpoint: str) -> None:
         # What start-up made stays; a collection need not look at it again.
         gc.collect()
         gc.freeze()
+        serving.set()
         await EngineServer(engine, socket).run()
 
 

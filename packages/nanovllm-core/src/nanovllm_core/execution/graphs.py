@@ -2,9 +2,8 @@
 
 A captured step has one padded shape: so many requests with as many tokens each (decodes), or any mix within so many
 tokens. It is one graph, or, in the mode "piecewise", pieces between which attention is launched for the true batch, by
-kernels that no graph could hold. The choice of tokens is a graph of its own: a step with log-probabilities or penalties
-needs only the forward pass. All share one memory pool: one step runs at a time. This room must not know what is inside
-a step, but for the places where attention breaks it.
+kernels that no graph could hold. The choice of tokens is a graph of its own, in a few variants; the last variant does
+everything that a request may ask for. All graphs share one memory pool, as one step runs at a time.
 """
 
 from collections import Counter
@@ -67,7 +66,7 @@ class CapturedStep:
     """The graphs of one shape.
 
     pieces: the forward pass. attentions: what is launched after each piece but the last, for a batch of so many tokens.
-    draws: by needs, the graph that chooses and where it leaves its choice.
+    draws: by needs, the graph that chooses and where it leaves its choice; `choice` finds one.
     """
 
     pieces: list[torch.cuda.CUDAGraph]
@@ -84,6 +83,10 @@ class CapturedStep:
             for attend, piece in zip(self.attentions, others, strict=True):
                 attend(batch, num_tokens)
                 piece.replay()
+
+    def choice(self, needs: int) -> int:
+        """The needs of the first graph in `draws` that does all that `needs` asks for. One of them does everything."""
+        return needs if needs in self.draws else next(captured for captured in self.draws if not needs & ~captured)
 
 
 class _Alias:

@@ -47,7 +47,7 @@ class MaskBuffer:
     finds them.
 
     which: int32 [size], whose mask each is among the step's requests, -1 for nobody's. bits: int32 [size, words], as
-    `nanovllm_kernels.sampling.apply_masks` reads them.
+    `nanovllm_kernels.sampling.apply_masks_` reads them.
     """
 
     def __init__(self, size: int, num_words: int, device: torch.device):
@@ -55,6 +55,7 @@ class MaskBuffer:
         self._num_words = num_words
         self._there = torch.full((size * (1 + num_words),), -1, dtype=torch.int32, device=device)
         self._next = self._there
+        self._is_clear = True
         self.which = self._there[:size]
         self.bits = self._there[size:].view(size, num_words)
 
@@ -69,6 +70,13 @@ class MaskBuffer:
         """Send what was drafted; which: whose each is, -1 for nobody's."""
         self._next.numpy()[: len(which)] = which
         self._there[: len(self._next)].copy_(self._next, non_blocking=True)
+        self._is_clear = False
+
+    def clear(self) -> None:
+        """Take the masks off all requests, for a graph that applies masks in a step without any."""
+        if not self._is_clear:
+            self.which.fill_(-1)
+            self._is_clear = True
 
 
 class StepBuffer:

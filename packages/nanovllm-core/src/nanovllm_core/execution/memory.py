@@ -1,15 +1,30 @@
-"""What the device is asked of beside kernels: how much memory the KV cache may have, and not to be waited for.
-
-This room must not know what the cache is used for.
-"""
+"""The device's memory for caches: its size and its allocation. And a check that the host never waits for the device."""
 
 import gc
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from nanovllm_core.config import GIB, ConfigError, ResolvedConfig
+
+# Bytes of a CPU's cache line.
+_ALIGNMENT = 64
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros for a cache. On a CPU the system provides each page on its first use: start-up does not fill gigabytes, and
+    the process takes memory only for what it caches.
+    """
+    if device.type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -pages.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(pages[start : start + num_bytes]).view(dtype).view(tuple(shape))
 
 
 def free_for_cache(config: ResolvedConfig, device: torch.device, rehearse: Callable[[], object]) -> int:

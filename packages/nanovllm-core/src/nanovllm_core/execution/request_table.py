@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.execution.inputs import Int32Array, StepBuffer, upload
+from nanovllm_core.execution.state_memory import sequential_copies
 from nanovllm_core.request import (
     MAX_CHECKPOINTS,
     MAX_FORBIDDEN,
@@ -49,7 +50,8 @@ class StepInputs:
     rows, query_start_loc, samples: see `StepBuffer`, whose whole is `buffer`; here without what comes behind the step's
     requests. sampled: int64, which of them sample. needs: of all that do, together, as a number (what a step does with
     flags of Python's enum would take 16 us on an H200's host). num_logprobs: int64, of each that does, -1 for none.
-    most_logprobs: the largest of these. restored: state slots to copy first, and to where, int64 each, if any.
+    most_logprobs: the largest of these. restored: state slots to read and to overwrite before the step, int64 [n] each,
+    in the order of the copies; None without any.
     """
 
     buffer: StepBuffer
@@ -69,8 +71,8 @@ class RequestTable:
     Tensors: tokens int32 [rows, max_model_len + 1]; num_computed int32 [rows]; block_table int32 [rows, max_blocks];
     temperature, top_p, min_p, presence, frequency, repetition float32 [rows]; top_k int32 [rows]; seeds int64 [rows];
     counts int32 [rows, vocab] as `nanovllm_kernels.sampling.apply_penalties` reads them; bias_ids, bias_values,
-    bias_until [rows, entries] as `apply_bias` does; forbidden int32 [rows, sequences, length] and num_prompt int32
-    [rows] as `forbid` does; state_slots int32 [rows] and saves int32 [rows, MAX_CHECKPOINTS, 2] as
+    bias_until [rows, entries] as `apply_bias_` does; forbidden int32 [rows, sequences, length] and num_prompt int32
+    [rows] as `forbid_` does; state_slots int32 [rows] and saves int32 [rows, MAX_CHECKPOINTS, 2] as
     `nanovllm_kernels.linear_attention.plan_states` does.
     """
 
@@ -98,6 +100,8 @@ class RequestTable:
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         self._floats = zeros(6, num_rows, dtype=torch.float32)
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
+        # Off, for rows that no request has had: padding reads them.
+        self.repetition.fill_(1)
         self.top_k = zeros(num_rows)
         self.seeds = zeros(num_rows, dtype=torch.int64)
         self.counts = zeros(num_rows, vocab_size)
@@ -152,7 +156,9 @@ class RequestTable:
         for index, state in enumerate(states):
             if state.checkpoints:
                 saves[index, : len(state.checkpoints)] = state.checkpoints
-        copies = np.array([(state.origin, state.slot) for state in states if state.origin], np.int64).reshape(-1, 2)
+        # A checkpoint that the pool evicted for one request may be the origin of an earlier one in the same plan.
+        pairs = sequential_copies([(state.origin, state.slot) for state in states if state.origin])
+        copies = np.array(pairs, np.int64).reshape(-1, 2)
         rows, slots, saved, sources, targets = upload(
             [
                 np.array([new.row for new in new_rows], np.int32),

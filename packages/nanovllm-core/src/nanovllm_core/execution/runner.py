@@ -21,7 +21,7 @@ from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
 from nanovllm_core.execution.landing import Landing, Place
-from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache
+from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache, zeros
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
 from nanovllm_core.execution.sampler import Masks, Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
 from nanovllm_core.execution.state_memory import StateMemory
@@ -37,11 +37,15 @@ from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 from nanovllm_kernels.platform import describe
 
-# What the choice of tokens is captured for; whoever needs more gets it from the captured step's logits.
-CAPTURED_NEEDS = tuple(
-    int(needs | mask)
-    for needs in (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
-    for mask in (Needs.NOTHING, Needs.MASK)
+# What the choice of tokens is captured for, least work first. The last takes every step that fits no other: penalties,
+# biases, forbidden sequences and masks leave rows without them as they are, and greedy rows stay greedy.
+CAPTURED_NEEDS = (
+    *(
+        int(needs | mask)
+        for needs in (Needs.NOTHING, Needs.RANDOM, Needs.RANDOM | Needs.FILTER)
+        for mask in (Needs.NOTHING, Needs.MASK)
+    ),
+    int(~Needs.NOTHING),
 )
 _MASK = int(Needs.MASK)
 # Rows that the compiler is shown; what it makes takes any number, but is laid out with this one in mind.
@@ -121,6 +125,10 @@ class Runner:
         self.num_blocks, self.num_slots, self.max_model_len = plan_cache(config, free_bytes, block_bytes, slot_bytes)
         self._kv_caches, self._kv_scales = self._allocate(self.num_blocks)
         self._states = self._allocate_states(self.num_slots)
+        if self._state_specs:
+            # Compiles the kernel for tensors of this size: the first prefix hit would wait for it.
+            nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._states.copy(nowhere, nowhere)
         self.kv_cache_bytes = block_bytes * (self.num_blocks + 1)
         self.state_bytes = slot_bytes * (self.num_slots + 1)
         self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=show)
@@ -187,15 +195,19 @@ class Runner:
 
         captured.replay(plan.shape.num_tokens, plan_attention)
         needs = step.needs
-        if needs in captured.draws and step.most_logprobs < 0:
-            if needs & _MASK and self._constraints.masks(step.sampled) is None:
-                needs &= ~_MASK
-            graph, tokens = captured.draws[needs]
-            graph.replay()
-            return StepHandle(
-                Sampled(tokens, None, None, None), step.sampled, step.num_logprobs, place, self._constraints.failed
-            )
-        return self._choose(step, Logits(*(tensor[:count] for tensor in captured.found)), place)
+        if needs & _MASK and self._constraints.masks(step.sampled) is None:
+            needs &= ~_MASK
+        choice = captured.choice(needs)
+        if choice & ~needs & _MASK:
+            self._constraints.buffer.clear()
+        graph, tokens = captured.draws[choice]
+        graph.replay()
+        sampled = Sampled(tokens, None, None, None)
+        if step.most_logprobs >= 0:
+            # Launched, not captured: few ask, and only their rows are computed.
+            logits = captured.found.logits[:count]
+            sampled = with_logprobs(tokens[:count], logits, step.sampled, step.num_logprobs, step.most_logprobs)
+        return StepHandle(sampled, step.sampled, step.num_logprobs, place, self._constraints.failed)
 
     def _choose(
         self, step: StepInputs, found: Logits, place: Place | None, scored: Sequence[Scored] = ()
@@ -365,11 +377,7 @@ class Runner:
         """A cache of `num_blocks` blocks and the null block for every layer that wants one, and its scales, if any."""
         config = self._config
         caches = tuple(
-            torch.zeros(
-                (num_blocks + 1, config.block_size, *slot_shape(spec)),
-                dtype=config.kv_cache_dtype,
-                device=self.device,
-            )
+            zeros((num_blocks + 1, config.block_size, *slot_shape(spec)), config.kv_cache_dtype, self.device)
             for spec in self._paged_specs
         )
         return caches, tuple(map(fp8.make_scales, caches)) if config.kv_cache_dtype == fp8.DTYPE else ()

@@ -16,8 +16,10 @@ from nanovllm_core.execution.landing import Place
 from nanovllm_core.execution.request_table import Needs, RequestTable
 from nanovllm_core.request import PromptLogprobs, TokenLogprobs
 from nanovllm_core.scheduling.plan import StepTokens
-from nanovllm_kernels.sampling import apply_bias, apply_masks, apply_penalties, forbid, logprobs, ranks, sample
+from nanovllm_kernels.sampling import apply_bias_, apply_masks_, apply_penalties, forbid_, logprobs, ranks, sample
 
+# What changes logits before the draw, besides penalties.
+ADJUSTMENTS = int(Needs.BIAS | Needs.FORBID | Needs.MASK)
 # Of a prompt, logits of so many tokens are there at once: of 150,000 in float32, 80 MB.
 SCORED_AT_ONCE = 128
 
@@ -45,7 +47,7 @@ class Scored(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Which tokens may be drawn in some of a step's rows: `which` and `masks` of `apply_masks`."""
+    """Which tokens may be drawn in some of a step's rows: `which` and `masks` of `apply_masks_`."""
 
     which: Tensor
     bits: Tensor
@@ -70,19 +72,22 @@ def draw(
 ) -> Tensor:
     """Choose a token for each row of `logits` [n, vocab], of the requests in `rows` int32 [n]: int32 [n].
 
-    positions: int32 [n], which the tokens will have. needs: `Needs` of all rows together; may ask for more than any
-    needs. gather_settings: `gather`, or what was compiled of it. masks: what some may not choose, whatever else they
-    ask for.
+    positions: int32 [n], which the tokens will have. needs: `Needs` of all rows together; more than the rows need gives
+    the same tokens. gather_settings: `gather`, or what was compiled of it. masks: what some may not choose, whatever
+    else they ask for; None unless `needs` has MASK.
     """
     if needs & Needs.PENALTY:
-        penalties = gather(rows, (table.repetition, table.presence, table.frequency))
+        penalties = table.repetition, table.presence, table.frequency
         logits = apply_penalties(logits, rows, table.counts, *penalties)
+    elif needs & ADJUSTMENTS:
+        # A copy: log-probabilities are of the model's own logits.
+        logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if needs & Needs.BIAS:
-        logits = apply_bias(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
+        apply_bias_(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
     if needs & Needs.FORBID:
-        logits = forbid(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
+        forbid_(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
     if masks is not None:
-        logits = apply_masks(logits, masks.which, masks.bits)
+        apply_masks_(logits, masks.which, masks.bits)
     settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)
     if needs & Needs.RANDOM:
         settings = gather_settings(rows, settings)

@@ -15,7 +15,7 @@ from torch import Tensor
 from nanovllm_kernels.linear_attention import reference
 from nanovllm_kernels.linear_attention.reference import CHECKPOINT
 
-__all__ = ["CHECKPOINT", "Backend", "DeltaWeights", "StateBatch", "gated_delta_net", "plan_states"]
+__all__ = ["CHECKPOINT", "Backend", "DeltaWeights", "StateBatch", "copy_states", "gated_delta_net", "plan_states"]
 
 Backend = Literal["torch", "triton"]
 
@@ -121,6 +121,24 @@ def gated_delta_net(
         batch.num_decodes,
         batch.max_query_len,
     )
+
+
+def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy the states of whole slots, in order: a copy reads what the copies before it wrote. Takes no other memory.
+
+    states: [layers, num_slots, ...], contiguous. sources, targets: int64 [n], the slots to read and to overwrite.
+    """
+    if states.is_cuda:
+        _copy_states_op(states, sources, targets)
+    else:
+        reference.copy_states(states, sources, targets)
+
+
+@torch.library.custom_op("nanovllm::copy_states", mutates_args=("states",))
+def _copy_states_op(states: Tensor, sources: Tensor, targets: Tensor) -> None:
+    from nanovllm_kernels.linear_attention import triton_copy
+
+    triton_copy.copy_states(states, sources, targets)
 
 
 @torch.library.custom_op("nanovllm::gated_delta_net", mutates_args=("recurrent", "conv"))

@@ -110,6 +110,12 @@ def gated_delta_net(qkvz: Tensor, ba: Tensor, weights: _Weights, recurrent: Tens
     return out
 
 
+def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """See the package's `copy_states`."""
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        states[:, target].copy_(states[:, source])
+
+
 def _gates(ba: Tensor, weights: _Weights) -> _Gates:
     b, a = (part.flatten(1) for part in ba.unbind(2))
     return _Gates(-weights.decay * functional.softplus(a + weights.dt_bias), b.sigmoid())

@@ -1,6 +1,6 @@
 """From logits to tokens: penalties, biases, masks, temperature and filters, the draw, log-probabilities.
 
-This room must not know requests: it sees rows of logits and per-row numbers. The draw is a stateless function of
+`apply_penalties` returns new logits; names that end in "_" change theirs in place. The draw is a stateless function of
 (seed, position, token id), see `noise`, so that it depends on neither the batch nor the device.
 """
 
@@ -15,10 +15,10 @@ __all__ = [
     "IN_PROMPT",
     "MIN_TEMPERATURE",
     "Logprobs",
-    "apply_bias",
-    "apply_masks",
+    "apply_bias_",
+    "apply_masks_",
     "apply_penalties",
-    "forbid",
+    "forbid_",
     "logprobs",
     "ranks",
     "sample",
@@ -41,60 +41,67 @@ def apply_penalties(
 ) -> Tensor:
     """Make tokens that occurred less likely. Returns new float32 logits [B, V].
 
-    logits: [B, V]. rows: int32 [B], each one's row in counts. counts: int32 [R, V], how often each token was made in
-        the low bits, plus IN_PROMPT where the prompt has it.
-    repetition: float32 [B], 1 for off (Keskar et al. 2019): what a positive logit of a token in prompt or output is
+    logits: [B, V]. rows: int32 [B], the row of each in the tables, which the other arguments are.
+    counts: int32 [R, V], how often each token was made in the low bits, plus IN_PROMPT where the prompt has it.
+    repetition: float32 [R], 1 for off (Keskar et al. 2019): what a positive logit of a token in prompt or output is
         divided by, and a negative one multiplied.
-    presence, frequency: float32 [B], 0 for off: subtracted once if the token was made, and once for each time it
+    presence, frequency: float32 [R], 0 for off: subtracted once if the token was made, and once for each time it
         was, as OpenAI's API documents them. The prompt doesn't count. They come after the repetition penalty.
+
+    A row with all three off keeps its logits bit by bit, whatever its counts; on CUDA the counts are not read.
     """
     if logits.is_cuda:
         return _apply_penalties_op(logits, rows, counts, repetition, presence, frequency)
     return reference.apply_penalties(logits, rows, counts, repetition, presence, frequency)
 
 
-def apply_bias(
+def apply_bias_(
     logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
-) -> Tensor:
-    """Add biases to single tokens' logits. Returns new float32 logits [B, V].
+) -> None:
+    """Add biases to single tokens' logits, in place.
 
-    logits: [B, V]. rows: int32 [B], each one's row in the tables. positions: int32 or int64 [B], of the token to come.
+    logits: float32 [B, V]. rows: int32 [B], each one's row in the tables. positions: int32 or int64 [B], of the token
+        to come.
     bias_ids int32, bias_values float32, bias_until int32, each [R, K]: entry (id, value, until) counts while the
         position is below `until`; unused entries have until = 0. Ids may repeat in a row: their values add up.
         -inf forbids.
     """
     if logits.is_cuda:
-        return _apply_bias_op(logits, rows, positions, bias_ids, bias_values, bias_until)
-    return reference.apply_bias(logits, rows, positions, bias_ids, bias_values, bias_until)
+        _apply_bias_op(logits, rows, positions, bias_ids, bias_values, bias_until)
+    else:
+        reference.apply_bias_(logits, rows, positions, bias_ids, bias_values, bias_until)
 
 
-def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
-    """Forbid tokens in some rows. Returns new float32 logits [B, V].
+def apply_masks_(logits: Tensor, which: Tensor, masks: Tensor) -> None:
+    """Forbid tokens in some rows, in place.
 
-    logits: [B, V]. which: int32 [M], the rows of `logits` that have a mask, none of them twice; -1 for a mask that is
-        nobody's.
+    logits: float32 [B, V]. which: int32 [M], the rows of `logits` that have a mask, none of them twice; -1 for a mask
+        of no row.
     masks: int32 [M, ceil(V / 32)]: token t is allowed in row which[m] where bit t % 32 of masks[m, t // 32] is set.
         Forbidden ones become -inf. Allowed ones stay as they are but for -inf, which becomes a large negative number:
         where a bias forbids all that a mask allows, the mask decides.
     """
     if logits.is_cuda:
-        return _apply_masks_op(logits, which, masks)
-    return reference.apply_masks(logits, which, masks)
+        _apply_masks_op(logits, which, masks)
+    else:
+        reference.apply_masks_(logits, which, masks)
 
 
-def forbid(
+def forbid_(
     logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
-) -> Tensor:
-    """Make tokens impossible that would end a forbidden sequence. Returns new float32 logits [B, V].
+) -> None:
+    """Make tokens impossible that would end a forbidden sequence, in place.
 
-    logits: [B, V]. rows: int32 [B], each one's row in the tables. positions: int32 or int64 [B], of the token to come.
+    logits: float32 [B, V]. rows: int32 [B], each one's row in the tables. positions: int32 or int64 [B], of the token
+        to come.
     tokens: int32 [R, T], all that is known of each row. num_prompt: int32 [R]; what lies before is no part of a
         sequence.
     sequences: int32 [R, K, L], each at the end of its L; what comes before it, and all of an unused one, is -1.
-
-    Plain torch on every device: few ask for it, and what it reads is small.
     """
-    return reference.forbid(logits, rows, positions, tokens, num_prompt, sequences)
+    if logits.is_cuda:
+        _forbid_op(logits, rows, positions, tokens, num_prompt, sequences)
+    else:
+        reference.forbid_(logits, rows, positions, tokens, num_prompt, sequences)
 
 
 def sample(
@@ -158,26 +165,29 @@ def _apply_penalties_op(
 _apply_penalties_op.register_fake(lambda logits, *_: logits.new_empty(logits.shape, dtype=torch.float32))
 
 
-@torch.library.custom_op("nanovllm::apply_bias", mutates_args=())
+@torch.library.custom_op("nanovllm::apply_bias", mutates_args=("logits",))
 def _apply_bias_op(
     logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
-) -> Tensor:
+) -> None:
     from nanovllm_kernels.sampling import triton_adjust
 
-    return triton_adjust.apply_bias(logits, rows, positions, bias_ids, bias_values, bias_until)
+    triton_adjust.apply_bias_(logits, rows, positions, bias_ids, bias_values, bias_until)
 
 
-_apply_bias_op.register_fake(lambda logits, *_: logits.new_empty(logits.shape, dtype=torch.float32))
-
-
-@torch.library.custom_op("nanovllm::apply_masks", mutates_args=())
-def _apply_masks_op(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
+@torch.library.custom_op("nanovllm::apply_masks", mutates_args=("logits",))
+def _apply_masks_op(logits: Tensor, which: Tensor, masks: Tensor) -> None:
     from nanovllm_kernels.sampling import triton_adjust
 
-    return triton_adjust.apply_masks(logits, which, masks)
+    triton_adjust.apply_masks_(logits, which, masks)
 
 
-_apply_masks_op.register_fake(lambda logits, *_: logits.new_empty(logits.shape, dtype=torch.float32))
+@torch.library.custom_op("nanovllm::forbid", mutates_args=("logits",))
+def _forbid_op(
+    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
+) -> None:
+    from nanovllm_kernels.sampling import triton_adjust
+
+    triton_adjust.forbid_(logits, rows, positions, tokens, num_prompt, sequences)
 
 
 @torch.library.custom_op("nanovllm::sample", mutates_args=())

@@ -35,28 +35,26 @@ def apply_penalties(
 ) -> Tensor:
     """See the package's `apply_penalties`."""
     seen = counts.index_select(0, rows)
+    factor, once, each = (column.index_select(0, rows).unsqueeze(1) for column in (repetition, presence, frequency))
     out = logits.to(torch.float32, copy=True)
-    factor = repetition.unsqueeze(1)
     repeated = torch.where(out > 0, out / factor, out * factor)
     out = torch.where(seen != 0, repeated, out)
     made = seen.bitwise_and_(IN_PROMPT - 1)
-    return out.sub_(presence.unsqueeze(1) * (made > 0)).sub_(frequency.unsqueeze(1) * made)
+    return out.sub_(once * (made > 0)).sub_(each * made)
 
 
-def apply_bias(
+def apply_bias_(
     logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
-) -> Tensor:
-    """See the package's `apply_bias`."""
-    out = logits.to(torch.float32, copy=True)
+) -> None:
+    """See the package's `apply_bias_`."""
     active = positions.unsqueeze(1) < bias_until.index_select(0, rows)
     values = bias_values.index_select(0, rows).masked_fill_(~active, 0.0)
     ids = bias_ids.index_select(0, rows).masked_fill_(~active, 0)
-    return out.scatter_add_(1, ids.long(), values)
+    logits.scatter_add_(1, ids.long(), values)
 
 
-def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
-    """See the package's `apply_masks`."""
-    out = logits.to(torch.float32, copy=True)
+def apply_masks_(logits: Tensor, which: Tensor, masks: Tensor) -> None:
+    """See the package's `apply_masks_`."""
     vocab_size = logits.shape[1]
     for row, mask in zip(which.tolist(), masks, strict=True):
         if row < 0:
@@ -64,15 +62,13 @@ def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
         # A byte at a time, the lowest bit first: tokens in order, as int32 are stored little-endian wherever we run.
         bits = np.unpackbits(mask.contiguous().numpy().view(np.uint8), count=vocab_size, bitorder="little")
         allowed = torch.from_numpy(bits.view(np.bool_))
-        out[row].clamp_(min=LEAST_ALLOWED).masked_fill_(~allowed, -torch.inf)
-    return out
+        logits[row].clamp_(min=LEAST_ALLOWED).masked_fill_(~allowed, -torch.inf)
 
 
-def forbid(
+def forbid_(
     logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
-) -> Tensor:
-    """See the package's `forbid`."""
-    out = logits.to(torch.float32, copy=True)
+) -> None:
+    """See the package's `forbid_`."""
     sequences = sequences.index_select(0, rows)
     begins, ends = sequences[:, :, :-1], sequences[:, :, -1]
     back = torch.arange(1 - sequences.shape[2], 0, device=logits.device)
@@ -82,7 +78,7 @@ def forbid(
     made = torch.where(at >= num_prompt.index_select(0, rows).unsqueeze(1), known, -2).unsqueeze(1)
     ending = ((begins == made) | (begins == -1)).all(-1) & (ends >= 0)
     values = torch.zeros_like(ends, dtype=torch.float32).masked_fill_(ending, -torch.inf)
-    return out.scatter_add_(1, ends.clamp(min=0).long(), values)
+    logits.scatter_add_(1, ends.clamp(min=0).long(), values)
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""Penalties, biases and masks on CUDA."""
+"""Penalties, biases, forbidden sequences and masks on CUDA. A row without any costs one copy of its logits."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -11,6 +11,7 @@ from nanovllm_kernels.sampling.reference import IN_PROMPT, LEAST_ALLOWED
 
 BLOCK = 2048
 BIAS_BLOCK = 128
+FORBID_BLOCK = 128
 
 
 def apply_penalties(
@@ -37,20 +38,19 @@ def apply_penalties(
     return out
 
 
-def apply_bias(
+def apply_bias_(
     logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
-) -> Tensor:
-    """See the package's `apply_bias`."""
+) -> None:
+    """See the package's `apply_bias_`."""
     num_entries = bias_ids.shape[1]
-    out = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     _add_bias[(logits.shape[0], triton.cdiv(num_entries, BIAS_BLOCK))](
-        out,
+        logits,
         rows,
         positions,
         bias_ids,
         bias_values,
         bias_until,
-        out.stride(0),
+        logits.stride(0),
         bias_ids.stride(0),
         bias_values.stride(0),
         bias_until.stride(0),
@@ -58,25 +58,44 @@ def apply_bias(
         BLOCK=BIAS_BLOCK,
         num_warps=4,
     )
-    return out
 
 
-def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> Tensor:
-    """See the package's `apply_masks`."""
+def apply_masks_(logits: Tensor, which: Tensor, masks: Tensor) -> None:
+    """See the package's `apply_masks_`."""
     vocab_size = logits.shape[1]
-    out = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     _apply_masks[(which.shape[0], triton.cdiv(vocab_size, BLOCK))](
-        out,
+        logits,
         which,
         masks,
-        out.stride(0),
+        logits.stride(0),
         masks.stride(0),
         vocab_size,
         LEAST_ALLOWED=LEAST_ALLOWED,
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return out
+
+
+def forbid_(
+    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
+) -> None:
+    """See the package's `forbid_`."""
+    _, num_sequences, length = sequences.shape
+    _forbid[(logits.shape[0], triton.cdiv(num_sequences, FORBID_BLOCK))](
+        logits,
+        rows,
+        positions,
+        tokens,
+        num_prompt,
+        sequences,
+        logits.stride(0),
+        tokens.stride(0),
+        sequences.stride(0),
+        num_sequences,
+        LENGTH=length,
+        BLOCK=FORBID_BLOCK,
+        num_warps=4,
+    )
 
 
 @triton.jit
@@ -98,14 +117,17 @@ def _apply_penalties(
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
     row = tl.load(rows_ptr + index).to(tl.int64)
-    repetition = tl.load(repetition_ptr + index)
+    repetition = tl.load(repetition_ptr + row)
+    presence = tl.load(presence_ptr + row)
+    frequency = tl.load(frequency_ptr + row)
     logits = tl.load(logits_ptr + index * logits_stride + tokens, mask=mask, other=0.0).to(tl.float32)
-    seen = tl.load(counts_ptr + row * counts_stride + tokens, mask=mask, other=0)
-    repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
-    logits = tl.where(seen != 0, repeated, logits)
-    made = (seen & (IN_PROMPT - 1)).to(tl.float32)
-    logits -= tl.where(made > 0, tl.load(presence_ptr + index), 0.0)
-    logits -= made * tl.load(frequency_ptr + index)
+    if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+        seen = tl.load(counts_ptr + row * counts_stride + tokens, mask=mask, other=0)
+        repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
+        logits = tl.where(seen != 0, repeated, logits)
+        made = (seen & (IN_PROMPT - 1)).to(tl.float32)
+        logits -= tl.where(made > 0, presence, 0.0)
+        logits -= made * frequency
     tl.store(out_ptr + index * vocab_size + tokens, logits, mask=mask)
 
 
@@ -161,3 +183,37 @@ def _apply_masks(
         tl.where(allowed, tl.maximum(logits, LEAST_ALLOWED), float("-inf")),
         mask=inside,
     )
+
+
+@triton.jit
+def _forbid(
+    out_ptr,
+    rows_ptr,
+    positions_ptr,
+    tokens_ptr,
+    num_prompt_ptr,
+    sequences_ptr,
+    out_stride,
+    tokens_stride,
+    sequences_stride,
+    num_sequences,
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    sequences = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    sequences_ptr += row * sequences_stride + sequences * LENGTH
+    ends = tl.load(sequences_ptr + LENGTH - 1, mask=sequences < num_sequences, other=-1)
+    ending = ends >= 0
+    if tl.max(ending.to(tl.int32), 0) == 0:
+        return
+    position = tl.load(positions_ptr + index).to(tl.int32)
+    first_made = tl.load(num_prompt_ptr + row)
+    for back in tl.range(1, LENGTH):
+        at = position - back
+        # No token of a sequence equals -2: what lies in the prompt is no part of one.
+        made = tl.load(tokens_ptr + row * tokens_stride + at, mask=at >= first_made, other=-2)
+        wanted = tl.load(sequences_ptr + LENGTH - 1 - back, mask=ending, other=-1)
+        ending &= (wanted == made) | (wanted == -1)
+    tl.store(out_ptr + index * out_stride + ends, float("-inf"), mask=ending)

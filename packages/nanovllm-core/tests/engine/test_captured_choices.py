@@ -1,0 +1,127 @@
+"""Requests of every kind in one batch, replayed from graphs and launched: the same tokens and log-probabilities.
+
+On a CPU stand-ins for the graphs call what would have been captured, so that the engine takes the same way.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+from toy_model import VOCAB, toy_spec
+
+from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_core.execution import runner as runner_module
+from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs
+from nanovllm_core.request import Budget, TokenLogprobs
+
+OUTPUT = 24
+PLAIN = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}]
+SPECIAL = [
+    {"temperature": 0.0, "repetition_penalty": 3.0},
+    {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "logit_bias": {3: 4.0, 40: -100.0}},
+    {"temperature": 0.8, "forbidden": (*((token,) for token in range(20, 60)), (5, 6), (7, 8, 9))},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 1.0, "top_k": 5, "logprobs": 0},
+    {"temperature": 0.0, "budget": Budget(7, (11, 12, 13))},
+    {"temperature": 0.7, "frequency_penalty": 1.0, "budget": Budget(4, (14,)), "logprobs": 2},
+]
+
+Answer = tuple[list[int], list[TokenLogprobs]]
+
+
+class Replayed:
+    """In place of a CUDA graph: calls a function again, into the same tensors."""
+
+    def __init__(self, targets: tuple[torch.Tensor, ...], compute: Callable[[], tuple[torch.Tensor, ...]]):
+        self._targets = targets
+        self._compute = compute
+
+    def replay(self) -> None:
+        for target, source in zip(self._targets, self._compute(), strict=True):
+            target.copy_(source)
+
+
+class StandIns(StepGraphs):
+    """Has a captured step for every decode. num_replays: by the needs that a choice was captured for."""
+
+    num_replays: dict[int, int] = {}
+
+    def capture(self, forward, draw, needs, *, progress):
+        self._forward, self._draw, self._needs = forward, draw, needs
+
+    def dispatch(self, batch, *, launched=False):
+        if batch.query_len != 1 or launched:
+            return super().dispatch(batch, launched=launched)
+        count = batch.num_reqs
+        shape = GraphShape(count, count, 1, "full_decode_only")
+        found = Logits(
+            torch.empty(count, VOCAB), torch.empty(count, dtype=torch.int32), torch.empty(count, 16, dtype=torch.int32)
+        )
+        step = CapturedStep([Replayed(found, lambda: self._forward(shape, None, num_decodes=count))], [], found)
+        for needs in self._needs:
+            tokens = torch.empty(count, dtype=torch.int32)
+
+            def choose(needs=needs):
+                self.num_replays[needs] = self.num_replays.get(needs, 0) + 1
+                return (self._draw(needs, found),)
+
+            step.draws[needs] = Replayed((tokens,), choose), tokens
+        return step
+
+
+def requests() -> list[Request]:
+    """More than there are rows, so that plain ones get rows that others have had and the other way round."""
+    kinds = [*PLAIN, *SPECIAL, *PLAIN, *reversed(SPECIAL), *PLAIN, *SPECIAL]
+    return [
+        Request(
+            f"r{index}",
+            [7 + index, *range(3, 3 + index % 5)],
+            SamplingParams(seed=index, max_tokens=6 + (7 * index) % OUTPUT, ignore_eos=True, **kind),
+        )
+        for index, kind in enumerate(kinds)
+    ]
+
+
+async def answers(device: str, graph_mode: str) -> list[Answer]:
+    config = EngineConfig(
+        device=device, max_num_seqs=5, num_blocks=100, graph_mode=graph_mode, depth=2, forbid_sync=device == "cuda"
+    )
+    engine = await AsyncEngine.start(toy_spec(), config)
+
+    async def ask(request: Request) -> Answer:
+        outputs = [output async for output in engine.generate(request)]
+        return [token for output in outputs for token in output.new_token_ids], [
+            entry for output in outputs for entry in output.logprobs or ()
+        ]
+
+    try:
+        return await asyncio.gather(*map(ask, requests()))
+    finally:
+        await engine.stop()
+
+
+def check_equal(found: list[Answer], expected: list[Answer]) -> None:
+    for index, ((tokens, logprobs), (expected_tokens, expected_logprobs)) in enumerate(
+        zip(found, expected, strict=True)
+    ):
+        assert tokens == expected_tokens, f"request {index}"
+        assert len(logprobs) == len(expected_logprobs)
+        for entry, other in zip(logprobs, expected_logprobs, strict=True):
+            assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in entry.top] == [token for token, _ in other.top]
+
+
+async def test_stand_ins_for_graphs_choose_what_launched_steps_choose(monkeypatch):
+    expected = await answers("cpu", "none")
+    monkeypatch.setattr(runner_module, "StepGraphs", StandIns)
+    monkeypatch.setattr(StandIns, "num_replays", {})
+    check_equal(await answers("cpu", "none"), expected)
+    assert StandIns.num_replays[runner_module.CAPTURED_NEEDS[-1]] > 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph_mode", ["full_decode_only", "piecewise", "full"])
+async def test_graphs_choose_what_launched_steps_choose(graph_mode):
+    check_equal(await answers("cuda", graph_mode), await answers("cuda", "none"))

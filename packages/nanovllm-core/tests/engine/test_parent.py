@@ -1,0 +1,62 @@
+"""An engine whose parent is killed ends too, and leaves no files."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import parents
+import pytest
+
+from nanovllm_core.engine.process import _remove_socket
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        # Elsewhere than on Linux, or gone by now.
+        return not Path("/proc").exists()
+
+
+@pytest.mark.parametrize("phase", ["loading", "serving"])
+def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
+    begun, files = tmp_path / "begun", tmp_path / "t"
+    files.mkdir()
+    support = Path(parents.__file__)
+    env = os.environ | {"TMPDIR": str(files), "PYTHONPATH": str(support.parent)}
+    command = [sys.executable, str(support), phase, str(begun)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        deadline = time.monotonic() + 120
+        while not begun.exists():
+            assert parent.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert is_alive(pid)
+        assert list(files.glob("nanovllm-*"))
+        parent.kill()
+    killed = time.monotonic()
+    while is_alive(pid):
+        # Ten times what it takes beside other tests; the recipe sleeps for minutes.
+        assert time.monotonic() - killed < 10
+        time.sleep(0.02)
+    assert not list(files.glob("nanovllm-*"))
+
+
+def test_only_the_sockets_own_directory_is_removed(tmp_path):
+    mine, shared = tmp_path / "mine", tmp_path / "shared"
+    for directory in (mine, shared):
+        directory.mkdir()
+        (directory / "engine").touch()
+    (shared / "other").touch()
+    for directory in (mine, shared, mine):
+        _remove_socket(f"ipc://{directory}/engine")
+    assert not mine.exists()
+    assert [path.name for path in shared.iterdir()] == ["other"]

@@ -1,0 +1,34 @@
+"""Copies of whole states between slots on CUDA, without memory beside the slots."""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Numbers of a state that one program copies at a time.
+BLOCK = 4096
+
+
+def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """See the package's `copy_states`."""
+    if not states.is_contiguous():
+        raise ValueError(f"the states must be contiguous, but have strides {states.stride()}: copy them first")
+    num_layers, size = states.shape[0], states.stride(1)
+    _copy_states[(num_layers, triton.cdiv(size, BLOCK))](
+        states, sources, targets, states.stride(0), size, len(sources), BLOCK=BLOCK, num_warps=8, num_stages=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_copies"], do_not_specialize_on_alignment=["sources_ptr", "targets_ptr"])
+def _copy_states(states_ptr, sources_ptr, targets_ptr, layer_stride, slot_stride, num_copies, BLOCK: tl.constexpr):
+    """The same block of one layer's state in all copies, one copy after another."""
+    offsets = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < slot_stride
+    states_ptr += tl.program_id(0).to(tl.int64) * layer_stride + offsets
+    for copy in tl.range(0, num_copies, num_stages=1):
+        source, target = tl.load(sources_ptr + copy), tl.load(targets_ptr + copy)
+        numbers = tl.load(states_ptr + source * slot_stride, mask=inside)
+        tl.store(states_ptr + target * slot_stride, numbers, mask=inside)
+        # The next copy may read what this one wrote.
+        tl.debug_barrier()
