@@ -11,6 +11,7 @@ from nanovllm_core.scheduling.plan import StepTokens
 from nanovllm_core.scheduling.policy import MAX_BYPASSES
 from nanovllm_core.scheduling.prompts import WINDOW
 from nanovllm_core.scheduling.scheduler import Scheduler
+from nanovllm_core.scheduling.step_time import StepWork, attention_pairs
 
 BUDGET, LONG, BLOCK_SIZE = 8192, 5000, 16
 
@@ -166,9 +167,35 @@ def test_requests_that_fit_overtake_one_that_lacks_blocks_but_not_for_ever():
     assert scheduler.num_waiting == 0
 
 
-@pytest.mark.parametrize("multiple", [1, 512])
-def test_a_chunk_is_cut_to_an_even_multiple_where_little_is_lost(multiple):
-    scheduler = make_scheduler(16, budget=640)
-    scheduler.limits = scheduler._prompts._limits = StepLimits(640, chunk_multiple=multiple)
+def fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> Scheduler:
+    scheduler = make_scheduler(16)
+    scheduler.limits = scheduler._prompts._limits = limits
+    for num_tokens, start in ((100, 0), (1000, 0), (1000, 5000), (200, 8000)):
+        pairs = attention_pairs(start, num_tokens)
+        scheduler.step_times.observe(StepWork(num_tokens, 0, pairs), per_token * num_tokens + per_pair * pairs)
+    return scheduler
+
+
+@pytest.mark.parametrize(("per_pair", "expected"), [(1e-9, 640), (1e-6, 512)])
+def test_a_chunk_is_cut_to_an_even_multiple_where_attention_takes_the_time(per_pair, expected):
+    scheduler = fitted_scheduler(StepLimits(640, even_chunk=512), 1e-5, per_pair)
     add(scheduler, 0, LONG)
-    assert step(scheduler) == [512 if multiple == 512 else 640]
+    assert step(scheduler) == [expected]
+
+
+def test_a_step_ends_at_a_padded_size_where_padding_would_exceed_its_limit():
+    limits = StepLimits(8192, prompt_step_s=0.02, padded_tokens=(256, 512, 1024, 1536, 2048, 4096))
+    scheduler = fitted_scheduler(limits, 1e-5, 1e-12)
+    add(scheduler, 0, LONG)
+    # 20 ms are 2,000 tokens, which would be padded to 2,048.
+    assert step(scheduler) == [1536]
+    assert scheduler.schedule().work.num_tokens == 1536
+
+
+def test_a_prompt_that_fits_with_its_padding_is_not_cut():
+    limits = StepLimits(8192, prompt_step_s=0.025, padded_tokens=(1024, 2048, 4096))
+    scheduler = fitted_scheduler(limits, 1e-5, 1e-12)
+    add(scheduler, 0, 2047)
+    planned = scheduler.schedule()
+    assert planned.plan.scheduled.num_tokens.tolist() == [2047]
+    assert planned.work.num_tokens == 2048

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.execution.graphs import mixed_sizes
 from nanovllm_core.request import Request, SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.intake import ScheduledStep
@@ -17,6 +18,7 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attentio
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
 TARGET_S, PROMPT_STEP_S = 0.025, 0.05
+PADDED = tuple(mixed_sizes(8192))
 # Largest excess of a step over its limit, as a share: padding, noise and the roofline's knee are not in the model.
 MODEL_ERROR = 0.2
 
@@ -58,7 +60,7 @@ class Engine:
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=self.max_num_seqs,
-            limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, 512),
+            limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, 512, PADDED),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[1],
             step_times=model,
@@ -196,7 +198,7 @@ def test_decodes_that_take_the_whole_target_leave_prompts_a_block():
     counts = []
     while 1 not in engine.first_token_at:
         engine.step()
-        counts.append(engine.steps[-1][0].num_tokens)
+        counts.extend(planned.plan.shape.num_tokens for planned, _ in engine.in_flight)
     assert max(counts) == 1 + BLOCK_SIZE
 
 

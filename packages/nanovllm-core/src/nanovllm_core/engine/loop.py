@@ -104,7 +104,11 @@ class EngineLoop:
             cache,
             max_num_seqs=config.max_num_seqs,
             limits=StepLimits(
-                config.max_num_batched_tokens, config.target_step_s, config.prompt_step_s, runner.chunk_multiple
+                config.max_num_batched_tokens,
+                config.target_step_s,
+                config.prompt_step_s,
+                runner.even_chunk,
+                runner.graphs.mixed_tokens,
             ),
             step_times=step_times,
             max_model_len=runner.max_model_len,

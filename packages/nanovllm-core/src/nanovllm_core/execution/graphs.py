@@ -26,10 +26,10 @@ MIN_MIXED_TOKENS = 64
 # Where the products take as long as their rows are many, padding to a power of two would cost up to as much again.
 MIXED_STEP = 256
 # Attention of prompts is launched for each place that a step has for a request, and one that nobody has isn't free:
-# with 256 places four prompts of 2,047 took 40 us a layer more, of 190 or 330, than with four. So steps of many tokens
-# are captured with few places too.
+# with 256 places four prompts of 2,047 took 40 us a layer more, of 190 or 330, than with four. So steps are captured
+# with few places too, but for those of so few tokens that prompts in them are short.
 FEW_PLACES = 32
-MANY_TOKENS = 1024
+MANY_TOKENS = 256
 
 
 class GraphShape(NamedTuple):
@@ -158,6 +158,11 @@ class StepGraphs:
             uniform = shape.mode == "full_decode_only"
             (self._decodes.setdefault(shape.max_query_len, []) if uniform else self._mixed).append(shape)
         self._steps: dict[GraphShape, CapturedStep] = {}
+
+    @property
+    def mixed_tokens(self) -> tuple[int, ...]:
+        """Token counts to which captured steps with prompts are padded, rising."""
+        return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed))
 
     def dispatch(self, batch: BatchShape, *, launched: bool = False) -> CapturedStep | None:
         """The smallest captured step that holds this batch; None when it must be launched kernel by kernel.

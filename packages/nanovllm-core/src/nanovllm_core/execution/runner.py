@@ -104,9 +104,9 @@ class Runner:
             )
         self._num_heads = attention.num_heads
         # Chunks of so many tokens keep all of a GPU's multiprocessors busy until their end.
-        self.chunk_multiple = 1
+        self.even_chunk = 1
         if isinstance(attention, PagedSpec):
-            self.chunk_multiple = even_chunk(attention.num_heads, attention.num_kv_heads, self.device)
+            self.even_chunk = even_chunk(attention.num_heads, attention.num_kv_heads, self.device)
         self._plan_batch = plan_latent_batch if isinstance(attention, MLASpec) else plan_batch
         self._kv_caches, self._kv_scales = self._allocate(0)
         self._states = self._allocate_states(0)

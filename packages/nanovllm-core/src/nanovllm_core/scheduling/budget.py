@@ -1,14 +1,17 @@
 """How much a step may compute: tokens, and seconds as the step-time model predicts them."""
 
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from nanovllm_core.scheduling.policy import DECODE_STEPS
-from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attention_pairs
 
 # The part of a limit that stays unused grows with the model's error, up to this.
 _MAX_MARGIN = 0.2
-# A chunk is cut to a multiple of `chunk_multiple` if at least this share of it remains.
-_LEAST_REMAINING = 0.75
+# A chunk that computes attention for at least this share of its time is cut to a multiple of `even_chunk`.
+_ATTENTION_SHARE = 0.4
+# For such a chunk of one multiple a step of prompts alone may exceed its limit by this factor.
+_EVEN_EXCESS = 1.2
 
 
 class StepLimits(NamedTuple):
@@ -18,13 +21,15 @@ class StepLimits(NamedTuple):
     target_s: time of a step that has decodes, in seconds; None for the larger of `prompt_step_s` and a few usual
         decode steps.
     prompt_step_s: time of a step of prompts alone, in seconds.
-    chunk_multiple: chunk lengths at which attention fills the device evenly are multiples of so many tokens.
+    even_chunk: a chunk whose length is a multiple of so many tokens fills the device until its attention ends.
+    padded_tokens: token counts to which steps with prompts are padded, rising; steps of more tokens are not padded.
     """
 
     num_tokens: int
     target_s: float | None = None
     prompt_step_s: float = float("inf")
-    chunk_multiple: int = 1
+    even_chunk: int = 1
+    padded_tokens: tuple[int, ...] = ()
 
     def seconds(self, num_decodes: int, decode_step_s: float) -> float:
         """The limit of a step with `num_decodes` decodes. decode_step_s: time of a usual decode step."""
@@ -32,41 +37,90 @@ class StepLimits(NamedTuple):
             return max(self.prompt_step_s, self.target_s or 0.0)
         return self.target_s or max(self.prompt_step_s, DECODE_STEPS * decode_step_s)
 
+    def padded(self, num_tokens: int) -> int:
+        """The tokens that a step with prompts computes, padding included."""
+        at = bisect_left(self.padded_tokens, num_tokens)
+        return self.padded_tokens[at] if at < len(self.padded_tokens) else num_tokens
+
 
 class StepBudget:
-    """What a step still has for prompts: `tokens`, and `seconds` by the step-time model."""
+    """What a step still has for prompts."""
 
     def __init__(self, limits: StepLimits, model: StepTimeModel, decodes: StepWork, block_size: int):
+        self._limits = limits
         self._model = model
         self._block_size = block_size
-        self._chunk_multiple = limits.chunk_multiple
-        self.tokens = limits.num_tokens - decodes.num_tokens
+        self._work = decodes
         limit = limits.seconds(decodes.num_tokens, model.decode_step_s)
-        self.seconds = limit * (1 - min(model.error, _MAX_MARGIN)) - model.predict(decodes)
-        self._has_chunk = False
+        self._limit_s = limit * (1 - min(model.error, _MAX_MARGIN))
+        self._is_alone = decodes.num_tokens == 0
+        self._has_chunk = self._has_cut = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step may still compute."""
+        return self._limits.num_tokens - self._work.num_tokens
 
     def chunk(self, start: int, end: int) -> int:
         """Tokens to compute of a prompt whose first `start` of `end` tokens are computed.
 
-        All that remain, or up to a block boundary. The step's first chunk has at least a block, so that prompts never
-        starve beside slow decodes.
+        All that remain, or up to a block boundary; 0 after a chunk that did not get all. The step's first chunk has at
+        least a block, so that prompts never starve beside slow decodes.
         """
-        most = min(self.tokens, self._model.chunk_tokens(start, self.seconds))
-        if not self._has_chunk:
-            most = max(most, min(self.tokens, self._block_size))
-        if end - start <= most:
-            return end - start
+        if self._has_cut:
+            return 0
         size = self._block_size
-        num_tokens = int(start + most) // size * size - start
-        multiple = num_tokens // self._chunk_multiple * self._chunk_multiple
-        if multiple >= _LEAST_REMAINING * num_tokens:
-            num_tokens = (start + multiple) // size * size - start
+        seconds = self._limit_s - self._model.predict(self._work)
+        most = min(self.tokens, end - start, self._model.chunk_tokens(start, seconds))
+        num_tokens = self._within_limit(start, int(most))
+        if not self._has_chunk:
+            num_tokens = max(num_tokens, min(self.tokens, end - start, size))
+        if start + num_tokens < end:
+            num_tokens = (start + num_tokens) // size * size - start
+            num_tokens = self._evened(start, end, num_tokens)
         return max(num_tokens, 0)
 
-    def take(self, start: int, num_tokens: int) -> float:
-        """Spend what a chunk of `num_tokens` after `start` takes, and return its seconds."""
-        seconds = self._model.chunk_seconds(start, num_tokens)
-        self.tokens -= num_tokens
-        self.seconds -= seconds
+    def take(self, start: int, end: int, num_tokens: int) -> float:
+        """Spend what a chunk of `num_tokens` of a prompt takes, and return its seconds. start, end: as for `chunk`."""
+        self._work = self._with_chunk(start, num_tokens)
         self._has_chunk = True
-        return seconds
+        self._has_cut = start + num_tokens < end
+        return self._model.chunk_seconds(start, num_tokens)
+
+    def _with_chunk(self, start: int, num_tokens: int) -> StepWork:
+        work = self._work
+        pairs = work.prompt_pairs + attention_pairs(start, num_tokens)
+        return StepWork(work.num_tokens + num_tokens, work.decode_context, pairs)
+
+    def _padded_seconds(self, start: int, num_tokens: int) -> float:
+        work = self._with_chunk(start, num_tokens)
+        return self._model.predict(work._replace(num_tokens=self._limits.padded(work.num_tokens)))
+
+    def _within_limit(self, start: int, num_tokens: int) -> int:
+        """`num_tokens`, or so many that the step ends at the padded size below, if padding would exceed the limit."""
+        total = self._work.num_tokens + num_tokens
+        if num_tokens <= 0 or self._limits.padded(total) == total:
+            return num_tokens
+        if self._padded_seconds(start, num_tokens) <= self._limit_s:
+            return num_tokens
+        below = bisect_right(self._limits.padded_tokens, total) - 1
+        if below < 0:
+            return num_tokens
+        return max(self._limits.padded_tokens[below] - self._work.num_tokens, 0)
+
+    def _evened(self, start: int, end: int, num_tokens: int) -> int:
+        """`num_tokens`, or a multiple of `even_chunk` where attention over a long context takes much of the time."""
+        even, size = self._limits.even_chunk, self._block_size
+        wanted = max(num_tokens // even, 1) * even
+        wanted = (start + wanted) // size * size - start
+        seconds = self._model.chunk_seconds(start, wanted)
+        is_attention = self._model.attention_seconds(start, wanted) >= _ATTENTION_SHARE * seconds
+        if even == 1 or not is_attention or start + wanted >= end or wanted > self.tokens:
+            return num_tokens
+        if wanted <= num_tokens:
+            return wanted
+        # A chunk of less than one multiple leaves a part of the device idle for as long as a whole one takes.
+        may_exceed = self._is_alone and not self._has_chunk
+        return (
+            wanted if may_exceed and self._padded_seconds(start, wanted) <= _EVEN_EXCESS * self._limit_s else num_tokens
+        )

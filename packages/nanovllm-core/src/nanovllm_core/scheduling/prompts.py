@@ -111,7 +111,7 @@ class PromptScheduler:
             return 0.0
         if candidate.request.row >= 0:
             planned.chunks.append(Chunk(candidate.request.row, num_tokens))
-            return budget.take(candidate.start, num_tokens)
+            return budget.take(candidate.start, candidate.end, num_tokens)
         if self._rows.num_free and not self._must_wait(candidate.request):
             return self._admit(candidate.request, budget, planned)
         return 0.0
@@ -164,7 +164,7 @@ class PromptScheduler:
         planned.new_rows.append(_new_row(request, num_computed))
         planned.new_blocks.add(request.row, 0, request.block_ids)
         planned.chunks.append(Chunk(request.row, num_tokens))
-        return budget.take(num_computed, num_tokens)
+        return budget.take(num_computed, request.num_tokens, num_tokens)
 
 
 def _new_row(request: Request, num_computed: int) -> NewRow:

@@ -202,7 +202,7 @@ class Scheduler:
         )
         self.counters.steps += 1
         self.counters.tokens += num_tokens
-        work = StepWork(num_tokens, context, pairs)
+        work = StepWork(self.limits.padded(num_tokens) if chunks else num_tokens, context, pairs)
         return ScheduledStep(plan, ends, cohort, work, self.step_times.predict(work) if chunks else 0.0)
 
     def _with_chunks(self, decodes: Rows, chunks: list[Chunk]) -> ScheduledRows:

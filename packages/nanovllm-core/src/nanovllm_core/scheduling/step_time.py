@@ -20,7 +20,7 @@ _ERROR_KEPT = 0.95
 class StepWork(NamedTuple):
     """What a step computes.
 
-    num_tokens: tokens of decodes and prompts.
+    num_tokens: tokens of decodes and prompts; with those of padding where a step's time is predicted or observed.
     decode_context: sum of the decodes' context lengths, in tokens.
     prompt_pairs: pairs of a prompt's query token and a token it attends to, summed over the step's chunks.
     """
@@ -122,8 +122,11 @@ class StepTimeModel:
 
     def chunk_seconds(self, start: int, num_tokens: int) -> float:
         """Seconds that a chunk adds to a step."""
-        _, per_token, _, per_pair = self.coefficients
-        return per_token * num_tokens + per_pair * attention_pairs(start, num_tokens)
+        return self.coefficients.per_token * num_tokens + self.attention_seconds(start, num_tokens)
+
+    def attention_seconds(self, start: int, num_tokens: int) -> float:
+        """The part of these seconds in which the chunk attends."""
+        return self.coefficients.per_prompt_pair * attention_pairs(start, num_tokens)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step of `work` that took `seconds`."""
