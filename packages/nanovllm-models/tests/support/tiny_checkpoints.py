@@ -82,7 +82,7 @@ def write_checkpoint(
         tensors |= dict(_mtp_tensors(family, config, tensors))
         if family == "deepseek_v3":
             config["num_nextn_predict_layers"] = 1
-    tensors = {name: tensor if FLOAT32.fullmatch(name) else tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors = {name: tensor.to(torch.float32 if FLOAT32.fullmatch(name) else dtype) for name, tensor in tensors.items()}
     if fp8:
         tensors = dict(_quantize(tensors, torch.bfloat16 if family in BF16_SCALES else torch.float32))
         config["quantization_config"] = _quantization_config(family, tensors)

@@ -79,12 +79,19 @@ DEEPSEEK_YARN = {
 }
 
 
+def build_model(
+    family: str, fields: dict[str, object], dtype: torch.dtype = torch.float32
+) -> transformers.PreTrainedModel:
+    """A model of `family` with the config fields `fields` and transformers' default for each other field."""
+    name, _ = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**fields)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 def make_model(family: str, **changes: object) -> transformers.PreTrainedModel:
     """The same weights whenever it is called; norms and biases are drawn too, that none can be left out unnoticed."""
-    name, fields = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**(COMMON | fields | changes))
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = build_model(family, COMMON | FAMILIES[family][1] | changes)
     with torch.no_grad():
         for part, weight in [*model.named_parameters(), *model.named_buffers()]:
             if part.endswith("bias") or "norm" in part:

@@ -1,0 +1,323 @@
+"""Engines run two layers of published width in bf16: their log-probabilities are near those of float32 transformers,
+and no setting changes their greedy tokens. A CPU runs the same tests at reduced widths.
+"""
+
+import asyncio
+import gc
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from observed_runs import NUM_TOP, OUTPUT, Observation, observe
+from tiny_checkpoints import write_checkpoint
+from torch import Tensor
+from transformers import PreTrainedModel
+from wide_families import LOGIT_STD, PUBLISHED, make_wide_model
+
+from nanovllm_core import EngineConfig
+
+MAX_NUM_SEQS, BLOCK_SIZE = 8, 16
+LAST_TOKEN = 5
+# The largest ratio of the engine's error to that of transformers, both in bf16, by quantile. ERROR_FLOOR, in nats, is
+# far below what bf16 costs: it matters only where transformers happens to be almost exact.
+MOST_ERROR_RATIOS = {0.5: 1.5, 0.9: 1.5, 0.99: 2.0}
+ERROR_FLOOR = 0.002
+# A quantile is compared if at least this number of a group's errors lie beyond it.
+LEAST_BEYOND = 20
+# The largest mean error, relative to the spread of the logits. Two layers round a token's numbers about 24 times, each
+# time by at most 2^-9 of the number. Independent errors add up as their root, and sharp attention doubles them.
+MOST_RELATIVE_ERROR = 2 * 24**0.5 * 2**-9
+LEAST_AGREEMENT = 0.9
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of a run, all but num_short in tokens.
+
+    reduced: widths for a CPU. long_lengths: lengths of the long prompts. num_short: the number of short prompts, which
+    have up to longest_short tokens. whole, large_chunk, small_chunk: token budgets of a step. long_context: positions
+    from this one on are compared as groups of their own.
+    """
+
+    device: str
+    reduced: bool
+    long_lengths: tuple[int, ...]
+    num_short: int
+    longest_short: int
+    whole: int
+    large_chunk: int
+    small_chunk: int
+    long_context: int
+
+
+REDUCED_SCALE = Scale("cpu", True, (300, 210, 130, 100), 26, 40, 320, 100, 32, 128)
+TRUE_SCALE = Scale("cuda", False, (4000, 3000, 2100, 1500, 1200, 1000, 700, 400), 56, 200, 4096, 512, 100, 1000)
+
+
+class Setting(NamedTuple):
+    """Options of an engine. budget: the field of Scale that says how many tokens a step may have."""
+
+    budget: str
+    options: dict[str, object]
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether the engine reuses the blocks of a repeated prompt."""
+        return self.options.get("prefix_caching") is not False
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether a GPU replays every step from a CUDA graph."""
+        return self.options.get("graph_mode") != "none"
+
+
+LAUNCHED = {"graph_mode": "none", "compile": False}
+CAPTURED = {"graph_mode": "full", "compile": False}
+BASELINE = Setting("whole", {"max_num_seqs": 1, "depth": 1, "prefix_caching": False, **LAUNCHED})
+SETTINGS = {
+    "alone, whole, launched": BASELINE,
+    "alone, whole, from graphs": Setting("whole", {"max_num_seqs": 1, **CAPTURED}),
+    "batched, whole, launched, no prefix cache": Setting("whole", {"prefix_caching": False, **LAUNCHED}),
+    "batched, small chunks, launched": Setting("small_chunk", LAUNCHED),
+    "batched, large chunks, from graphs": Setting("large_chunk", CAPTURED),
+    "batched, large chunks, compiled, from graphs": Setting("large_chunk", {}),
+}
+CACHING = [name for name, setting in SETTINGS.items() if setting.caches_prefixes]
+
+
+def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> EngineConfig:
+    """The engine's configuration; its cache holds every prompt at once."""
+    options = setting.options
+    if scale.device == "cpu":
+        options = {name: value for name, value in options.items() if name not in LAUNCHED}
+    num_blocks = sum(-(-(len(prompt) + OUTPUT) // BLOCK_SIZE) for prompt in prompts)
+    return EngineConfig(
+        device=scale.device,
+        dtype=torch.bfloat16,
+        max_model_len=scale.whole,
+        max_num_batched_tokens=getattr(scale, setting.budget),
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks + 1,
+        num_state_slots=256,
+        watermark=0,
+        forbid_sync=scale.device == "cuda",
+        **{"max_num_seqs": MAX_NUM_SEQS, "depth": 2, **options},
+    )
+
+
+def make_prompts(scale: Scale, vocab_size: int) -> list[list[int]]:
+    """Long and short prompts in random order; half of them begin alike, and all end with the same token."""
+    rng = random.Random(2)
+    shared = [rng.randrange(3, vocab_size) for _ in range(max(scale.long_lengths))]
+    lengths = [*scale.long_lengths, *range(1, 4), BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE]
+    while len(lengths) < len(scale.long_lengths) + scale.num_short:
+        lengths.append(rng.randrange(2, scale.longest_short))
+    prompts = []
+    for index, length in enumerate(lengths):
+        start = shared[: length // 2] if index % 2 == 0 else []
+        prompts.append(start + [rng.randrange(3, vocab_size) for _ in range(length - len(start) - 1)] + [LAST_TOKEN])
+    rng.shuffle(prompts)
+    return prompts
+
+
+@torch.inference_mode()
+def reference_logprobs(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
+    """transformers' log-probabilities after each token of each sequence: float32 [length, vocabulary]."""
+    found = []
+    # By default cuDNN rounds the inputs of float32 convolutions to TF32.
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        for sequence in sequences:
+            logits = model(torch.tensor([sequence], device=model.device), use_cache=False).logits[0]
+            found.append(logits.float().log_softmax(-1))
+    return found
+
+
+@dataclass
+class Case:
+    """A family at one scale.
+
+    exact, rounded: log-probabilities of transformers in float32 and in bf16 with the same weights, for each prompt and
+    its baseline answer: float32 [len(prompt) + OUTPUT - 1, vocabulary]. answers: the baseline's.
+    """
+
+    path: Path
+    scale: Scale
+    prompts: list[list[int]]
+    observations: dict[str, Observation] = field(default_factory=dict)
+    exact: list[Tensor] = field(default_factory=list)
+    rounded: list[Tensor] = field(default_factory=list)
+
+    def observe(self, name: str) -> Observation:
+        """The results of an engine with the setting `name`, which runs once."""
+        if name not in self.observations:
+            config = make_config(self.scale, SETTINGS[name], self.prompts)
+            self.observations[name] = asyncio.run(observe(self.path, config, self.prompts))
+            # Free the engine's graphs and caches before the next engine allocates its own.
+            gc.collect()
+            torch.cuda.empty_cache()
+        return self.observations[name]
+
+    @property
+    def answers(self) -> list[list[int]]:
+        return self.observe(next(iter(SETTINGS))).first.answers
+
+    @cached_property
+    def most_gap(self) -> float:
+        """The most that bf16 may change the difference of two likely tokens' logits.
+
+        The value is 1.5 times the 99.9th percentile of the changes in transformers: the factor covers rarer changes.
+        """
+        errors = []
+        for exact, rounded in zip(self.exact, self.rounded, strict=True):
+            likeliest, others = exact.topk(NUM_TOP).indices.split((1, NUM_TOP - 1), 1)
+            change = rounded - exact
+            errors.append((change.gather(1, others) - change.gather(1, likeliest)).abs().flatten().cpu().numpy())
+        return 1.5 * float(np.quantile(np.concatenate(errors), 0.999))
+
+
+CASES = {
+    f"{family}, {widths} widths": (family, scale)
+    for widths, scale in (("reduced", REDUCED_SCALE), ("true", TRUE_SCALE))
+    for family in PUBLISHED
+}
+
+
+def case_marks(family: str, scale: Scale) -> list[pytest.MarkDecorator]:
+    """One family at reduced widths is enough for a quick run."""
+    if scale is TRUE_SCALE:
+        return [pytest.mark.gpu]
+    return [] if family == "llama" else [pytest.mark.slow]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=case_marks(*family_scale)) for name, family_scale in CASES.items()]
+)
+def case(request, tmp_path_factory) -> Iterator[Case]:
+    """A checkpoint on disk, the baseline's answers, and the reference's log-probabilities along them."""
+    family, scale = CASES[request.param]
+    path = tmp_path_factory.mktemp(family)
+    model = make_wide_model(family, reduced=scale.reduced, device=scale.device, dtype=torch.bfloat16)
+    write_checkpoint(path, model, dtype=torch.bfloat16, old_config=True)
+    case = Case(path, scale, make_prompts(scale, model.config.vocab_size))
+    sequences = [prompt + answer[:-1] for prompt, answer in zip(case.prompts, case.answers, strict=True)]
+    case.rounded = reference_logprobs(model, sequences)
+    case.exact = reference_logprobs(model.float(), sequences)
+    del model
+    yield case
+    # pytest would keep these gigabytes for three sessions.
+    shutil.rmtree(path)
+
+
+def common_length(tokens: list[int], others: list[int]) -> int:
+    """How many tokens two answers of equal length begin with in common."""
+    return next((index for index, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1]), OUTPUT)
+
+
+def require_same_answers(case: Case, found: list[list[int]]) -> None:
+    """Compare answers with the baseline's, each up to its first difference.
+
+    An answer may differ only where the float32 logits of the two tokens are at most `case.most_gap` apart. The tokens
+    after the difference have different contexts and are not compared. The share LEAST_AGREEMENT of the answers must be
+    equal to the end.
+    """
+    num_equal = 0
+    for index, (tokens, expected) in enumerate(zip(found, case.answers, strict=True)):
+        common = common_length(tokens, expected)
+        if common == OUTPUT:
+            num_equal += 1
+            continue
+        prompt_length = len(case.prompts[index])
+        logprobs = case.exact[index][prompt_length - 1 + common]
+        gap = float((logprobs[tokens[common]] - logprobs[expected[common]]).abs())
+        place = f"token {common} after a prompt of {prompt_length}"
+        assert gap <= case.most_gap, (
+            f"{place}: {tokens} instead of {expected}, whose float32 logits are {gap:.3f} apart"
+        )
+    assert num_equal >= LEAST_AGREEMENT * len(found), f"only {num_equal} of {len(found)} answers are the same"
+
+
+def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Absolute errors of the engine's log-probabilities and of transformers' in bf16, both against float32.
+
+    Returns both errors for each group of positions. Positions after an answer's first difference from the baseline are
+    left out: the reference did not see their contexts.
+    """
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for name, run in (("after cached prefixes", observation.repeated), ("after whole prompts", observation.scored)):
+        for index, (start, ids, logprobs) in enumerate(run.scores):
+            first_answer = len(case.prompts[index]) - 1
+            end = first_answer + min(common_length(run.answers[index], case.answers[index]) + 1, OUTPUT)
+            exact, rounded = case.exact[index][start:end], case.rounded[index][start:end]
+            ids, logprobs = ids[: end - start].to(exact.device), logprobs[: end - start].to(exact.device)
+            expected = exact.gather(1, ids)
+            own_errors, other_errors = (logprobs - expected).abs(), (rounded.gather(1, ids) - expected).abs()
+            positions = torch.arange(start, end, device=exact.device)
+            is_answer, is_long = positions >= first_answer, positions >= case.scale.long_context
+            groups = {
+                "prompts, short contexts": ~is_answer & ~is_long,
+                "prompts, long contexts": ~is_answer & is_long,
+                f"answers {name}, short contexts": is_answer & ~is_long,
+                f"answers {name}, long contexts": is_answer & is_long,
+            }
+            for group, which in groups.items():
+                found.setdefault(group, []).append((own_errors[which].flatten(), other_errors[which].flatten()))
+    return {
+        group: tuple(torch.cat(errors).cpu().numpy() for errors in zip(*pairs, strict=True))
+        for group, pairs in found.items()
+    }
+
+
+def test_weights_make_a_meaningful_test(case):
+    """Answers depend on what a prompt begins with, and bf16 decides few of their tokens."""
+    assert len({tuple(answer) for answer in case.answers}) > len(case.prompts) // 4
+    logprobs = torch.cat([exact[-OUTPUT:] for exact in case.exact])
+    assert logprobs.std(-1).mean() > LOGIT_STD
+    likeliest = logprobs.topk(2).values
+    margins = likeliest[:, 0] - likeliest[:, 1]
+    assert margins.median() > case.most_gap
+
+
+def test_baseline_tokens_are_the_likeliest_in_float32(case):
+    num_likeliest = 0
+    for answer, exact in zip(case.answers, case.exact, strict=True):
+        logprobs = exact[-OUTPUT:]
+        tokens = torch.tensor(answer, device=logprobs.device)
+        gaps = logprobs.amax(-1) - logprobs.gather(1, tokens[:, None])[:, 0]
+        assert gaps.max() <= case.most_gap
+        num_likeliest += int((gaps == 0).sum())
+    assert num_likeliest >= LEAST_AGREEMENT * OUTPUT * len(case.prompts)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logprobs_are_as_near_to_float32_as_those_of_transformers(case, name):
+    spread = float(torch.cat([exact[-OUTPUT:] for exact in case.exact]).std(-1).mean())
+    for group, (own, others) in score_errors(case, case.observe(name)).items():
+        assert own.mean() < MOST_RELATIVE_ERROR * spread, group
+        for quantile, most_ratio in MOST_ERROR_RATIOS.items():
+            if own.size * (1 - quantile) < LEAST_BEYOND:
+                continue
+            most_error = most_ratio * np.quantile(others, quantile) + ERROR_FLOOR
+            assert np.quantile(own, quantile) <= most_error, f"{group}, quantile {quantile}"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_are_those_of_the_baseline(case, name):
+    observation = case.observe(name)
+    require_same_answers(case, observation.first.answers)
+    if case.scale is TRUE_SCALE:
+        replayed = {kind for mode, kind, count in observation.stats.graph_steps if mode != "none" and count}
+        assert replayed == ({"decode", "mixed"} if SETTINGS[name].replays_graphs else set())
+
+
+@pytest.mark.parametrize("name", CACHING)
+def test_answers_after_cached_prefixes_are_those_of_the_baseline(case, name):
+    observation = case.observe(name)
+    assert sum(observation.repeated.num_cached) > sum(map(len, case.prompts)) // 2
+    require_same_answers(case, observation.repeated.answers)
