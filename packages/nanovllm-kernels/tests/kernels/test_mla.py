@@ -202,6 +202,22 @@ def test_other_numbers_of_many_heads(device, latent_batch, naive_latents, num_he
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize(
+    "requests",
+    [[(100, 16384)], [(1, 9000), (1, 3), (5, 2000), (100, 5000), (70, 70)], [(4, 700)] * 40, [(1, 20000), (1, 64)]],
+)
+def test_chunks_over_long_contexts(
+    device, latent_batch, quantized_latents, naive_latents, num_heads, page_size, in_fp8, requests
+):
+    shape = (num_heads, 128, 128, 512, 64)
+    batch = latent_batch(requests, shape, page_size=page_size, dtype=torch.bfloat16, device=device)
+    check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("in_fp8", [False, True])
