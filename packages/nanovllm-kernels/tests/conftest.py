@@ -95,7 +95,7 @@ def make_batch(
     tables = torch.randint(0, num_blocks, (len(lengths), max(pages) + 2), generator=generator, dtype=torch.int32)
     kv = torch.full((num_blocks * page_size, 2 * num_kv_heads, head_dim), math.nan)
     for request, (_, seq_len) in enumerate(lengths):
-        blocks = torch.tensor([free.pop() for _ in range(pages[request])])
+        blocks = torch.tensor([free.pop() for _ in range(pages[request])], dtype=torch.long)
         tables[request, : len(blocks)] = blocks
         slots = (blocks[:, None] * page_size + torch.arange(page_size)).flatten()[:seq_len]
         kv[slots] = torch.randn((seq_len, *kv.shape[1:]), generator=generator)

@@ -237,64 +237,62 @@ def attention_constants(config, head_dim, group):
     }
 
 
+LENGTHS = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
+WORK_LIST = {"tile_starts_ptr": INT64, "tiles_ptr": INT32, "parts_ptr": INT64}
+
+
+def compile_tile(kernel, types, constants, config):
+    """Compile as launched: so that as many programs fit on a multiprocessor as a work list has parts for."""
+    options = {"num_stages": config.num_stages, "maxnreg": config.max_registers, "launch_pdl": True}
+    compiled = compile_kernel(kernel, types, constants, config.num_warps, **options)
+    assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
+    return compiled
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("one_query", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("dtype", "cached"), [(BFLOAT, BFLOAT), (FLOAT, FLOAT), (BFLOAT, FP8), (FLOAT, FP8)])
-def test_attention(head_dim, one_query, dtype, cached):
-    from nanovllm_kernels.attention import tiles, triton_decode, triton_prefill
+def test_attention(head_dim, wide, dtype, cached):
+    from nanovllm_kernels.attention import tiles, triton_gqa
 
     group = 4
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
-    size = tiles.number_size(sizes[dtype], sizes[cached])
-    config = tiles.tile_config(head_dim, size, group, 1 if one_query else 100)
-    types = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr", "starts_ptr"], INT32)
-    types |= dict.fromkeys(["owners_ptr", "unit_len_ptr"], INT32) | {"scale_log2": "fp32"}
+    config = tiles.tile_config(head_dim, tiles.number_size(sizes[dtype], sizes[cached]), group, wide=wide)
+    types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
     types |= {"q_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
-    types |= dict.fromkeys(["out_ptr", "partial_ptr", "lse_ptr"], FLOAT)
-    constants = attention_constants(config, head_dim, group) | {"QUANTIZED": cached == FP8}
-    kernel = triton_decode._attend_unit
-    if one_query:
-        constants["OVERLAP"] = True
-    else:
-        kernel = triton_prefill._attend
-        constants |= {"BLOCK_Q": config.block_m // group, "SPLIT": True}
-    compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
-    assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
+    types |= {"out_ptr": dtype, "partial_ptr": FLOAT, "lse_ptr": FLOAT}
+    constants = attention_constants(config, head_dim, group) | {"QUANTIZED": cached == FP8, "OVERLAP": True}
+    constants |= {"BLOCK_Q": config.block_m // group, "FULL_BLOCKS": wide}
+    compiled = compile_tile(triton_gqa._attend, types, constants, config)
     if dtype == BFLOAT:
-        assert ("mma.sync" if one_query else "wgmma.mma_async") in compiled.asm["ptx"]
+        assert ("wgmma.mma_async" if wide else "mma.sync") in compiled.asm["ptx"]
+        assert "cp.async" in compiled.asm["ptx"]
     if (dtype, cached) == (BFLOAT, FP8):
         # In hardware, and one instruction for two numbers.
         assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
 
 
-LENGTHS = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
 LATENTS = {"LATENT": 512, "PADDED_LATENT": 512, "ROPE": 64, "PADDED_ROPE": 64, "PAGE_SIZE": 64}
 
 
-@pytest.mark.parametrize("one_query", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
     ("num_heads", "dtype", "cached"),
     [(16, BFLOAT, BFLOAT), (128, BFLOAT, BFLOAT), (16, BFLOAT, FP8), (128, BFLOAT, FP8), (16, FLOAT, FLOAT)],
 )
-def test_latent_attention(num_heads, one_query, dtype, cached):
-    from nanovllm_kernels.attention import tiles, triton_mla_decode, triton_mla_prefill
+def test_latent_attention(num_heads, wide, dtype, cached):
+    from nanovllm_kernels.attention import tiles, triton_mla
 
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
-    config = tiles.latent_config(num_heads, tiles.number_size(sizes[dtype], sizes[cached]))
-    types = LENGTHS | dict.fromkeys(["starts_ptr", "owners_ptr", "unit_len_ptr"], INT32) | {"scale_log2": "fp32"}
+    config = tiles.latent_config(num_heads, tiles.number_size(sizes[dtype], sizes[cached]), wide=wide)
+    tile_heads = tiles.latent_tile_heads(num_heads, config)
+    types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
     types |= {"q_latent_ptr": dtype, "q_rope_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
-    types |= dict.fromkeys(["out_ptr", "partial_ptr", "lse_ptr"], FLOAT)
+    types |= {"out_ptr": dtype, "partial_ptr": FLOAT, "lse_ptr": FLOAT}
     constants = LATENTS | {"NUM_HEADS": num_heads, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    constants |= {"TILE_HEADS": tile_heads, "BLOCK_Q": config.block_m // tile_heads, "OVERLAP": True}
     constants["QUANTIZED"] = cached == FP8
-    kernel = triton_mla_decode._attend_latent_unit
-    if one_query:
-        constants["OVERLAP"] = True
-    else:
-        kernel = triton_mla_prefill._attend_latents
-        tile_heads = min(num_heads, config.block_m)
-        constants |= {"TILE_HEADS": tile_heads, "BLOCK_Q": config.block_m // tile_heads, "SPLIT": True}
-    compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
-    assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
+    compiled = compile_tile(triton_mla._attend_latents, types, constants, config)
     if dtype == BFLOAT:
         assert ("mma.sync" if config.block_m < 64 else "wgmma.mma_async") in compiled.asm["ptx"]
 
@@ -449,21 +447,22 @@ def test_quantize_groups():
         assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
 
 
-def test_merging():
-    from nanovllm_kernels.attention import triton_decode, triton_prefill
+@pytest.mark.parametrize(("slots", "rows"), [(16, 1), (4, 8)])
+def test_merge_of_parts(slots, rows):
+    from nanovllm_kernels.attention import triton_work_list
 
-    types = {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "query_start_loc_ptr": INT32, "starts_ptr": INT32}
-    sizes = {"HEAD_DIM": 80, "PADDED_DIM": 128}
-    compile_kernel(triton_prefill._merge_splits, types, sizes | {"PADDED_SPLITS": 16}, num_warps=4)
-    compile_kernel(triton_decode._merge_units, types, sizes | {"BLOCK": 16, "OVERLAP": True}, num_warps=4)
+    types = WORK_LIST | {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "query_start_loc_ptr": INT32}
+    sizes = {"NUM_HEADS": 32, "GROUP": 4, "HEAD_DIM": 80, "PADDED_DIM": 128, "BLOCK_M": 16 * rows, "BLOCK_Q": 4 * rows}
+    sizes |= {"SLOTS": slots, "ROWS": rows, "OVERLAP": True}
+    compile_kernel(triton_work_list._merge_parts, types, sizes, num_warps=4)
 
 
-def test_plan_of_units():
-    from nanovllm_kernels.attention import triton_decode
+def test_plan_of_work():
+    from nanovllm_kernels.attention import triton_work_list
 
-    kernel = triton_decode._plan_units
-    types = {name: INT32 for name in kernel.arg_names if name.endswith("_ptr")}
-    sizes = {"BLOCK_SIZE": 64, "MIN_UNIT": 128, "PADDED_REQS": 256, "PADDED_UNITS": 512}
+    kernel = triton_work_list._plan_work
+    types = {name: INT32 for name in kernel.arg_names if name.endswith("_ptr")} | WORK_LIST
+    sizes = {"BLOCK_Q": 32, "BLOCK_N": 64, "BLOCK": triton_work_list.PLAN_BLOCK}
     compile_kernel(kernel, types, sizes, num_warps=4)
 
 
@@ -632,23 +631,23 @@ def test_specialized_experts(gated, hidden_size, width):
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-@pytest.mark.parametrize("chunks", [True, False])
-def test_latents_of_many_heads(page_size, chunks):
+def test_latents_of_many_heads(page_size):
     from nanovllm_kernels.attention import gluon_mla as room
 
-    constants = {"NUM_HEADS": 128, "PAGE_SIZE": page_size, "CHUNKS": chunks, "STAGES": room.STAGES, "OVERLAP": True}
+    constants = {"NUM_HEADS": 128, "PAGE_SIZE": page_size, "STAGES": room.STAGES, "OVERLAP": True}
     constants |= {"GROUP_REGISTERS": room.GROUP_REGISTERS, "FETCH_REGISTERS": room.FETCH_REGISTERS}
-    tables = ("block_tables", "seq_lens", "query_start_loc", "counts", "owners")
-    types = {f"{name}_ptr": "*i32" for name in tables} | {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "scale_log2": "fp32"}
+    types = LENGTHS | WORK_LIST | {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "scale_log2": "fp32"}
     for name, rows in (("q_desc", 64), ("rope_desc", 64), ("kv_desc", page_size), ("out_desc", 64)):
         types[name] = f"tensordesc<bf16[{rows}, {room.BOX}],{room.SHARED!r}>"
     options = {"maxnreg": room.LAUNCH_REGISTERS, "launch_pdl": True}
     compiled = compile_kernel(room._attend_latent_work, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     sass = compiled.asm["sass"]
-    # Results stay in registers (of chunks, which search for their request, some addresses don't), and each product is
-    # at one place in the code.
-    assert len(re.findall(r"\b(STL|LDL)\b", sass)) < (64 if chunks else 1)
+    # Results stay in registers, and each product is at one place in the code. Only the copying warp, which waits for
+    # memory anyway, keeps some addresses of small pages elsewhere.
+    spills = [match.start() for match in re.finditer(r"\b(STL|LDL)\b", sass)]
+    assert len(spills) < (64 if page_size == 16 else 1)
+    assert "HGMMA" not in sass[min(spills, default=0) : max(spills, default=0)]
     assert len(re.findall(r"\bHGMMA\b", sass)) == 9 * 4 + 4 + 4
     assert "UTMALDG" in sass
     assert "UTMASTG" in sass

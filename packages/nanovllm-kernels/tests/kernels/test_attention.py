@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nanovllm_kernels.attention import paged_attention, plan_batch, tiles
 from nanovllm_kernels.platform import has_cute, has_flash_attention
@@ -54,10 +56,9 @@ def test_fp8_cache(device, paged_batch, quantized, naive_attention, head_dim, pa
     check(quantized(batch), naive_attention)
 
 
-def test_fp8_cache_in_splits_and_units(device, paged_batch, quantized, naive_attention, monkeypatch):
-    monkeypatch.setattr(tiles, "choose_splits", lambda *_: 3)
-    monkeypatch.setattr(tiles, "choose_units", lambda *_: 5)
-    monkeypatch.setattr(tiles, "MIN_UNIT_TOKENS", 32)
+def test_fp8_cache_in_many_parts(device, paged_batch, quantized, naive_attention, monkeypatch):
+    monkeypatch.setattr(tiles, "choose_parts", lambda *_: 7)
+    monkeypatch.setattr(tiles, "LEAST_PART_TOKENS", 32)
     batch = paged_batch(
         [(1, 400), (1, 3), (7, 150), (2, 2)],
         num_heads=4,
@@ -78,6 +79,95 @@ def test_fp8_cache_under_queries_of_any_size(device, paged_batch, quantized, nai
     check(quantized(replace(batch, q=batch.q * size, scale=batch.scale / size)), naive_attention)
 
 
+# Decodes, 1 + k queries, short chunks over long contexts, whole prompts, places without a request.
+MIXES = st.lists(
+    st.one_of(
+        st.tuples(st.just(1), st.integers(0, 300)),
+        st.tuples(st.integers(2, 5), st.integers(0, 300)),
+        st.tuples(st.integers(6, 40), st.integers(200, 600)),
+        st.tuples(st.integers(6, 90), st.just(0)),
+        st.just((0, 0)),
+    ),
+    min_size=1,
+    max_size=5,
+).filter(lambda requests: any(count for count, _ in requests))
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(MIXES, st.sampled_from([(4, 4), (4, 1), (6, 2), (20, 1)]), st.booleans(), st.sampled_from([1, 4, 13]))
+def test_any_mix_of_requests_in_any_order(
+    device, paged_batch, quantized, naive_attention, requests, heads, in_fp8, num_parts
+):
+    num_heads, num_kv_heads = heads
+    batch = paged_batch(
+        [(count, count + context) for count, context in requests],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=64,
+        page_size=16,
+        dtype=torch.float16,
+        device=device,
+    )
+    batch = quantized(batch) if in_fp8 else batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "choose_parts", lambda *_: num_parts)
+        patch.setattr(tiles, "LEAST_PART_TOKENS", 32)
+        out = run(batch, blindly=True)
+    torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[out.dtype], rtol=0)
+
+
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_steps_that_verify_drafted_tokens(device, paged_batch, naive_attention, count):
+    # Four query heads to a key-value head: up to four queries share a narrow tile.
+    requests = [(count, 40), (1, 300), (count, count), (0, 0), (count - 1, 130)]
+    batch = paged_batch(
+        requests, num_heads=8, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
+    )
+    out = run(batch, blindly=True)
+    torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[out.dtype], rtol=0)
+
+
+def test_rows_of_empty_places_are_left_alone(device, paged_batch, naive_attention):
+    batch = paged_batch(
+        [(1, 70), (20, 90)], num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
+    )
+    planned = plan_batch(
+        torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 30)),
+        torch.nn.functional.pad(batch.seq_lens, (0, 30)),
+        torch.nn.functional.pad(batch.query_start_loc, (0, 30), value=21),
+        num_decodes=None,
+        max_query_len=64,
+        max_seq_len=4096,
+        num_heads=4,
+        kv_cache=batch.kv_cache,
+        backend="triton",
+        num_tokens=64,
+    )
+    padded = torch.nn.functional.pad(batch.q, (0, 0, 0, 0, 0, 43), value=float("nan"))
+    out = paged_attention(padded, batch.kv_cache, planned, scale=batch.scale)
+    torch.testing.assert_close(out[:21].double(), naive_attention(batch), atol=2e-5, rtol=0)
+
+
+def test_queries_of_another_size_than_planned_are_refused(device, paged_batch, quantized):
+    batch = paged_batch(
+        [(1, 4)], num_heads=1, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, device=device
+    )
+    batch = quantized(batch)
+    planned = plan_batch(
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        num_decodes=1,
+        max_query_len=1,
+        max_seq_len=4,
+        num_heads=1,
+        kv_cache=batch.kv_cache,
+        backend="triton",
+    )
+    with pytest.raises(ValueError, match=r"dtype=torch\.float32"):
+        paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale, kv_scales=batch.kv_scales)
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (9, 3), (8, 1), (20, 1), (4, 4)])
 def test_groups(device, paged_batch, naive_attention, num_heads, num_kv_heads):
     batch = paged_batch(
@@ -92,45 +182,15 @@ def test_groups(device, paged_batch, naive_attention, num_heads, num_kv_heads):
     check(batch, naive_attention)
 
 
-@pytest.mark.parametrize("num_splits", [2, 5, 8])
-def test_splits_of_prefills(device, paged_batch, naive_attention, monkeypatch, num_splits):
-    monkeypatch.setattr(tiles, "choose_splits", lambda *_: num_splits)
+@pytest.mark.parametrize("num_parts", [1, 3, 40])
+@pytest.mark.parametrize("requests", [[(1, 9), (7, 150), (2, 2)], [(1, 700), (1, 3), (1, 129)], [(40, 130), (3, 290)]])
+def test_parts_are_merged(device, paged_batch, naive_attention, monkeypatch, num_parts, requests):
+    monkeypatch.setattr(tiles, "choose_parts", lambda *_: num_parts)
+    monkeypatch.setattr(tiles, "LEAST_PART_TOKENS", 32)
     batch = paged_batch(
-        [(1, 9), (7, 150), (2, 2)],
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        page_size=16,
-        dtype=torch.float32,
-        device=device,
+        requests, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
     check(batch, naive_attention)
-
-
-@pytest.mark.parametrize("num_units", [1, 3, 40])
-def test_units_of_decodes(device, paged_batch, naive_attention, monkeypatch, num_units):
-    monkeypatch.setattr(tiles, "choose_units", lambda *_: num_units)
-    monkeypatch.setattr(tiles, "MIN_UNIT_TOKENS", 32)
-    batch = paged_batch(
-        [(1, 700), (1, 3), (1, 129)],
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        page_size=16,
-        dtype=torch.float32,
-        device=device,
-    )
-    check(batch, naive_attention)
-
-
-def test_units_share_the_tokens_of_all_decodes(device):
-    seq_lens = torch.tensor([1000, 0, 130, 5000, 1], dtype=torch.int32, device=device)
-    starts = torch.tensor([0, 1, 1, 2, 9, 10], dtype=torch.int32, device=device)
-    first, owners, unit_len = torch.ops.nanovllm.plan_units(seq_lens, starts, 4, 128)
-    # Of 1131 tokens; the request of 5000 has eight queries, and the second none.
-    assert unit_len.tolist() == [384]
-    assert first.tolist() == [0, 3, 3, 4, 4, 5]
-    assert owners.tolist() == [0, 0, 0, 2, 4, -1, -1, -1, -1]
 
 
 def test_queries_that_are_views(device, paged_batch, naive_attention):
@@ -140,15 +200,6 @@ def test_queries_that_are_views(device, paged_batch, naive_attention):
     wide = torch.full((batch.q.shape[0], 7, 64), float("nan"), device=device)
     wide[:, 2:6] = batch.q
     check(replace(batch, q=wide[:, 2:6]), naive_attention)
-
-
-def test_splits_follow_from_what_the_host_knows():
-    assert tiles.choose_splits(1000, 32768, 264) == 1
-    assert tiles.choose_splits(300, 32768, 264) == 2
-    assert tiles.choose_splits(8, 512, 264) == 2
-    assert tiles.choose_splits(8, 32768, 264) == 64
-    assert tiles.choose_splits(64, 32768, 264) == 9
-    assert tiles.choose_splits(8, 1, 264) == 1
 
 
 def test_heads_beyond_256_are_refused(device, paged_batch):
@@ -258,3 +309,84 @@ def test_fp8_cache_by_the_fastest(device, paged_batch, quantized, naive_attentio
     for blindly in (False, True):
         out = run(batch, blindly=blindly, backend="fastest")
         torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
+
+
+# Lengths on both sides of what `flash_prefill.list_rule` asks for: 396 queries of 32 heads on 132 SMs, 1,024 tokens.
+SPLIT_MIXES = [
+    [(1, 300), (16, 2000), (100, 9000), (300, 1500), (395, 1419), (396, 1420), (700, 700), (600, 3000), (2, 5)],
+    [(100, 32868)],
+    [(1, 1), (2, 1025), (2, 1026), (2, 1027), (1500, 1500)],
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
+@pytest.mark.parametrize("requests", SPLIT_MIXES)
+@pytest.mark.parametrize("backend", ["flash", "fastest"])
+@pytest.mark.parametrize("known", [False, True])
+def test_flash_attention_and_work_lists_share_the_chunks(
+    device, paged_batch, naive_attention, requests, backend, known
+):
+    batch = paged_batch(
+        requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
+    )
+    # FlashAttention reads what lies behind a request's last token, and weighs it with 0.
+    batch.kv_cache.nan_to_num_()
+    out = run(batch, blindly=not known, backend=backend)
+    torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)
+    by_triton = run(batch, blindly=not known)
+    torch.testing.assert_close(out.float(), by_triton.float(), atol=2e-2, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "fastest"])
+def test_one_captured_graph_serves_any_lengths(device, paged_batch, naive_attention, backend):
+    places, num_tokens, width = 16, 640, 2400
+    mixes = [
+        *SPLIT_MIXES[1:2],
+        [(1, 700), (5, 50), (0, 0), (600, 600)],
+        [(1, 40)] * 16,
+        [(33, 20000), (1, 9), (512, 900)],
+    ]
+    batches = [
+        paged_batch(mix, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device)
+        for mix in mixes
+    ]
+    num_blocks = max(batch.kv_cache.shape[0] for batch in batches)
+    kv_cache = torch.zeros(num_blocks, *batches[0].kv_cache.shape[1:], dtype=torch.bfloat16, device=device)
+    q = torch.zeros(num_tokens, 8, 128, dtype=torch.bfloat16, device=device)
+    tables = torch.zeros(places, width, dtype=torch.int32, device=device)
+    seq_lens = torch.zeros(places, dtype=torch.int32, device=device)
+    starts = torch.zeros(places + 1, dtype=torch.int32, device=device)
+
+    def attend():
+        planned = plan_batch(
+            tables,
+            seq_lens,
+            starts,
+            num_decodes=None,
+            max_query_len=num_tokens,
+            max_seq_len=width * 16,
+            num_heads=8,
+            kv_cache=kv_cache,
+            backend=backend,
+            num_tokens=num_tokens,
+        )
+        return paged_attention(q, kv_cache, planned, scale=batches[0].scale)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for batch in batches:
+        count, num_reqs = batch.q.shape[0], len(batch.seq_lens)
+        kv_cache[: batch.kv_cache.shape[0]] = batch.kv_cache.nan_to_num()
+        q[:count] = batch.q
+        tables[:num_reqs, : batch.block_tables.shape[1]] = batch.block_tables
+        seq_lens.zero_()[:num_reqs] = batch.seq_lens
+        starts.fill_(count)[: num_reqs + 1] = batch.query_start_loc
+        graph.replay()
+        torch.testing.assert_close(out[:count].double(), naive_attention(batch), atol=2e-2, rtol=0)

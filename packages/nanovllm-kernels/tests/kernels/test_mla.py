@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import tiles
@@ -21,9 +23,9 @@ def counted(monkeypatch):
     monkeypatch.setattr(tiles, "LEAST_COUNTED_TOKENS", 1)
 
 
-def check(batch, naive_latents, backend="triton"):
+def check(batch, naive_latents, backend="triton", *, known=True):
     expected = naive_latents(batch)
-    for num_decodes in (batch.num_decodes, None):
+    for num_decodes in (batch.num_decodes, None) if known else (None,):
         planned = plan_latent_batch(
             batch.block_tables,
             batch.seq_lens,
@@ -69,13 +71,39 @@ def test_the_published_widths(device, latent_batch, naive_latents):
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_splits_and_units(device, latent_batch, quantized_latents, naive_latents, monkeypatch, in_fp8):
-    monkeypatch.setattr(tiles, "choose_splits", lambda *_: 3)
-    monkeypatch.setattr(tiles, "choose_units", lambda *_: 5)
-    monkeypatch.setattr(tiles, "MIN_UNIT_TOKENS", 32)
+def test_parts_are_merged(device, latent_batch, quantized_latents, naive_latents, monkeypatch, in_fp8):
+    monkeypatch.setattr(tiles, "choose_parts", lambda *_: 7)
+    monkeypatch.setattr(tiles, "LEAST_PART_TOKENS", 32)
     requests = [(1, 300), (1, 3), (7, 150), (2, 2), (9, 12)]
     batch = latent_batch(requests, (4, 16, 16, 32, 16), page_size=16, dtype=torch.float32, device=device)
     check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
+
+
+# Decodes, 1 + k queries, short chunks over long contexts, whole prompts, places without a request.
+MIXES = st.lists(
+    st.one_of(
+        st.tuples(st.just(1), st.integers(0, 200)),
+        st.tuples(st.integers(2, 5), st.integers(0, 200)),
+        st.tuples(st.integers(6, 20), st.integers(100, 250)),
+        st.tuples(st.integers(6, 30), st.just(0)),
+        st.just((0, 0)),
+    ),
+    min_size=1,
+    max_size=4,
+).filter(lambda requests: any(count for count, _ in requests))
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(MIXES, st.sampled_from([3, 16]), st.booleans(), st.sampled_from([1, 4, 13]))
+def test_any_mix_of_requests_in_any_order(
+    device, latent_batch, quantized_latents, naive_latents, requests, num_heads, in_fp8, num_parts
+):
+    requests = [(count, count + context) for count, context in requests]
+    batch = latent_batch(requests, (num_heads, 16, 16, 32, 16), page_size=16, dtype=torch.float16, device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "choose_parts", lambda *_: num_parts)
+        patch.setattr(tiles, "LEAST_PART_TOKENS", 32)
+        check(quantized_latents(batch) if in_fp8 else batch, naive_latents, known=False)
 
 
 @pytest.mark.parametrize("requests", [[(1, 5), (1, 40)], [(6, 6), (3, 3)], [(6, 20)]])
@@ -171,6 +199,22 @@ def test_other_numbers_of_many_heads(device, latent_batch, naive_latents, num_he
     requests = [(1, length) for length in (1, 63, 64, 65, 128, 700, 5000)] + [(3, 40), (50, 50)]
     batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=16, dtype=torch.bfloat16, device=device)
     check(batch, naive_latents)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize(
+    "requests",
+    [[(100, 16384)], [(1, 9000), (1, 3), (5, 2000), (100, 5000), (70, 70)], [(4, 700)] * 40, [(1, 20000), (1, 64)]],
+)
+def test_chunks_over_long_contexts(
+    device, latent_batch, quantized_latents, naive_latents, num_heads, page_size, in_fp8, requests
+):
+    shape = (num_heads, 128, 128, 512, 64)
+    batch = latent_batch(requests, shape, page_size=page_size, dtype=torch.bfloat16, device=device)
+    check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
 
 
 @pytest.mark.gpu

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, moe, sampling
-from nanovllm_kernels.attention import mla
+from nanovllm_kernels.attention import mla, work_list
 
-ROOMS = (attention, mla, batch, elementwise, gemm, gemm.block_fp8, linear_attention, moe, sampling)
+ROOMS = (attention, mla, work_list, batch, elementwise, gemm, gemm.block_fp8, linear_attention, moe, sampling)
 
 
 def integers(values, dtype=torch.int32):
@@ -24,7 +24,9 @@ def arguments():
     halves = torch.randn(64, 2048).half()
     latents, lengths = torch.randn(4, 16, 1, 24), (integers([7, 2]), starts)
     queries = (torch.randn(4, 3, 16), torch.randn(3, 4, 8))
-    units = [integers([0, 1, 1]), integers([0, -1, -1]), integers([128])]
+    # One tile with one block of keys, in the first of two parts: the decode.
+    decodes = [integers([0, 1, 1], torch.int64), integers([[0, 0], [0, 0]])]
+    decodes.append(integers([[0, 0], [1, 1], [1, 1]], torch.int64))
     return {
         "rms_norm": (torch.randn(3, 16), torch.randn(16), 1e-5),
         "silu_and_mul": (torch.randn(3, 16),),
@@ -38,13 +40,13 @@ def arguments():
         ),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5),
         "paged_attention": (
-            *(qkv[:, :2], kv_cache, None, table, integers([7, 9]), starts, None, None, [], units, 0.25, 2, 9),
+            *(qkv[:, :2], kv_cache, None, table, integers([7, 9]), starts, None, None, [], decodes, [], 0.25, 2),
         ),
         "latent_rope_and_cache": (
             *(torch.randn(3, 4, 20), torch.randn(3, 24), weight, 1e-5, torch.randn(8, 8), positions, slots),
             *(latents, None),
         ),
-        "latent_attention": (*queries, latents, None, table, *lengths, units, integers([3]), 0.25, 9),
+        "latent_attention": (*queries, latents, None, table, *lengths, decodes, [], 0.25),
         "project_heads": (torch.randn(3, 4, 16), torch.randn(4, 16, 8), integers([2]), torch.zeros(3, 4, 8)),
         "spread_key_parts": (latents.view(-1, 24)[:3, 16:], torch.zeros(3, 4, 16)),
         "gather_latents": (latents, None, table, *lengths, 3, torch.float32),
@@ -66,7 +68,7 @@ def arguments():
             *(torch.ones(1, 2), 128, None, None, None, True),
         ),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),
-        "plan_units": (integers([7, 9]), starts, 4, 128),
+        "plan_work": (integers([7, 9]), starts, 3, 4, 4, 64, 2, 1, 2, 512, 0),
         "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),
         "apply_penalties": (logits, rows, torch.ones((3, 20), dtype=torch.int32), ones, ones, ones),
         "apply_bias": (logits, rows, integers([3, 4]), integers([[1], [2]]), torch.ones(2, 1), integers([[9], [9]])),

@@ -191,7 +191,8 @@ class Runner:
         def plan_attention(found: Logits) -> AttentionBatch:
             bounds = _bounds(plan)
             block_tables = found.block_tables[:count, : -(-bounds.max_seq_len // self._config.block_size)]
-            return self._plan_attention(block_tables, found.seq_lens[:count], step.query_start_loc, bounds)
+            lengths = (found.seq_lens[:count], step.query_start_loc)
+            return self._plan_attention(block_tables, *lengths, bounds, plan.shape.num_tokens)
 
         captured.replay(plan.shape.num_tokens, plan_attention)
         needs = step.needs
@@ -245,7 +246,7 @@ class Runner:
         )
         # Attention that is launched is planned at each replay: the less of it in the graph, the better.
         planned = bounds if launch is None else bounds._replace(num_decodes=0)
-        attention = self._plan_attention(batch.block_tables, batch.seq_lens, query_start_loc, planned)
+        attention = self._plan_attention(batch.block_tables, batch.seq_lens, query_start_loc, planned, num_tokens)
         states = self._plan_states(rows, batch.seq_lens, query_start_loc, num_tokens, bounds)
         ctx = ForwardContext(
             attention, batch.slot_mapping, self._kv_caches, self._kv_scales, launch, self._states.caches, states
@@ -256,7 +257,7 @@ class Runner:
         return self._model.compute_logits(hidden.index_select(0, batch.last))
 
     def _plan_attention(
-        self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: _Bounds
+        self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: _Bounds, num_tokens: int
     ) -> AttentionBatch:
         return self._plan_batch(
             block_tables,
@@ -269,6 +270,7 @@ class Runner:
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
             dtype=self._config.dtype,
+            num_tokens=num_tokens,
         )
 
     def _plan_states(

@@ -1,15 +1,13 @@
-"""Attention over a paged key-value cache.
+"""Attention over a paged key-value cache: decodes, prefill chunks and any mix of them."""
 
-This room must not know models, nor who owns a page. The kernel serves decodes, prefill chunks and any mix of them.
-"""
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nanovllm_kernels.attention import flash_prefill, reference, tiles
+from nanovllm_kernels.attention.work_list import Rule, WorkList, make_work_list, query_classes
 from nanovllm_kernels.platform import describe, has_cute, has_few_rows, has_flash_attention
 
 __all__ = ["AttentionBatch", "Backend", "even_chunk", "paged_attention", "plan_batch"]
@@ -24,11 +22,15 @@ class AttentionBatch:
     """What attention must know of a step's batch, the same for every layer. Made by `plan_batch`.
 
     few: whether it is for the kernel that a CPU has for few queries over a bf16 cache. gathers: what plain torch works
-    out once a step. units: what the Triton kernels do for requests with one query.
-    decode_lens, workspace: what the CuTe DSL kernel does for them: their lengths, 0 for other requests, and its memory.
-    prefill_lens: what FlashAttention does for those with several: how many, 0 for other requests. num_absorbed: int32
-    [1], of a step with prompts over latents, the tokens up to the last that is of no prompt whole in the step. Each is
-    None, or empty, where it isn't needed. The rest: as given to `plan_batch`.
+    out once a step.
+    narrow, wide: the work lists of the Triton kernels, for requests with few queries and with many.
+    number_size: bytes of a number for which the lists were planned, see `tiles.number_size`.
+    decode_lens, workspace: for the CuTe DSL kernel: the lengths of the requests with one query, 0 for other requests;
+        and its memory.
+    prefill_lens: for FlashAttention: the numbers of queries of its requests, 0 for other requests.
+    num_absorbed: int32 [1], of a step with prompts over latents, the tokens up to the last that is of no prompt whole
+        in the step.
+    Each is None, or empty, where it isn't needed. The rest: as given to `plan_batch`.
     """
 
     block_tables: Tensor
@@ -38,7 +40,9 @@ class AttentionBatch:
     max_seq_len: int
     few: bool
     gathers: reference.Gathers | None
-    units: tuple[Tensor, Tensor, Tensor] | None
+    narrow: WorkList | None
+    wide: WorkList | None
+    number_size: int
     decode_lens: Tensor | None
     workspace: tuple[Tensor, ...]
     prefill_lens: Tensor | None
@@ -57,6 +61,7 @@ def plan_batch(
     kv_cache: Tensor,
     backend: Backend,
     dtype: torch.dtype | None = None,
+    num_tokens: int | None = None,
 ) -> AttentionBatch:
     """Prepare a step's attention, once for all its layers.
 
@@ -72,46 +77,115 @@ def plan_batch(
         interpreter) and never wait for it; a request may then have no query. "flash" and "cutedsl" need the extras
         flash-attn and cutedsl; FlashAttention is used for no FP8 cache.
     dtype: of the queries; by default the cache's.
+    num_tokens: a bound on the tokens of all requests, for smaller tables; by default B * max_query_len.
     """
-    gathers = units = decode_lens = prefill_lens = None
-    few = False
-    workspace: tuple[Tensor, ...] = ()
-    _, page_size, num_cached, head_dim = kv_cache.shape
-    num_kv_heads, cached, device = num_cached // 2, kv_cache.dtype, kv_cache.device
-    if backend == "torch":
-        if num_decodes is None:
-            raise ValueError('the backend "torch" must know num_decodes')
-        few = cached == torch.bfloat16 and not kv_cache.is_cuda and has_few_rows(int(query_start_loc[-1]))
-        if not few:
-            gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, page_size)
-    elif num_decodes != 0 and backend in ("cutedsl", "fastest") and has_cute():
-        from nanovllm_kernels.attention import cute_decode
-
-        if cute_decode.can_decode(head_dim, num_heads // num_kv_heads, page_size, dtype or cached, cached, device):
-            decode_lens = _decode_lens(seq_lens, query_start_loc, num_decodes, max_query_len)
-            workspace = cute_decode.make_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
-    if backend != "torch" and num_decodes != 0 and decode_lens is None:
-        config = tiles.tile_config(head_dim, kv_cache.element_size(), 1, 1)
-        num_slots = (describe(device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
-        units = _plan_units_op(seq_lens, query_start_loc, tiles.choose_units(num_kv_heads, num_slots), config.block_n)
-    by_flash = backend in ("flash", "fastest") and has_flash_attention() and flash_prefill.supports(head_dim, cached)
-    least = flash_prefill.LEAST_CAPTURED if num_decodes is None else 2
-    if by_flash and max_query_len >= least:
-        query_lens = query_start_loc.diff()
-        prefill_lens = query_lens * (query_lens > 1)
-    return AttentionBatch(
+    batch = AttentionBatch(
         block_tables,
         seq_lens,
         query_start_loc,
         max_query_len,
         max_seq_len,
-        few,
-        gathers,
-        units,
-        decode_lens,
-        workspace,
-        prefill_lens,
+        few=False,
+        gathers=None,
+        narrow=None,
+        wide=None,
+        number_size=tiles.number_size((dtype or kv_cache.dtype).itemsize, kv_cache.element_size()),
+        decode_lens=None,
+        workspace=(),
+        prefill_lens=None,
     )
+    if backend == "torch":
+        return _plan_torch(batch, kv_cache, num_decodes)
+    return _plan_lists(
+        _plan_cute(batch, kv_cache, num_heads, num_decodes, backend, dtype or kv_cache.dtype),
+        kv_cache,
+        num_heads,
+        num_decodes,
+        backend,
+        len(seq_lens) * max_query_len if num_tokens is None else num_tokens,
+    )
+
+
+def _plan_torch(batch: AttentionBatch, kv_cache: Tensor, num_decodes: int | None) -> AttentionBatch:
+    if num_decodes is None:
+        raise ValueError('the backend "torch" must know num_decodes')
+    on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
+    if on_cpu and has_few_rows(int(batch.query_start_loc[-1])):
+        return replace(batch, few=True)
+    lengths = (batch.seq_lens, batch.query_start_loc)
+    return replace(batch, gathers=reference.plan_gathers(batch.block_tables, *lengths, num_decodes, kv_cache.shape[1]))
+
+
+def _plan_cute(
+    batch: AttentionBatch,
+    kv_cache: Tensor,
+    num_heads: int,
+    num_decodes: int | None,
+    backend: Backend,
+    dtype: torch.dtype,
+) -> AttentionBatch:
+    """`batch` with the requests of one query planned for the CuTe DSL kernel, where there is one for them."""
+    if num_decodes == 0 or backend not in ("cutedsl", "fastest") or not has_cute():
+        return batch
+    from nanovllm_kernels.attention import cute_decode
+
+    _, page_size, num_cached, head_dim = kv_cache.shape
+    num_kv_heads, device = num_cached // 2, kv_cache.device
+    group = num_heads // num_kv_heads
+    if not cute_decode.can_decode(head_dim, group, page_size, dtype, kv_cache.dtype, device):
+        return batch
+    narrow_q = tiles.tile_config(head_dim, batch.number_size, group, wide=False).block_m // group
+    if num_decodes is None and 1 < batch.max_query_len <= narrow_q:
+        # A step that verifies drafted tokens: one list has all of its requests.
+        return batch
+    decode_lens = _decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
+    workspace = cute_decode.make_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
+    return replace(batch, decode_lens=decode_lens, workspace=workspace)
+
+
+def _plan_lists(
+    batch: AttentionBatch,
+    kv_cache: Tensor,
+    num_heads: int,
+    num_decodes: int | None,
+    backend: Backend,
+    num_tokens: int,
+) -> AttentionBatch:
+    """`batch` with all requests that the CuTe DSL kernel doesn't have, in work lists or left to FlashAttention."""
+    num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
+    group = num_heads // num_kv_heads
+    narrow, wide = (tiles.tile_config(head_dim, batch.number_size, group, wide=kind) for kind in (False, True))
+    least = 2 if num_decodes == 0 or batch.decode_lens is not None else 1
+    classes = query_classes(narrow.block_m // group, wide.block_m // group, least, batch.max_query_len)
+    rule, rest_lens = Rule(), None
+    least_flash = flash_prefill.LEAST_CAPTURED if num_decodes is None else 2
+    if (
+        classes[1]
+        and batch.max_query_len >= least_flash
+        and backend in ("flash", "fastest")
+        and has_flash_attention()
+        and flash_prefill.supports(head_dim, kv_cache.dtype)
+    ):
+        rule = flash_prefill.list_rule(num_heads, describe(kv_cache.device).num_sms)
+    lists: list[WorkList | None] = []
+    for config, query_lens in zip((narrow, wide), classes, strict=True):
+        if not query_lens:
+            lists.append(None)
+            continue
+        work, rest_lens = make_work_list(
+            batch.seq_lens,
+            batch.query_start_loc,
+            query_lens,
+            rule,
+            config,
+            block_q=config.block_m // group,
+            head_blocks=num_kv_heads,
+            num_tokens=num_tokens,
+        )
+        # Without the context that the rule asks for, only requests with one query are in the list.
+        needed = query_lens.start == 1 or batch.max_seq_len >= rule.min_context + query_lens.start
+        lists.append(work if needed else None)
+    return replace(batch, narrow=lists[0], wide=lists[1], prefill_lens=None if rule == Rule() else rest_lens)
 
 
 def even_chunk(num_heads: int, num_kv_heads: int, device: torch.device) -> int:
@@ -147,6 +221,7 @@ def paged_attention(
         return _paged_attention_on_cpu(q, kv_cache, batch, scale)
     if batch.gathers is not None:
         return reference.paged_attention(q, kv_cache, kv_scales, batch.gathers, scale)
+    check_number_size(q, kv_cache, batch)
     return _paged_attention_op(
         q,
         kv_cache,
@@ -157,11 +232,17 @@ def paged_attention(
         batch.prefill_lens,
         batch.decode_lens,
         list(batch.workspace),
-        list(batch.units or ()),
+        list(batch.narrow or ()),
+        list(batch.wide or ()),
         scale,
         batch.max_query_len,
-        batch.max_seq_len,
     )
+
+
+def check_number_size(q: Tensor, kv_cache: Tensor, batch: AttentionBatch) -> None:
+    """Raise ValueError if `batch` was planned for numbers of another size, whose tiles would not fit its lists."""
+    if tiles.number_size(q.element_size(), kv_cache.element_size()) != batch.number_size:
+        raise ValueError(f"the batch was not planned for queries of {q.dtype}: pass dtype={q.dtype} to the plan")
 
 
 def _paged_attention_on_cpu(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
@@ -177,21 +258,6 @@ def _paged_attention_on_cpu(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, 
     return out.to(q.dtype)
 
 
-@torch.library.custom_op("nanovllm::plan_units", mutates_args=())
-def _plan_units_op(
-    seq_lens: Tensor, query_start_loc: Tensor, num_units: int, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    from nanovllm_kernels.attention import triton_decode
-
-    return triton_decode.plan_units(seq_lens, query_start_loc, num_units, block_size)
-
-
-@_plan_units_op.register_fake
-def _(seq_lens: Tensor, _query_start_loc: Tensor, num_units: int, _block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    num_reqs = seq_lens.shape[0]
-    return seq_lens.new_empty((num_reqs + 1,)), seq_lens.new_empty((num_units + num_reqs,)), seq_lens.new_empty((1,))
-
-
 @torch.library.custom_op("nanovllm::paged_attention", mutates_args=("workspace",))
 def _paged_attention_op(
     q: Tensor,
@@ -203,14 +269,15 @@ def _paged_attention_op(
     prefill_lens: Tensor | None,
     decode_lens: Tensor | None,
     workspace: list[Tensor],
-    units: list[Tensor],
+    narrow: list[Tensor],
+    wide: list[Tensor],
     scale: float,
     max_query_len: int,
-    max_seq_len: int,
 ) -> Tensor:
-    from nanovllm_kernels.attention import triton_decode, triton_prefill
+    from nanovllm_kernels.attention import triton_gqa
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    tables = (block_tables, seq_lens, query_start_loc)
     if decode_lens is not None:
         from nanovllm_kernels.attention import cute_decode
 
@@ -218,19 +285,11 @@ def _paged_attention_op(
         count = min(len(decode_lens), len(q))
         memory = cute_decode.Workspace(*workspace)
         cute_decode.paged_decode(q, kv_cache, kv_scales, block_tables[:count], decode_lens[:count], scale, memory, out)
-    elif units:
-        starts, owners, unit_len = units
-        triton_decode.paged_decode(
-            q, kv_cache, kv_scales, block_tables, seq_lens, query_start_loc, (starts, owners, unit_len), scale, out
-        )
+    for work, is_wide in ((narrow, False), (wide, True)):
+        if work:
+            triton_gqa.paged_attention(q, kv_cache, kv_scales, *tables, WorkList(*work), scale, out, wide=is_wide)
     if prefill_lens is not None:
-        flash_prefill.paged_prefill(
-            q, kv_cache, block_tables, seq_lens, query_start_loc, prefill_lens, scale, max_query_len, out
-        )
-    elif max_query_len > 1:
-        triton_prefill.paged_prefill(
-            q, kv_cache, kv_scales, block_tables, seq_lens, query_start_loc, scale, max_query_len, max_seq_len, out
-        )
+        flash_prefill.paged_prefill(q, kv_cache, *tables, prefill_lens, scale, max_query_len, out)
     return out
 
 

@@ -1,6 +1,6 @@
 """Attention of requests with several queries each, by FlashAttention's CuTe build (Shah et al. 2024), on Hopper.
 
-This room must not know requests with one query: the Triton kernels have them.
+FlashAttention doesn't cut keys, so `list_rule` leaves short chunks over long contexts to work lists.
 """
 
 import functools
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nanovllm_kernels.attention.work_list import Rule
 from nanovllm_kernels.platform import kept_directory
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -18,9 +19,19 @@ PLAIN_HEAD_DIMS = ((192, 128),)
 # Of what a whole batch fits into one tile FlashAttention makes a kernel of its own, compiled when such a batch first
 # comes. The bound it is given need not be tight: with one above a tile's rows, there is one kernel for all batches.
 LEAST_BOUND = 256
-# A captured step may hold one chunk of so many tokens over a long context. It reads its keys from end to end in one go,
-# so that for few tokens a kernel that cuts them into parts is faster.
+# Captured steps of fewer tokens go without: their chunks would leave most of the device idle.
 LEAST_CAPTURED = 512
+# Rows of a tile: query positions times the query heads of one key-value head.
+TILE_ROWS = 128
+# Our tiles run at about this share of FlashAttention's speed: a chunk that fills more of the device is left to it.
+LEAST_FILLED = 0.75
+# Below this context a chunk takes so little time that the share of the device matters less than the launch.
+LEAST_CONTEXT = 1024
+
+
+def list_rule(num_heads: int, num_sms: int) -> Rule:
+    """Which requests with several queries are left to work lists, on a device with `num_sms`."""
+    return Rule(int(LEAST_FILLED * TILE_ROWS * num_sms / num_heads), LEAST_CONTEXT)
 
 
 def supports(head_dim: int, dtype: torch.dtype) -> bool:

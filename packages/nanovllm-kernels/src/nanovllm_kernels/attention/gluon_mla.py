@@ -1,14 +1,14 @@
 """Absorbed latent attention with many heads, on Hopper, by warps with different jobs: decodes, and chunks of prompts.
 
-A tile is 64 heads of one token against 64 latents. One warp of a program copies queries and latents from memory, and
-runs ahead, also into the next piece of work. Four warps make scores and their weights, and each weigh half of the
-latents' width with four others that do nothing else: results of 64 x 512 are too many for the registers of four. While
-some take exponentials, the tensor cores work for the others. In Gluon, as Triton leaves none of this to its user;
-`triton_mla_tile.specializes` says what it is for.
+A program takes one part of a work list (see `gluon_mla_work`): 64 heads of one token after another, against 64 latents
+at a time. One warp copies queries and latents from memory, and runs ahead, also to the next token. Four warps make
+scores and their weights, and each weigh half of the latents' width with four others that do nothing else: results of
+64 x 512 are too many for the registers of four. While some take exponentials, the tensor cores work for the others. In
+Gluon, as Triton leaves none of this to its user; `triton_mla_tile.specializes` says what it is for.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
-# ruff: noqa: RUF005 - kernels know no unpacking into tuples
+# ruff: noqa: RUF005, SIM113 - kernels know neither unpacking into tuples nor `enumerate`
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,10 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.attention.gluon_mla_work import load_work, place_partial
+from nanovllm_kernels.attention.gluon_mla_work import load_part, load_work, place_partial
 from nanovllm_kernels.attention.triton_mla_tile import LATENT_HEADS
 from nanovllm_kernels.attention.triton_tile import LOG2_E
-from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.attention.work_list import WorkList
+from nanovllm_kernels.platform import can_overlap_launches
 
 # Tiles of latents in shared memory: with the queries, all that fit.
 STAGES = 2
@@ -37,79 +38,29 @@ BOX = 64
 LAUNCH_REGISTERS, FETCH_REGISTERS, GROUP_REGISTERS = 168, 32, 232
 
 
-def attend_units(
+def attend(
     q_latent: Tensor,
     q_rope: Tensor,
     kv_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
-    units: tuple[Tensor, Tensor, Tensor],
+    work: WorkList,
     scale: float,
     out: Tensor,
     partial: Tensor,
     lse: Tensor,
 ) -> None:
-    """Attend for each of `units`; writes rows of `out` where a request has one unit, else of `partial` and `lse`.
+    """Attend for each part of `work`; writes whole tiles to `out`, parts of tiles to `partial` and `lse`.
 
     q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of what is contiguous. kv_cache: [N, P, 1, 576].
+    work: planned for tiles of one token and blocks of 64 latents.
     """
-    starts, owners, _ = units
-    tables = (block_tables, seq_lens, query_start_loc)
-    results = (out, partial, lse)
-    _attend(q_latent, q_rope, kv_cache, *tables, starts, owners, 1, scale, *results, len(owners), chunks=False)
-
-
-def attend_chunks(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_absorbed: Tensor,
-    num_splits: int,
-    scale: float,
-    out: Tensor,
-    partial: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attend for requests with several queries and a context, each query by itself; writes the rows of `out` that are
-    theirs, or, of each split that sees anything, those of `partial` [T, H, splits, 512] and `lse`.
-
-    num_absorbed: int32 [1], behind which token none is theirs. The others are as for `attend_units`.
-    """
-    tables = (block_tables, seq_lens, query_start_loc)
-    # A chunk's pieces of work have no owners written down: these are searched for.
-    counts = (num_absorbed, num_absorbed)
-    most = q_latent.shape[1] * num_splits
-    _attend(q_latent, q_rope, kv_cache, *tables, *counts, num_splits, scale, out, partial, lse, most, chunks=True)
-
-
-def _attend(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    counts: Tensor,
-    owners: Tensor,
-    num_splits: int,
-    scale: float,
-    out: Tensor,
-    partial: Tensor,
-    lse: Tensor,
-    most: int,
-    *,
-    chunks: bool,
-) -> None:
-    """counts, owners, num_splits: as the kernel says. most: how many pieces of work a block of heads may have."""
     num_heads, num_tokens, latent_dim = q_latent.shape
     page_size, width = kv_cache.shape[1], kv_cache.shape[3]
     overlap = can_overlap_launches(q_latent.device)
     rope_rows = q_rope.as_strided((num_tokens * num_heads, q_rope.shape[2]), (q_rope.stride(1), 1))
-    num_programs = min(describe(q_latent.device).num_sms, most * (num_heads // LATENT_HEADS))
+    num_programs = work.num_parts * (num_heads // LATENT_HEADS)
     _attend_latent_work[(num_programs,)](
         TensorDescriptor.from_tensor(q_latent.view(num_heads, -1), [LATENT_HEADS, BOX], SHARED),
         TensorDescriptor.from_tensor(rope_rows, [LATENT_HEADS, BOX], SHARED),
@@ -118,17 +69,13 @@ def _attend(
         block_tables,
         seq_lens,
         query_start_loc,
-        counts,
-        owners,
+        *work,
         partial,
         lse,
         scale * LOG2_E,
-        len(seq_lens),
-        num_splits,
         block_tables.stride(0),
         NUM_HEADS=num_heads,
         PAGE_SIZE=page_size,
-        CHUNKS=chunks,
         STAGES=STAGES,
         GROUP_REGISTERS=GROUP_REGISTERS,
         FETCH_REGISTERS=FETCH_REGISTERS,
@@ -140,7 +87,7 @@ def _attend(
 
 
 @gluon.jit(
-    do_not_specialize=["num_reqs", "num_splits", "table_stride"],
+    do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
 )
 def _attend_latent_work(
@@ -151,27 +98,21 @@ def _attend_latent_work(
     block_tables_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
-    counts_ptr,
-    owners_ptr,
+    tile_starts_ptr,
+    tiles_ptr,
+    parts_ptr,
     partial_ptr,
     lse_ptr,
     scale_log2,
-    num_reqs,
-    num_splits,
     table_stride,
     NUM_HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_REGISTERS: gl.constexpr,
     FETCH_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """64 query heads of one token against some of its latents, one such piece of work after another.
-
-    Of CHUNKS each token's latents are cut into `num_splits`, and `counts_ptr` says behind which token there is no work;
-    else it is where each request's units begin, and `owners_ptr` each unit's request.
-    """
+    """One part of the work list, for 64 query heads: one token after another against its latents."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -198,9 +139,7 @@ def _attend_latent_work(
     halves = latents._reinterpret(dtype, [STAGES * 2, 64, 256], q_desc.layout)  # noqa: SLF001
     keys = key_parts._reinterpret(dtype, [STAGES, 64, 64], q_desc.layout)  # noqa: SLF001
     barriers = (full, empty, signals)
-    BLOCKS: gl.constexpr = NUM_HEADS // 64
-    num_work = gl.load(counts_ptr) * num_splits * BLOCKS if CHUNKS else gl.load(counts_ptr + num_reqs) * BLOCKS
-    plan = (num_work, seq_lens_ptr, query_start_loc_ptr, counts_ptr, owners_ptr, num_reqs, num_splits)
+    plan = (tile_starts_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr)
     results = (out_desc, partial_ptr)
     filled = (q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride)
     gl.warp_specialize(
@@ -208,10 +147,10 @@ def _attend_latent_work(
             (
                 _score,
                 (queries, keys, blocks, halves, weights, factors, barriers, plan, results, lse_ptr, scale_log2)
-                + (NUM_HEADS, CHUNKS, STAGES),
+                + (NUM_HEADS, STAGES),
             ),
-            (_weigh, (blocks, halves, weights, factors, barriers, plan, results, NUM_HEADS, CHUNKS, STAGES)),
-            (_fetch, (queries, latents, key_parts, barriers, plan, filled, NUM_HEADS, PAGE_SIZE, CHUNKS, STAGES)),
+            (_weigh, (blocks, halves, weights, factors, barriers, plan, results, NUM_HEADS, STAGES)),
+            (_fetch, (queries, latents, key_parts, barriers, plan, filled, NUM_HEADS, PAGE_SIZE, STAGES)),
         ],
         [4, 1],
         [GROUP_REGISTERS, FETCH_REGISTERS],
@@ -228,44 +167,42 @@ def _fetch(
     sources,
     NUM_HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One warp: each piece of work's queries, then its latents into the ring."""
+    """One warp: the queries of each tile, then its latents into the ring."""
     full, empty, signals = barriers
     q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride = sources
     PARTS: gl.constexpr = 64 // PAGE_SIZE
     asked, left = signals.index(0), signals.index(1)
     step = 0
     item = 0
-    for work in range(gl.program_id(0), plan[0], gl.num_programs(0)):
-        request, token, head, begin, end, _alone = load_work(plan, work, NUM_HEADS, CHUNKS)
-        runs = begin < end if CHUNKS else True
-        if runs:
-            # Nobody has to leave what was never taken.
-            mbarrier.wait(left, (item + 1) & 1)
-            mbarrier.expect(asked, 9 * 64 * 64 * 2)
-            for block in gl.static_range(8):
-                tma.async_copy_global_to_shared(q_desc, [head, token * 512 + 64 * block], asked, queries.index(block))
-            tma.async_copy_global_to_shared(rope_desc, [token * NUM_HEADS + head, 0], asked, queries.index(8))
-            item += 1
-            table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
-            for start in range(begin, end, 64):
-                stage = step % STAGES
-                ready = full.index(stage)
-                pages = ()
-                for part in gl.static_range(PARTS):
-                    # Behind the last page comes that one again.
-                    pages = pages + (gl.load(table_ptr + gl.minimum(start + part * PAGE_SIZE, end - 1) // PAGE_SIZE),)
-                mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-                mbarrier.expect(ready, 9 * 64 * 64 * 2)
-                for part in gl.static_range(PARTS):
-                    row = pages[part] * PAGE_SIZE
-                    for block in gl.static_range(8):
-                        to = latents.index((stage * 8 + block) * PARTS + part)
-                        tma.async_copy_global_to_shared(kv_desc, [row, 64 * block], ready, to)
-                    tma.async_copy_global_to_shared(kv_desc, [row, 512], ready, key_parts.index(stage * PARTS + part))
-                step += 1
+    first_tile, end_tile, head = load_part(plan, NUM_HEADS)
+    for tile in range(first_tile, end_tile):
+        request, token, begin, end, _slot = load_work(plan, tile, NUM_HEADS)
+        # The first tile finds the queries' memory free.
+        mbarrier.wait(left, (item + 1) & 1)
+        mbarrier.expect(asked, 9 * 64 * 64 * 2)
+        for block in gl.static_range(8):
+            tma.async_copy_global_to_shared(q_desc, [head, token * 512 + 64 * block], asked, queries.index(block))
+        tma.async_copy_global_to_shared(rope_desc, [token * NUM_HEADS + head, 0], asked, queries.index(8))
+        item += 1
+        table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
+        for start in range(begin, end, 64):
+            stage = step % STAGES
+            ready = full.index(stage)
+            pages = ()
+            for part in gl.static_range(PARTS):
+                # Behind the last page comes that one again.
+                pages = pages + (gl.load(table_ptr + gl.minimum(start + part * PAGE_SIZE, end - 1) // PAGE_SIZE),)
+            mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+            mbarrier.expect(ready, 9 * 64 * 64 * 2)
+            for part in gl.static_range(PARTS):
+                row = pages[part] * PAGE_SIZE
+                for block in gl.static_range(8):
+                    to = latents.index((stage * 8 + block) * PARTS + part)
+                    tma.async_copy_global_to_shared(kv_desc, [row, 64 * block], ready, to)
+                tma.async_copy_global_to_shared(kv_desc, [row, 512], ready, key_parts.index(stage * PARTS + part))
+            step += 1
 
 
 @gluon.jit
@@ -292,7 +229,6 @@ def _score(
     lse_ptr,
     scale_log2,
     NUM_HEADS: gl.constexpr,
-    CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Four warps: scores, their weights, and what these make of the first 256 numbers of the latents."""
@@ -304,64 +240,60 @@ def _score(
     step = 0
     item = 0
     turn = 0
-    for work in range(gl.program_id(0), plan[0], gl.num_programs(0)):
-        _request, token, head, begin, end, alone = load_work(plan, work, NUM_HEADS, CHUNKS)
-        # A unit is never empty: without the question there are registers enough.
-        runs = begin < end if CHUNKS else True
-        if runs:
-            mbarrier.wait(asked, item & 1)
-            item += 1
-            running_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-            running_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-            sums = gl.zeros([64, 256], gl.float32, SUMS)
-            for start in range(begin, end, 64):
-                stage = step % STAGES
-                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-                scores = gl.zeros([64, 64], gl.float32, SCORES)
-                key = keys.index(stage).permute((1, 0))
-                scores = warpgroup_mma(queries.index(8), key, scores, use_acc=False, is_async=True)
-                for block in gl.static_range(8):
-                    latent = blocks.index(stage * 8 + block).permute((1, 0))
-                    scores = warpgroup_mma(queries.index(block), latent, scores, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                mbarrier.arrive(left, pred=start + 64 >= end)
-                scores = gl.where((start + columns < end)[None, :], scores * scale_log2, float("-inf"))
-                new_max = gl.maximum(running_max, gl.max(scores, 1))
-                scores = gl.exp2(scores - new_max[:, None])
-                rescale = gl.exp2(running_max - new_max)
-                running_sum = running_sum * rescale + gl.sum(scores, 1)
-                running_max = new_max
-                mbarrier.wait(taken, (turn + 1) & 1)
-                turn += 1
-                weights.store(scores.to(weights.dtype))
-                factors.store(rescale)
-                if start + 64 > end:
-                    _clear_rows(blocks, stage * 8, end - start)
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(weighed)
-                sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
-                sums = warpgroup_mma(weights, halves.index(stage * 2), sums, is_async=True)
-                sums = warpgroup_mma_wait(0, deps=[sums])
-                # The last tile's place is kept for results.
-                mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
-                step += 1
+    first_tile, end_tile, head = load_part(plan, NUM_HEADS)
+    for tile in range(first_tile, end_tile):
+        _request, token, begin, end, slot = load_work(plan, tile, NUM_HEADS)
+        mbarrier.wait(asked, item & 1)
+        item += 1
+        running_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        running_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        sums = gl.zeros([64, 256], gl.float32, SUMS)
+        for start in range(begin, end, 64):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            scores = gl.zeros([64, 64], gl.float32, SCORES)
+            key = keys.index(stage).permute((1, 0))
+            scores = warpgroup_mma(queries.index(8), key, scores, use_acc=False, is_async=True)
+            for block in gl.static_range(8):
+                latent = blocks.index(stage * 8 + block).permute((1, 0))
+                scores = warpgroup_mma(queries.index(block), latent, scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(left, pred=start + 64 >= end)
+            scores = gl.where((start + columns < end)[None, :], scores * scale_log2, float("-inf"))
+            new_max = gl.maximum(running_max, gl.max(scores, 1))
+            scores = gl.exp2(scores - new_max[:, None])
+            rescale = gl.exp2(running_max - new_max)
+            running_sum = running_sum * rescale + gl.sum(scores, 1)
+            running_max = new_max
             mbarrier.wait(taken, (turn + 1) & 1)
             turn += 1
-            factor = 1 / running_sum
-            factors.store(factor)
+            weights.store(scores.to(weights.dtype))
+            factors.store(rescale)
+            if start + 64 > end:
+                _clear_rows(blocks, stage * 8, end - start)
+            fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(weighed)
-            if not alone:
-                heads = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-                places = place_partial(plan, work, heads, NUM_HEADS, CHUNKS)
-                gl.store(lse_ptr + places, running_max + gl.log2(running_sum))
-            sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
-            stage = (step - 1) % STAGES
-            _store(
-                sums, halves, blocks, stage * 2, results, token * NUM_HEADS + head, alone, plan, work, NUM_HEADS, CHUNKS
-            )
-            mbarrier.arrive(empty.index(stage))
+            sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
+            sums = warpgroup_mma(weights, halves.index(stage * 2), sums, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            # The last tile's place is kept for results.
+            mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
+            step += 1
+        mbarrier.wait(taken, (turn + 1) & 1)
+        turn += 1
+        factor = 1 / running_sum
+        factors.store(factor)
+        gl.thread_barrier()
+        mbarrier.arrive(weighed)
+        if slot >= 0:
+            rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+            places = place_partial(slot, head, rows, NUM_HEADS)
+            gl.store(lse_ptr + places, running_max + gl.log2(running_sum))
+        sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
+        stage = (step - 1) % STAGES
+        _store(sums, halves, blocks, stage * 2, results, token, head, slot, NUM_HEADS)
+        mbarrier.arrive(empty.index(stage))
 
 
 @gluon.jit
@@ -374,7 +306,6 @@ def _weigh(
     plan,
     results,
     NUM_HEADS: gl.constexpr,
-    CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Four warps: what the weights make of the other 256 numbers of the latents."""
@@ -383,77 +314,54 @@ def _weigh(
     weighed, taken = signals.index(2), signals.index(3)
     step = 0
     turn = 0
-    for work in range(gl.program_id(0), plan[0], gl.num_programs(0)):
-        _request, token, head, begin, end, alone = load_work(plan, work, NUM_HEADS, CHUNKS)
-        runs = begin < end if CHUNKS else True
-        if runs:
-            sums = gl.zeros([64, 256], gl.float32, SUMS)
-            for start in range(begin, end, 64):
-                stage = step % STAGES
-                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-                if start + 64 > end:
-                    _clear_rows(blocks, stage * 8 + 4, end - start)
-                    fence_async_shared()
-                    gl.thread_barrier()
-                mbarrier.wait(weighed, turn & 1)
-                turn += 1
-                sums = sums * factors.load(gl.SliceLayout(1, SUMS))[:, None]
-                sums = warpgroup_mma(weights, halves.index(stage * 2 + 1), sums, is_async=True)
-                sums = warpgroup_mma_wait(0, deps=[sums])
-                mbarrier.arrive(taken)
-                mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
-                step += 1
+    first_tile, end_tile, head = load_part(plan, NUM_HEADS)
+    for tile in range(first_tile, end_tile):
+        _request, token, begin, end, slot = load_work(plan, tile, NUM_HEADS)
+        sums = gl.zeros([64, 256], gl.float32, SUMS)
+        for start in range(begin, end, 64):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            if start + 64 > end:
+                _clear_rows(blocks, stage * 8 + 4, end - start)
+                fence_async_shared()
+                gl.thread_barrier()
             mbarrier.wait(weighed, turn & 1)
             turn += 1
             sums = sums * factors.load(gl.SliceLayout(1, SUMS))[:, None]
-            gl.thread_barrier()
+            sums = warpgroup_mma(weights, halves.index(stage * 2 + 1), sums, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=[sums])
             mbarrier.arrive(taken)
-            stage = (step - 1) % STAGES
-            _store(
-                sums,
-                halves,
-                blocks,
-                stage * 2 + 1,
-                results,
-                token * NUM_HEADS + head,
-                alone,
-                plan,
-                work,
-                NUM_HEADS,
-                CHUNKS,
-            )
-            mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
+            step += 1
+        mbarrier.wait(weighed, turn & 1)
+        turn += 1
+        sums = sums * factors.load(gl.SliceLayout(1, SUMS))[:, None]
+        gl.thread_barrier()
+        mbarrier.arrive(taken)
+        stage = (step - 1) % STAGES
+        _store(sums, halves, blocks, stage * 2 + 1, results, token, head, slot, NUM_HEADS)
+        mbarrier.arrive(empty.index(stage))
 
 
 @gluon.jit
-def _store(
-    sums,
-    halves,
-    blocks,
-    half,
-    results,
-    row,
-    alone,
-    plan,
-    work,
-    NUM_HEADS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-):
-    """Half of the results of 64 heads: from `row` of the queries' on if they are `alone` in having them, by way of the
-    `half` of a tile, whose number says which it is; else to where the partial ones are.
+def _store(sums, halves, blocks, half, results, token, head, slot, NUM_HEADS: gl.constexpr):
+    """Store half of the results of 64 heads from `head` on, as partial results if there is a `slot`.
+
+    half: the half of a stage through which final results go; its number says which half of the results it is.
     """
     out_desc, partial_ptr = results
     first = (half % 2) * 256
-    if alone:
+    if slot < 0:
         halves.index(half).store(sums.to(halves.dtype))
         fence_async_shared()
         gl.thread_barrier()
         for block in gl.static_range(4):
-            tma.async_copy_shared_to_global(out_desc, [row, first + 64 * block], blocks.index(half * 4 + block))
+            to = [token * NUM_HEADS + head, first + 64 * block]
+            tma.async_copy_shared_to_global(out_desc, to, blocks.index(half * 4 + block))
         tma.store_wait(0)
         gl.thread_barrier()
     else:
-        heads = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
-        places = place_partial(plan, work, heads, NUM_HEADS, CHUNKS)
+        rows = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
+        places = place_partial(slot, head, rows, NUM_HEADS)
         columns = first + gl.arange(0, 256, gl.SliceLayout(0, sums.type.layout))
         gl.store(partial_ptr + places[:, None] * 512 + columns[None, :], sums)

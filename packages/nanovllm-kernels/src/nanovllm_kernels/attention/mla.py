@@ -4,8 +4,10 @@ A token's keys and values are one latent, which a matrix a head expands, and one
 only these are cached. What is cached is attended to with queries brought into the latent's space, and the result is
 brought from there to the values' (absorbed), so that nothing a token is expanded; a prompt that is whole in a step is
 expanded and attended to plainly, which is less arithmetic. Such prompts come last in a step, or their queries are
-brought there for nothing. This room must not know models, nor who owns a page.
+brought there for nothing.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,13 +16,14 @@ from torch.nn import functional
 from nanovllm_kernels.attention import (
     AttentionBatch,
     Backend,
-    _plan_units_op,
+    check_number_size,
     flash_prefill,
     mla_reference,
     reference,
     tiles,
 )
-from nanovllm_kernels.platform import describe, has_flash_attention
+from nanovllm_kernels.attention.work_list import Rule, WorkList, make_work_list, query_classes
+from nanovllm_kernels.platform import has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
@@ -37,44 +40,62 @@ def plan_latent_batch(
     kv_cache: Tensor,
     backend: Backend,
     dtype: torch.dtype | None = None,
+    num_tokens: int | None = None,
 ) -> AttentionBatch:
     """Prepare a step's latent attention, once for all its layers: `plan_batch` for a cache [N, P, 1, L + R].
 
     Of the backends "torch" is plain torch; for all others it is Triton, with FlashAttention, where `plan_batch` would
     use it, for prompts that are whole in the step.
     """
-    units = gathers = prefill_lens = num_absorbed = None
-    page_size, element_size = kv_cache.shape[1], kv_cache.element_size()
-    if backend == "torch":
-        if num_decodes is None:
-            raise ValueError('the backend "torch" must know num_decodes')
-        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, page_size)
-    elif num_decodes != 0:
-        size = tiles.number_size((dtype or kv_cache.dtype).itemsize, element_size)
-        config = tiles.latent_config(num_heads, size)
-        num_slots = (describe(kv_cache.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
-        num_units = tiles.choose_units(-(-num_heads // config.block_m), num_slots, tiles.LATENT_UNIT_WAVES)
-        units = _plan_units_op(seq_lens, query_start_loc, num_units, config.block_n)
-    if backend != "torch" and max_query_len > 1:
-        query_lens = query_start_loc.diff()
-        whole = (query_lens > 1) & (query_lens == seq_lens)
-        num_absorbed = (query_start_loc[1:] * ((query_lens > 0) & ~whole)).amax(0, keepdim=True)
-        if backend in ("flash", "fastest") and has_flash_attention():
-            prefill_lens = query_lens * whole
-    return AttentionBatch(
+    batch = AttentionBatch(
         block_tables,
         seq_lens,
         query_start_loc,
         max_query_len,
         max_seq_len,
-        False,
-        gathers,
-        units,
-        None,
-        (),
-        prefill_lens,
-        num_absorbed,
+        few=False,
+        gathers=None,
+        narrow=None,
+        wide=None,
+        number_size=tiles.number_size((dtype or kv_cache.dtype).itemsize, kv_cache.element_size()),
+        decode_lens=None,
+        workspace=(),
+        prefill_lens=None,
     )
+    if backend == "torch":
+        if num_decodes is None:
+            raise ValueError('the backend "torch" must know num_decodes')
+        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, kv_cache.shape[1])
+        return replace(batch, gathers=gathers)
+    narrow, wide = (tiles.latent_config(num_heads, batch.number_size, wide=kind) for kind in (False, True))
+    tile_heads = [tiles.latent_tile_heads(num_heads, config) for config in (narrow, wide)]
+    block_q = [config.block_m // heads for config, heads in zip((narrow, wide), tile_heads, strict=True)]
+    classes = query_classes(*block_q, 2 if num_decodes == 0 else 1, max_query_len)
+    lists: list[WorkList | None] = []
+    whole_lens = None
+    for kind, config in enumerate((narrow, wide)):
+        if not classes[kind]:
+            lists.append(None)
+            continue
+        work, whole_lens = make_work_list(
+            seq_lens,
+            query_start_loc,
+            classes[kind],
+            Rule(min_context=1),
+            config,
+            block_q=block_q[kind],
+            head_blocks=-(-num_heads // tile_heads[kind]),
+            num_tokens=len(seq_lens) * max_query_len if num_tokens is None else num_tokens,
+        )
+        lists.append(work)
+    batch = replace(batch, narrow=lists[0], wide=lists[1])
+    if max_query_len == 1:
+        return batch
+    query_lens = query_start_loc.diff()
+    whole = (query_lens > 1) & (query_lens == seq_lens)
+    num_absorbed = (query_start_loc[1:] * ((query_lens > 0) & ~whole)).amax(0, keepdim=True)
+    by_flash = backend in ("flash", "fastest") and has_flash_attention()
+    return replace(batch, prefill_lens=whole_lens if by_flash else None, num_absorbed=num_absorbed)
 
 
 def latent_attention(
@@ -100,6 +121,7 @@ def latent_attention(
     """
     if batch.gathers is not None:
         return mla_reference.latent_attention(q, expansion, kv_cache, kv_scales, batch.gathers, scale)
+    check_number_size(q, kv_cache, batch)
     num_heads, expanded, latent_dim = expansion.shape
     rope_dim = kv_cache.shape[3] - latent_dim
     key_dim = q.shape[2] - rope_dim
@@ -114,10 +136,9 @@ def latent_attention(
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
-        list(batch.units or ()),
-        batch.num_absorbed,
+        list(batch.narrow or ()),
+        list(batch.wide or ()),
         scale,
-        batch.max_seq_len,
     )
     out = q.new_empty((q.shape[0], num_heads, expanded - key_dim))
     _project_heads(found, to_value.transpose(1, 2), batch.num_absorbed, out)
@@ -183,25 +204,21 @@ def _latent_attention_op(
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
-    units: list[Tensor],
-    num_absorbed: Tensor | None,
+    narrow: list[Tensor],
+    wide: list[Tensor],
     scale: float,
-    max_seq_len: int,
 ) -> Tensor:
-    """Absorbed attention of all requests but prompts that are whole in the step, whose rows hold anything.
+    """Absorbed attention of the requests of two work lists; the rows of other requests hold anything.
 
     q_latent: contiguous [H, T, L]. q_rope: [T, H, R], the last dimension contiguous. Returns contiguous [T, H, L].
     """
-    from nanovllm_kernels.attention import triton_mla_decode, triton_mla_prefill
+    from nanovllm_kernels.attention import triton_mla
 
-    queries = (q_latent, q_rope)
     cache = (kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
     out = _empty_results(q_latent)
-    if units:
-        starts, owners, unit_len = units
-        triton_mla_decode.paged_decode(*queries, *cache, (starts, owners, unit_len), scale, out)
-    if num_absorbed is not None:
-        triton_mla_prefill.paged_prefill(*queries, *cache, num_absorbed, scale, max_seq_len, out)
+    for work, is_wide in ((narrow, False), (wide, True)):
+        if work:
+            triton_mla.paged_attention(q_latent, q_rope, *cache, WorkList(*work), scale, out, wide=is_wide)
     return out
 
 

@@ -5,19 +5,18 @@ A small table, looked up and never tuned at run time, so that no step stops to m
 
 from typing import NamedTuple
 
-# Shorter splits than this many tokens cost more to merge than they gain.
-MIN_SPLIT_TOKENS = 256
-# The same of decodes, which have no other way to spread over the device.
-MIN_UNIT_TOKENS = 128
-# Of decodes, how many times over the device is filled: the last units to run are then a small part of all.
-UNIT_WAVES = 4
-# Of those over latents, whose results are wide: of 16 heads a unit's are, written and read, the bytes of 57 tokens.
-LATENT_UNIT_WAVES = 2
-MAX_SPLITS = 64
+# Shorter parts of a work list cost more to merge than they gain.
+LEAST_PART_TOKENS = 128
+# Tiles of at most so many rows are narrow: the fewest that tensor cores multiply without wgmma.
+NARROW_ROWS = 16
 # Without a device to ask (the interpreter) a launch is shaped as for a small one.
 INTERPRETER_SMS = 8
 # Query rows of a prompt's tile, here and in FlashAttention.
 PROMPT_ROWS = 128
+
+
+# The registers of an SM of every architecture from Ampere to Hopper.
+SM_REGISTERS = 65536
 
 
 class TileConfig(NamedTuple):
@@ -28,6 +27,11 @@ class TileConfig(NamedTuple):
     num_warps: int
     num_stages: int
     ctas_per_sm: int
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of a thread with which an SM holds `ctas_per_sm`, as the parts of a work list need."""
+        return min(255, SM_REGISTERS // (32 * self.num_warps * self.ctas_per_sm) // 8 * 8)
 
 
 # Keyed by padded head size. Two of the stages hide the look-up of pages; with five, two blocks of keys and of values
@@ -103,21 +107,17 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def choose_splits(num_tiles: int, max_seq_len: int, num_slots: int) -> int:
-    """Into how many splits each tile's keys are cut, so that the device is filled twice over, but for short contexts.
+def choose_parts(head_blocks: int, num_slots: int) -> int:
+    """Into how many parts a work list is cut: as many as the device holds at once, each for every block of heads.
 
-    num_tiles: tiles times key-value heads. num_slots: tiles that the device holds at once.
+    num_slots: programs that the device holds at once.
     """
-    wanted = -(-2 * num_slots // num_tiles)
-    return max(1, min(wanted, -(-max_seq_len // MIN_SPLIT_TOKENS), MAX_SPLITS))
+    return max(1, num_slots // head_blocks)
 
 
-def choose_units(num_kv_heads: int, num_slots: int, waves: int = UNIT_WAVES) -> int:
-    """Into how many units of equal length a step's decodes are cut, each for every key-value head.
-
-    num_slots: tiles that the device holds at once. waves: how many times over they are filled.
-    """
-    return max(1, waves * num_slots // num_kv_heads)
+def least_blocks(config: TileConfig) -> int:
+    """The fewest blocks of keys in a part of a work list."""
+    return -(-LEAST_PART_TOKENS // config.block_n)
 
 
 def number_size(query_size: int, cached_size: int) -> int:
@@ -125,23 +125,28 @@ def number_size(query_size: int, cached_size: int) -> int:
     return 4 if query_size == 4 else cached_size
 
 
-def tile_config(head_dim: int, element_size: int, group: int, max_query_len: int) -> TileConfig:
+def tile_config(head_dim: int, element_size: int, group: int, *, wide: bool) -> TileConfig:
     """The tiling for heads of `head_dim` and numbers of `element_size` bytes, `group` query heads to a key-value head.
 
-    element_size: see `number_size`.
+    element_size: see `number_size`. wide: for many queries of a request rather than for one or a few.
     Raises ValueError for heads that no kernel is made for.
     """
     padded = max(64, next_power_of_2(head_dim))
-    table = (DECODE if max_query_len == 1 else PREFILL)[element_size]
+    table = (PREFILL if wide else DECODE)[element_size]
     if padded not in table:
         raise ValueError(f"no attention kernel for heads of {head_dim}: at most 256")
     config = table[padded]
     return config._replace(block_m=max(config.block_m, next_power_of_2(group)))
 
 
-def latent_config(num_heads: int, element_size: int) -> TileConfig:
+def latent_config(num_heads: int, element_size: int, *, wide: bool) -> TileConfig:
     """The tiling of absorbed latent attention, with `num_heads` heads to each latent of up to 512 numbers.
 
-    element_size: see `number_size`.
+    element_size: see `number_size`. wide: for many queries of a request rather than for one.
     """
-    return LATENT[element_size][16 if num_heads <= 16 else 64]
+    return LATENT[element_size][64 if wide or num_heads > NARROW_ROWS else NARROW_ROWS]
+
+
+def latent_tile_heads(num_heads: int, config: TileConfig) -> int:
+    """The query heads of a tile of absorbed latent attention."""
+    return min(next_power_of_2(num_heads), config.block_m)

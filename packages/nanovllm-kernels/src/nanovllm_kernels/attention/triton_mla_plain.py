@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.attention import tiles
-from nanovllm_kernels.attention.triton_prefill import find_request
 from nanovllm_kernels.attention.triton_tile import LOG2_E
 from nanovllm_kernels.attention.triton_tile_fp8 import power_of_2
 
@@ -134,6 +133,20 @@ def _gather_latents(
 
 
 @triton.jit
+def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr):
+    """The request of a tile: request r's tiles, of BLOCK_Q positions, are numbered from start_r // BLOCK_Q + r."""
+    # The last request that begins at or before.
+    low = 0
+    high = num_reqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle
+        low = tl.where(begins <= tile, middle, low)
+        high = tl.where(begins <= tile, high, middle - 1)
+    return low
+
+
+@triton.jit
 def _spread_key_parts(
     k_rope_ptr,
     keys_ptr,
@@ -237,7 +250,7 @@ def _attend_whole_prompts(
     """One tile of a prompt's queries, of one head."""
     head = tl.program_id(0)
     tile = tl.program_id(1)
-    request = find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_M)
+    request = _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_M)
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
     first_query = (tile - (query_start // BLOCK_M + request)) * BLOCK_M

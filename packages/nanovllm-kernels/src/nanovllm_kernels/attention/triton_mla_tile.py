@@ -78,9 +78,6 @@ def load_queries(
 
 @triton.jit
 def attend_latents(
-    acc,
-    running_max,
-    running_sum,
     q_latent,
     q_rope,
     kv_ptr,
@@ -89,58 +86,44 @@ def attend_latents(
     positions,
     begin,
     end,
-    limit,
     scale_log2,
     LATENT: tl.constexpr,
     PADDED_LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     PADDED_ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     QUANTIZED: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """Fold latents of [begin, end), BLOCK_N at a time, into the online softmax; reads none beyond `limit`.
+    """(sums of weighted latents, maximum, sum of weights) of the latents of [begin, end), BLOCK_N at a time.
 
-    q_latent, q_rope, scale_log2: of `load_queries`. With QUANTIZED `running_max` is only what the weights are counted
-    from; it and `running_sum` give the softmax's normalizer as without.
+    q_latent, q_rope, scale_log2: of `load_queries`. With QUANTIZED the maximum is only what the weights are counted
+    from; it and the sum give the softmax's normalizer as without. Every block is masked: a second loop, without masks,
+    would need more registers than there are.
     """
+    acc = tl.zeros([BLOCK_M, PADDED_LATENT], dtype=tl.float32)
+    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     dims = tl.arange(0, PADDED_LATENT)
     rope_dims = tl.arange(0, PADDED_ROPE)
     for start in tl.range(begin, end, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
-        inside = columns < limit
-        if MASKED:
-            pages = tl.load(table_ptr + columns // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        else:
-            pages = tl.load(table_ptr + columns // PAGE_SIZE).to(tl.int64)
+        inside = columns < end
+        pages = tl.load(table_ptr + columns // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
         slots = pages * PAGE_SIZE + columns % PAGE_SIZE
-        latent_ptrs = kv_ptr + slots[:, None] * (LATENT + ROPE) + dims[None, :]
-        rope_ptrs = kv_ptr + slots[:, None] * (LATENT + ROPE) + LATENT + rope_dims[None, :]
-        if MASKED:
-            latent = tl.load(latent_ptrs, mask=inside[:, None] & (dims < LATENT)[None, :], other=0.0)
-            k_rope = tl.load(rope_ptrs, mask=inside[:, None] & (rope_dims < ROPE)[None, :], other=0.0)
-        else:
-            if LATENT == PADDED_LATENT:
-                latent = tl.load(latent_ptrs)
-            else:
-                latent = tl.load(latent_ptrs, mask=(dims < LATENT)[None, :], other=0.0)
-            if ROPE == PADDED_ROPE:
-                k_rope = tl.load(rope_ptrs)
-            else:
-                k_rope = tl.load(rope_ptrs, mask=(rope_dims < ROPE)[None, :], other=0.0)
+        rows = kv_ptr + slots[:, None] * (LATENT + ROPE)
+        latent = tl.load(rows + dims[None, :], mask=inside[:, None] & (dims < LATENT)[None, :], other=0.0)
+        rope_mask = inside[:, None] & (rope_dims < ROPE)[None, :]
+        k_rope = tl.load(rows + LATENT + rope_dims[None, :], mask=rope_mask, other=0.0)
         latent = latent.to(q_latent.dtype)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(q_rope, tl.trans(k_rope.to(q_rope.dtype)), scores, input_precision="ieee") * scale_log2
         if QUANTIZED:
-            if MASKED:
-                exponents = tl.load(scales_ptr + slots, mask=inside, other=0).to(tl.int32)
-            else:
-                exponents = tl.load(scales_ptr + slots).to(tl.int32)
+            exponents = tl.load(scales_ptr + slots, mask=inside, other=0).to(tl.int32)
             scores = scores * power_of_2(exponents)[None, :] + (exponents - 127).to(tl.float32)[None, :]
-        if MASKED:
-            # No query sees a token past its own, hence none from `limit` on.
-            scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
+        # No query sees a token past its own, hence none from `end` on.
+        scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1) - (15 if QUANTIZED else 0))
         # A row that has seen no key yet would subtract infinity from infinity.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)

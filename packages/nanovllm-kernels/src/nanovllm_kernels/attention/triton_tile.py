@@ -71,3 +71,76 @@ def attend_blocks(
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         running_max = new_max
     return acc, running_max, running_sum
+
+
+@triton.jit
+def attend_range(
+    q,
+    k_ptr,
+    table_ptr,
+    positions,
+    dims,
+    dim_mask,
+    begin,
+    full_end,
+    end,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FULL_BLOCKS: tl.constexpr,
+):
+    """(sums of weighted values, maximum, sum of weights) of the keys of [begin, end).
+
+    full_end: with FULL_BLOCKS, every query sees all keys before it, so those need no mask.
+    """
+    acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
+    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if FULL_BLOCKS:
+        acc, running_max, running_sum = attend_blocks(
+            acc,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            full_end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            False,
+        )
+        begin = tl.maximum(begin, full_end)
+    return attend_blocks(
+        acc,
+        running_max,
+        running_sum,
+        q,
+        k_ptr,
+        table_ptr,
+        positions,
+        dims,
+        dim_mask,
+        begin,
+        end,
+        end,
+        scale_log2,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        PAGE_SIZE,
+        BLOCK_N,
+        True,
+    )

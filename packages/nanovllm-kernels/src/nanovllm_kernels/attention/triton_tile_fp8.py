@@ -108,6 +108,84 @@ def attend_fp8_blocks(
 
 
 @triton.jit
+def attend_fp8_range(
+    q,
+    k_ptr,
+    scales_ptr,
+    table_ptr,
+    positions,
+    dims,
+    dim_mask,
+    begin,
+    full_end,
+    end,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FULL_BLOCKS: tl.constexpr,
+):
+    """`triton_tile.attend_range` over an FP8 cache. q: as loaded."""
+    q, scale_log2 = narrow_queries(q, scale_log2)
+    even = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+    odd = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
+    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if FULL_BLOCKS:
+        even, odd, running_max, running_sum = attend_fp8_blocks(
+            even,
+            odd,
+            running_max,
+            running_sum,
+            q,
+            k_ptr,
+            scales_ptr,
+            table_ptr,
+            positions,
+            dims,
+            dim_mask,
+            begin,
+            full_end,
+            end,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            False,
+        )
+        begin = tl.maximum(begin, full_end)
+    even, odd, running_max, running_sum = attend_fp8_blocks(
+        even,
+        odd,
+        running_max,
+        running_sum,
+        q,
+        k_ptr,
+        scales_ptr,
+        table_ptr,
+        positions,
+        dims,
+        dim_mask,
+        begin,
+        end,
+        end,
+        scale_log2,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        PAGE_SIZE,
+        BLOCK_N,
+        True,
+    )
+    return tl.interleave(even, odd), running_max, running_sum
+
+
+@triton.jit
 def power_of_2(exponents):
     """Biased exponents of float32 as numbers; 0 gives 0."""
     return (exponents << 23).to(tl.float32, bitcast=True)

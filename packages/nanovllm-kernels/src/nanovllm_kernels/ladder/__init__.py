@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from nanovllm_kernels.ladder.attention import latent_works, paged_works
+from nanovllm_kernels.ladder.captured_attention import captured_works
 from nanovllm_kernels.ladder.gemm import SHAPES, block_fp8_linears, projections
 from nanovllm_kernels.ladder.linear_attention import delta_nets
 from nanovllm_kernels.ladder.moe import mixtures
@@ -32,6 +33,7 @@ def ladder() -> Iterator[Work]:
     yield copy_ceiling()
     yield from paged_works()
     yield from latent_works()
+    yield from captured_works()
     for num_tokens in (256, 8192):
         yield from elementwise(num_tokens)
     for shapes in SHAPES:
