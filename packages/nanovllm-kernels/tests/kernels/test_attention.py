@@ -311,10 +311,13 @@ def test_fp8_cache_by_the_fastest(device, paged_batch, quantized, naive_attentio
         torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
-# Lengths on both sides of what `flash_prefill.list_rule` asks for: 396 queries of 32 heads on 132 SMs, 1,024 tokens.
+# Lengths on both sides of what `flash_prefill.list_rule` asks for: 184 queries of 32 heads on 132 SMs, 1,024 tokens.
 SPLIT_MIXES = [
-    [(1, 300), (16, 2000), (100, 9000), (300, 1500), (395, 1419), (396, 1420), (700, 700), (600, 3000), (2, 5)],
+    [(1, 300), (16, 2000), (100, 9000), (300, 1500), (700, 700), (600, 3000), (2, 5)],
     [(100, 32868)],
+    [(1, 300), (183, 1207), (184, 1208)],
+    [(100, 9000), (84, 3000), (5, 20)],
+    [(100, 9000), (83, 3000), (5, 20)],
     [(1, 1), (2, 1025), (2, 1026), (2, 1027), (1500, 1500)],
 ]
 
@@ -346,7 +349,7 @@ def test_one_captured_graph_serves_any_lengths(device, paged_batch, naive_attent
         *SPLIT_MIXES[1:2],
         [(1, 700), (5, 50), (0, 0), (600, 600)],
         [(1, 40)] * 16,
-        [(33, 20000), (1, 9), (512, 900)],
+        [(1, 9), (33, 20000), (512, 900)],
     ]
     batches = [
         paged_batch(mix, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device)

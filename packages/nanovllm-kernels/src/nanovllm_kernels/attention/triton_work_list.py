@@ -146,6 +146,18 @@ def _plan_work(
 ):
     """A single program. request_steps, tile_steps: steps of a binary search over requests and over tiles."""
     lanes = tl.arange(0, BLOCK)
+    # The queries of all chunks that the rule may give to work lists: many of them fill the device without cuts.
+    num_queries = 0
+    for first in tl.range(0, num_reqs, BLOCK):
+        requests = first + lanes
+        inside = requests < num_reqs
+        begin = tl.load(query_start_loc_ptr + requests, mask=inside, other=0)
+        query_lens = tl.load(query_start_loc_ptr + requests + 1, mask=inside, other=0) - begin
+        contexts = tl.load(seq_lens_ptr + requests, mask=inside, other=0) - query_lens
+        is_short = (query_lens > 1) & (query_lens < full_query_len) & (contexts >= min_context)
+        num_queries += tl.sum(tl.where(is_short, query_lens, 0), 0)
+    full_query_len = tl.where(num_queries < full_query_len, full_query_len, 0)
+
     # How many tiles the requests up to each one have.
     num_tiles = 0
     for first in tl.range(0, num_reqs, BLOCK):

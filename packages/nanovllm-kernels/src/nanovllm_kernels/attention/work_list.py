@@ -41,8 +41,9 @@ class WorkList(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Which requests with several queries belong to work lists: fewer queries than `full_query_len`, and a context of
-    at least `min_context` tokens before the first query. All others are left to another kernel.
+    """Which requests with several queries belong to work lists: those with a context of at least `min_context` tokens
+    before the first query, if all of them with fewer queries than `full_query_len` have fewer together, too. All others
+    are left to another kernel.
     """
 
     full_query_len: int = NO_LIMIT
