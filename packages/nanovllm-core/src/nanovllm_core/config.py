@@ -28,8 +28,10 @@ GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 PAGE_SIZES = (16, 32, 64)
 GIB = 1 << 30
-# Longer steps gain no throughput: a GPU's matrix products are at their full rate, a CPU's fixed costs are small.
-PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
+# Longest times of a step of prompts alone, and of one beside decodes by default, in seconds. Longer steps of prompts gain
+# no throughput: a GPU's matrix products are at their full rate, a CPU's fixed costs are small.
+PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.06}
+MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 
 
 class ConfigError(ValueError):
@@ -104,6 +106,7 @@ class ResolvedConfig:
     may_shorten: nobody asked for this `max_model_len`, so it may be lowered to what the cache holds.
     target_step_s: `target_step_ms` in seconds; None to derive the limit from the time of a decode step.
     prompt_step_s: longest time of a step of prompts alone, in seconds: a new request waits for two of them at most.
+    mixed_step_s: longest time of a step beside decodes without a target, unless four decode steps take longer.
     """
 
     device: Device
@@ -114,6 +117,7 @@ class ResolvedConfig:
     max_num_batched_tokens: int
     target_step_s: float | None
     prompt_step_s: float
+    mixed_step_s: float
     kv_cache_dtype: torch.dtype
     block_size: int
     num_blocks: int | None
@@ -187,6 +191,7 @@ def resolve(
         max_num_batched_tokens=budget,
         target_step_s=None if target_ms is None else target_ms / 1e3,
         prompt_step_s=PROMPT_STEP_S[device],
+        mixed_step_s=MIXED_STEP_S[device],
         kv_cache_dtype=kv_cache_dtype,
         block_size=config.block_size,
         num_blocks=config.num_blocks,

@@ -176,9 +176,12 @@ def fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> S
     return scheduler
 
 
-@pytest.mark.parametrize(("per_pair", "expected"), [(1e-9, 640), (1e-6, 512)])
-def test_a_chunk_is_cut_to_an_even_multiple_where_attention_takes_the_time(per_pair, expected):
-    scheduler = fitted_scheduler(StepLimits(640, even_chunk=512), 1e-5, per_pair)
+@pytest.mark.parametrize(
+    ("budget", "per_pair", "expected"),
+    [(640, 1e-9, 640), (640, 1e-6, 512), (960, 1e-6, 960), (400, 1e-6, 400), (1200, 1e-6, 1024)],
+)
+def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_device_idle(budget, per_pair, expected):
+    scheduler = fitted_scheduler(StepLimits(budget, even_chunk=512), 1e-5, per_pair)
     add(scheduler, 0, LONG)
     assert step(scheduler) == [expected]
 

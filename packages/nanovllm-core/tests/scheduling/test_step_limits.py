@@ -60,7 +60,7 @@ class Engine:
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=self.max_num_seqs,
-            limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, 512, PADDED),
+            limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, 512, PADDED),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[1],
             step_times=model,
@@ -203,8 +203,8 @@ def test_decodes_that_take_the_whole_target_leave_prompts_a_block():
 
 
 def test_without_a_target_a_slow_decode_step_raises_the_limit():
-    limits = StepLimits(8192, None, 0.05)
+    limits = StepLimits(8192, None, 0.06, 0.05)
     assert limits.seconds(3, 0.002) == 0.05
     assert limits.seconds(3, 0.03) == pytest.approx(0.12)
-    assert limits.seconds(0, 0.03) == 0.05
-    assert StepLimits(8192, 0.025, 0.05).seconds(3, 0.03) == 0.025
+    assert limits.seconds(0, 0.03) == 0.06
+    assert StepLimits(8192, 0.025, 0.06, 0.05).seconds(3, 0.03) == 0.025

@@ -107,6 +107,7 @@ class EngineLoop:
                 config.max_num_batched_tokens,
                 config.target_step_s,
                 config.prompt_step_s,
+                config.mixed_step_s,
                 runner.even_chunk,
                 runner.graphs.mixed_tokens,
             ),

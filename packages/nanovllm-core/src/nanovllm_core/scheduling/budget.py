@@ -8,19 +8,20 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attentio
 
 # The part of a limit that stays unused grows with the model's error, up to this.
 _MAX_MARGIN = 0.2
-# A chunk that computes attention for at least this share of its time is cut to a multiple of `even_chunk`.
+# A chunk that attends for at least this share of its time is cut where it would leave much of the device idle: on average
+# more than this share of it.
 _ATTENTION_SHARE = 0.4
-# For such a chunk of one multiple a step of prompts alone may exceed its limit by this factor.
-_EVEN_EXCESS = 1.2
+_IDLE_SHARE = 0.2
 
 
 class StepLimits(NamedTuple):
     """Bounds of every step.
 
     num_tokens: tokens of decodes and prompts.
-    target_s: time of a step that has decodes, in seconds; None for the larger of `prompt_step_s` and a few usual
-        decode steps.
+    target_s: time of a step that has decodes, in seconds; None for the larger of `mixed_step_s` and a few usual decode
+        steps.
     prompt_step_s: time of a step of prompts alone, in seconds.
+    mixed_step_s: see `target_s`.
     even_chunk: a chunk whose length is a multiple of so many tokens fills the device until its attention ends.
     padded_tokens: token counts to which steps with prompts are padded, rising; steps of more tokens are not padded.
     """
@@ -28,6 +29,7 @@ class StepLimits(NamedTuple):
     num_tokens: int
     target_s: float | None = None
     prompt_step_s: float = float("inf")
+    mixed_step_s: float = float("inf")
     even_chunk: int = 1
     padded_tokens: tuple[int, ...] = ()
 
@@ -35,7 +37,7 @@ class StepLimits(NamedTuple):
         """The limit of a step with `num_decodes` decodes. decode_step_s: time of a usual decode step."""
         if num_decodes == 0:
             return max(self.prompt_step_s, self.target_s or 0.0)
-        return self.target_s or max(self.prompt_step_s, DECODE_STEPS * decode_step_s)
+        return self.target_s or max(self.mixed_step_s, DECODE_STEPS * decode_step_s)
 
     def padded(self, num_tokens: int) -> int:
         """The tokens that a step with prompts computes, padding included."""
@@ -53,7 +55,6 @@ class StepBudget:
         self._work = decodes
         limit = limits.seconds(decodes.num_tokens, model.decode_step_s)
         self._limit_s = limit * (1 - min(model.error, _MAX_MARGIN))
-        self._is_alone = decodes.num_tokens == 0
         self._has_chunk = self._has_cut = False
 
     @property
@@ -77,7 +78,7 @@ class StepBudget:
             num_tokens = max(num_tokens, min(self.tokens, end - start, size))
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // size * size - start
-            num_tokens = self._evened(start, end, num_tokens)
+            num_tokens = self._evened(start, num_tokens)
         return max(num_tokens, 0)
 
     def take(self, start: int, end: int, num_tokens: int) -> float:
@@ -108,19 +109,12 @@ class StepBudget:
             return num_tokens
         return max(self._limits.padded_tokens[below] - self._work.num_tokens, 0)
 
-    def _evened(self, start: int, end: int, num_tokens: int) -> int:
-        """`num_tokens`, or a multiple of `even_chunk` where attention over a long context takes much of the time."""
-        even, size = self._limits.even_chunk, self._block_size
-        wanted = max(num_tokens // even, 1) * even
-        wanted = (start + wanted) // size * size - start
-        seconds = self._model.chunk_seconds(start, wanted)
-        is_attention = self._model.attention_seconds(start, wanted) >= _ATTENTION_SHARE * seconds
-        if even == 1 or not is_attention or start + wanted >= end or wanted > self.tokens:
+    def _evened(self, start: int, num_tokens: int) -> int:
+        """`num_tokens`, or the multiple of `even_chunk` below where the rest would leave much of the device idle."""
+        even = self._limits.even_chunk
+        rounds = -(-num_tokens // even)
+        is_idle = num_tokens < (1 - _IDLE_SHARE) * rounds * even
+        attention_s = self._model.attention_seconds(start, num_tokens)
+        if rounds < 2 or not is_idle or attention_s < _ATTENTION_SHARE * self._model.chunk_seconds(start, num_tokens):
             return num_tokens
-        if wanted <= num_tokens:
-            return wanted
-        # A chunk of less than one multiple leaves a part of the device idle for as long as a whole one takes.
-        may_exceed = self._is_alone and not self._has_chunk
-        return (
-            wanted if may_exceed and self._padded_seconds(start, wanted) <= _EVEN_EXCESS * self._limit_s else num_tokens
-        )
+        return (start + (rounds - 1) * even) // self._block_size * self._block_size - start
