@@ -8,8 +8,8 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attentio
 
 # The part of a limit that stays unused grows with the model's error, up to this.
 _MAX_MARGIN = 0.2
-# A chunk that attends for at least this share of its time is cut where it would leave much of the device idle: on average
-# more than this share of it.
+# A chunk that attends for at least this share of its time is cut where it would leave, on average, more than that share
+# of the device idle.
 _ATTENTION_SHARE = 0.4
 _IDLE_SHARE = 0.2
 
