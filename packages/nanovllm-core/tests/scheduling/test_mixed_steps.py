@@ -195,6 +195,18 @@ def test_a_step_ends_at_a_padded_size_where_padding_would_exceed_its_limit():
     assert scheduler.schedule().work.num_tokens == 1536
 
 
+def test_a_step_that_mostly_attends_is_not_cut_to_the_padded_size_below():
+    limits = StepLimits(8192, prompt_step_s=0.05, padded_tokens=(512, 768, 1024))
+    scheduler = fitted_scheduler(limits, 1e-5, 2e-8)
+    request = add(scheduler, 0, LONG)
+    counts = [step(scheduler)[0] for _ in range(6)]
+    assert any(512 < count < 760 for count in counts)
+    for count, start in zip(counts, np.cumsum([0, *counts]), strict=False):
+        seconds = 1e-5 * limits.padded(count) + 2e-8 * attention_pairs(int(start), count)
+        assert seconds <= 0.05
+    assert request.num_prompt_tokens == LONG
+
+
 def test_a_prompt_that_fits_with_its_padding_is_not_cut():
     limits = StepLimits(8192, prompt_step_s=0.025, padded_tokens=(1024, 2048, 4096))
     scheduler = fitted_scheduler(limits, 1e-5, 1e-12)

@@ -93,21 +93,22 @@ class StepBudget:
         pairs = work.prompt_pairs + attention_pairs(start, num_tokens)
         return StepWork(work.num_tokens + num_tokens, work.decode_context, pairs)
 
-    def _padded_seconds(self, start: int, num_tokens: int) -> float:
-        work = self._with_chunk(start, num_tokens)
-        return self._model.predict(work._replace(num_tokens=self._limits.padded(work.num_tokens)))
-
     def _within_limit(self, start: int, num_tokens: int) -> int:
-        """`num_tokens`, or so many that the step ends at the padded size below, if padding would exceed the limit."""
-        total = self._work.num_tokens + num_tokens
-        if num_tokens <= 0 or self._limits.padded(total) == total:
+        """`num_tokens`, or as many of them as fit within the limit with the step's padding.
+
+        Padding costs time in matrix products, not in attention: the step attends for less, or ends at the padded size
+        below, whichever computes more.
+        """
+        work = self._work
+        total = work.num_tokens + num_tokens
+        padded = self._limits.padded(total)
+        if num_tokens <= 0 or padded == total:
             return num_tokens
-        if self._padded_seconds(start, num_tokens) <= self._limit_s:
-            return num_tokens
+        attention_s = self._limit_s - self._model.predict(work._replace(num_tokens=padded))
+        fitting = min(num_tokens, self._model.attention_tokens(start, attention_s))
         below = bisect_right(self._limits.padded_tokens, total) - 1
-        if below < 0:
-            return num_tokens
-        return max(self._limits.padded_tokens[below] - self._work.num_tokens, 0)
+        full = 0 if below < 0 else self._limits.padded_tokens[below] - work.num_tokens
+        return max(int(fitting), full)
 
     def _evened(self, start: int, num_tokens: int) -> int:
         """`num_tokens`, or the multiple of `even_chunk` below where the rest would leave much of the device idle."""

@@ -112,13 +112,12 @@ class StepTimeModel:
     def chunk_tokens(self, start: int, seconds: float) -> float:
         """The most tokens after `start` that a chunk computes within `seconds`; infinity before any observation."""
         _, per_token, _, per_pair = self.coefficients
-        linear, quadratic = per_token + per_pair * (start + 0.5), per_pair / 2
-        if seconds <= 0:
-            return 0.0
-        if linear <= 0 or seconds == float("inf"):
-            return float("inf")
-        # The positive root of quadratic * n^2 + linear * n = seconds, in a form that allows quadratic to be 0.
-        return 2 * seconds / (linear + (linear * linear + 4 * quadratic * seconds) ** 0.5)
+        return _positive_root(per_pair / 2, per_token + per_pair * (start + 0.5), seconds)
+
+    def attention_tokens(self, start: int, seconds: float) -> float:
+        """The most tokens after `start` whose attention takes no longer than `seconds`."""
+        per_pair = self.coefficients.per_prompt_pair
+        return _positive_root(per_pair / 2, per_pair * (start + 0.5), seconds)
 
     def chunk_seconds(self, start: int, num_tokens: int) -> float:
         """Seconds that a chunk adds to a step."""
@@ -167,6 +166,16 @@ class StepTimeModel:
                 break
             kept = np.delete(kept, solved.argmin())
         return StepTimeCoefficients(*(found * _SCALES).tolist())
+
+
+def _positive_root(quadratic: float, linear: float, seconds: float) -> float:
+    """The n at which quadratic * n^2 + linear * n = seconds; 0 for negative seconds, infinity if nothing costs time."""
+    if seconds <= 0:
+        return 0.0
+    if linear <= 0 or seconds == float("inf"):
+        return float("inf")
+    # A form that allows quadratic to be 0.
+    return 2 * seconds / (linear + (linear * linear + 4 * quadratic * seconds) ** 0.5)
 
 
 # Units in which coefficients are of similar size: seconds per 1, 1e3, 1e6 and 1e8.
