@@ -5,7 +5,8 @@ import pytest
 
 from nanovllm_core import Request, RequestError
 from nanovllm_core.engine import wire
-from nanovllm_core.request import SamplingParams, as_token_ids
+from nanovllm_core.request import SamplingParams
+from nanovllm_core.token_ids import as_token_ids
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_no_token_ids_are_an_empty_int32_array():
 )
 def test_what_int32_cannot_hold_is_refused(ids):
     with pytest.raises(RequestError) as caught:
-        as_token_ids(ids)
+        Request("r", ids)
     assert caught.value.field == "prompt"
     assert "prompt" in str(caught.value)
 

@@ -1,7 +1,4 @@
-"""A request: what its sender asked for, what the engine knows of it, and what comes back.
-
-This room must not know how requests are scheduled, where their cache lies or how tokens become text.
-"""
+"""A request: what its sender asked for, what the engine knows of it, and what comes back."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,6 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from nanovllm_core.token_ids import TokenIds, as_token_ids
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -26,7 +25,6 @@ _LEAST = 1e-6
 
 FinishReason = Literal["stop", "length"]
 BlockHash = int | bytes
-TokenIds = NDArray[np.int32]
 
 
 class RequestError(ValueError):
@@ -39,27 +37,6 @@ class RequestError(ValueError):
 
 class GrammarError(ValueError):
     """A grammar that nothing can be held to; the message, one line, says why and what would be right."""
-
-
-def as_token_ids(ids: Sequence[int] | NDArray[Any]) -> TokenIds:
-    """A read-only int32 array of `ids`; a read-only int32 array is returned as it is, anything else is copied.
-
-    Raises RequestError when `ids` is not one row of integers that int32 holds.
-    """
-    found = np.asarray(ids)
-    if found.size == 0 and found.ndim == 1:
-        found = found.astype(np.int32)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise RequestError("prompt", "the prompt must be a sequence of token ids, which are integers")
-    if found.dtype != np.int32:
-        bounds = np.iinfo(np.int32)
-        if found.min() < bounds.min or found.max() > bounds.max:
-            raise RequestError("prompt", f"the prompt's token ids must be from 0 to {bounds.max}")
-        found = found.astype(np.int32)
-    elif found.flags.writeable:
-        found = found.copy()
-    found.flags.writeable = False
-    return found
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
@@ -294,7 +271,10 @@ class Request:
     checkpoints: list[Checkpoint] = field(init=False, default_factory=list[Checkpoint])
 
     def __post_init__(self, token_ids: Sequence[int] | NDArray[Any]) -> None:
-        self.prompt_ids = as_token_ids(token_ids)
+        try:
+            self.prompt_ids = as_token_ids(token_ids)
+        except ValueError as error:
+            raise RequestError("prompt", f"the prompt must be token ids: {error}") from error
         self.num_prompt_tokens = len(self.prompt_ids)
 
     @property

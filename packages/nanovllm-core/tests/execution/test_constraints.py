@@ -11,8 +11,8 @@ from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.inputs import MaskBuffer
 from nanovllm_core.execution.landing import Place
 from nanovllm_core.execution.sampler import Sampled, StepHandle
-from nanovllm_core.request import as_token_ids
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_core.token_ids import as_token_ids
 
 VOCAB = 70
 

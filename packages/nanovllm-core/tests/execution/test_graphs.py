@@ -23,8 +23,9 @@ from nanovllm_core.execution.graphs import (
 )
 from nanovllm_core.execution.request_table import Needs
 from nanovllm_core.execution.runner import Runner
-from nanovllm_core.request import SamplingParams, as_token_ids
+from nanovllm_core.request import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_core.token_ids import as_token_ids
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 100, 256, 1000])

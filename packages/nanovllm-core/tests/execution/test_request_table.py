@@ -7,8 +7,9 @@ import torch
 from counting import calls
 
 from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.request import SamplingParams, as_token_ids
+from nanovllm_core.request import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_core.token_ids import as_token_ids
 
 
 def plan_of(rows: list[int], lengths: list[int], samples: list[bool], new_rows=(), new_blocks=None) -> StepPlan:

@@ -10,8 +10,9 @@ from nanovllm_core.cache.state_pool import NULL_SLOT
 from nanovllm_core.execution.request_table import RequestTable
 from nanovllm_core.execution.state_memory import StateMemory, sequential_copies
 from nanovllm_core.model import StateSpec
-from nanovllm_core.request import SamplingParams, as_token_ids
+from nanovllm_core.request import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, NewState, ScheduledRows, StepPlan
+from nanovllm_core.token_ids import as_token_ids
 
 SPECS = [StateSpec((2, 3, 5), (4, 6)), StateSpec((1, 2, 2), (2, 4)), StateSpec((2, 3, 5), (4, 6))]
 

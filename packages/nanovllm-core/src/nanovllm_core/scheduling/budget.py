@@ -58,8 +58,12 @@ class StepBudget:
         self._has_chunk = self._has_cut = False
 
     @property
-    def tokens(self) -> int:
-        """Tokens that the step may still compute."""
+    def is_full(self) -> bool:
+        """Whether no further prompt gets anything."""
+        return self._has_cut or self._num_tokens_left <= 0
+
+    @property
+    def _num_tokens_left(self) -> int:
         return self._limits.num_tokens - self._work.num_tokens
 
     def chunk(self, start: int, end: int) -> int:
@@ -68,14 +72,14 @@ class StepBudget:
         All that remain, or up to a block boundary; 0 after a chunk that did not get all. The step's first chunk has at
         least a block, so that prompts never starve beside slow decodes.
         """
-        if self._has_cut:
+        if self.is_full:
             return 0
         size = self._block_size
         seconds = self._limit_s - self._model.predict(self._work)
-        most = min(self.tokens, end - start, self._model.chunk_tokens(start, seconds))
+        most = min(self._num_tokens_left, end - start, self._model.chunk_tokens(start, seconds))
         num_tokens = self._within_limit(start, int(most))
         if not self._has_chunk:
-            num_tokens = max(num_tokens, min(self.tokens, end - start, size))
+            num_tokens = max(num_tokens, min(self._num_tokens_left, end - start, size))
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // size * size - start
             num_tokens = self._evened(start, num_tokens)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import Checkpoint, CompiledGrammar, PromptLogprobs, SamplingParams, TokenIds, TokenLogprobs
+from nanovllm_core.request import Checkpoint, CompiledGrammar, PromptLogprobs, SamplingParams, TokenLogprobs
+from nanovllm_core.token_ids import TokenIds
 
 
 class BatchShape(NamedTuple):

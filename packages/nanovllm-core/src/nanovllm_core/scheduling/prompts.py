@@ -42,17 +42,6 @@ class _Candidate(NamedTuple):
     end: int
 
 
-class _Blocked(NamedTuple):
-    """A waiting request for which there were too few free blocks.
-
-    num_blocks: free blocks that it needs. num_bypasses: requests admitted since.
-    """
-
-    request: Request
-    num_blocks: int
-    num_bypasses: int
-
-
 class PromptScheduler:
     """Chooses the prompts of each step.
 
@@ -68,7 +57,11 @@ class PromptScheduler:
         self._model = model
         # Cached tokens of waiting requests by key, as last looked up.
         self._hits: dict[int, int] = {}
-        self._blocked: _Blocked | None = None
+        # Free blocks that waiting requests need, by key, of those for which there were too few.
+        self._needed_blocks: dict[int, int] = {}
+        # The first of these requests, and how many others were admitted since.
+        self._blocked: Request | None = None
+        self._num_bypasses = 0
         # Steps in a row in which the oldest prompt got less than its share.
         self._num_passed_over = 0
 
@@ -97,7 +90,7 @@ class PromptScheduler:
         is_fair = is_served and seconds[candidates.index(oldest)] >= OLDEST_SHARE * sum(seconds)
         self._num_passed_over = 0 if is_fair else self._num_passed_over + 1
         # A burst of short prompts may be larger than the window.
-        while may_admit and budget.tokens > 0 and self._rows.num_free:
+        while may_admit and not budget.is_full and self._rows.num_free:
             num_admitted = len(planned.new_rows)
             for candidate in sorted(self._waiting(), key=self._order):
                 self._serve(candidate, budget, planned)
@@ -123,7 +116,12 @@ class PromptScheduler:
         return list(map(_Candidate, rows.of(begun), starts, ends))
 
     def _waiting(self) -> list[_Candidate]:
-        first = [request for request in self._lifecycle.waiting.first(WINDOW) if not self._must_wait(request)]
+        window = list(self._lifecycle.waiting.first(WINDOW))
+        needed = self._needed_blocks
+        self._needed_blocks = {request.key: needed[request.key] for request in window if request.key in needed}
+        if self._blocked is not None and self._blocked not in self._lifecycle.waiting:
+            self._blocked = None
+        first = [request for request in window if not self._must_wait(request)]
         self._hits = {request.key: self._cache.count_hits(request, self._hits.get(request.key)) for request in first}
         return [_Candidate(request, self._hits[request.key], request.num_tokens) for request in first]
 
@@ -134,32 +132,27 @@ class PromptScheduler:
 
     def _must_wait(self, request: Request) -> bool:
         """Whether blocks are known to be too few for `request`, or are kept for one that came before it."""
+        num_blocks = self._needed_blocks.get(request.key, 0)
+        # The number includes the watermark's blocks, which an idle engine need not keep.
+        if self._cache.pool.num_free < num_blocks and self._rows.num_running > 0:
+            return True
         blocked = self._blocked
-        if blocked is None:
+        if blocked is None or request is blocked or self._num_bypasses < MAX_BYPASSES:
             return False
-        if blocked.request not in self._lifecycle.waiting:
-            self._blocked = None
-            return False
-        if request is blocked.request:
-            # The number includes the watermark's blocks, which an idle engine need not keep.
-            return self._cache.pool.num_free < blocked.num_blocks and self._rows.num_running > 0
-        return blocked.num_bypasses >= MAX_BYPASSES and request_class(request) >= request_class(blocked.request)
+        return request_class(request) >= request_class(blocked)
 
     def _admit(self, request: Request, budget: StepBudget, planned: PromptChunks) -> float:
         num_computed = self._cache.admit(request, keep_watermark=self._rows.num_running > 0)
-        blocked = self._blocked
         if isinstance(num_computed, BlockShortage):
-            if blocked is None:
-                self._blocked = _Blocked(request, num_computed.num_blocks, 0)
-            elif blocked.request is request:
-                self._blocked = blocked._replace(num_blocks=num_computed.num_blocks)
+            self._needed_blocks[request.key] = num_computed.num_blocks
+            if self._blocked is None:
+                self._blocked, self._num_bypasses = request, 0
             return 0.0
         num_tokens = budget.chunk(num_computed, request.num_tokens)
         if num_tokens == 0:
             self._cache.release(request)
             return 0.0
-        if blocked is not None:
-            self._blocked = blocked._replace(num_bypasses=blocked.num_bypasses + 1)
+        self._num_bypasses += 1
         self._lifecycle.start(request, num_computed)
         planned.new_rows.append(_new_row(request, num_computed))
         planned.new_blocks.add(request.row, 0, request.block_ids)
