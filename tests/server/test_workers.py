@@ -181,7 +181,7 @@ def test_a_second_server_is_refused_at_once(pair, tiny_model):
     assert "in use" in done.stderr
 
 
-async def test_nobody_outlives_the_parent(run_server, tiny_model):
+async def test_no_process_outlives_the_parent(run_server, tiny_model):
     with run_server(tiny_model, *FLAGS) as server:
         pids = [*server.worker_pids(), server.engine_pid()]
         server.process.kill()
@@ -193,7 +193,7 @@ async def test_nobody_outlives_the_parent(run_server, tiny_model):
         socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
 
 
-def test_nobody_outlives_a_parent_that_is_killed_while_all_load(tiny_model, tmp_path):
+def test_no_process_outlives_a_parent_that_is_killed_while_all_load(tiny_model, tmp_path):
     command = [sys.executable, "-m", "nanovllm_server", str(tiny_model), "--port", "0", "--device", "cpu", *FLAGS]
     env = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:

@@ -123,7 +123,7 @@ INFO = EngineInfo(
     ("message", "reason"),
     [
         (b"no message", "DecodeError|ValidationError"),
-        # An answer to what nobody asked.
+        # An answer without a question.
         (wire.encode(wire.Compiled(12345, None)), "KeyError: 12345"),
     ],
 )
