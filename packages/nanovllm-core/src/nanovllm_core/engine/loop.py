@@ -220,14 +220,18 @@ class EngineLoop:
         driving = events.run_in_executor(self._thread, self._drive, events)
         driving.add_done_callback(lambda _: self._news.set())
         try:
-            while not driving.done():
-                await self._news.wait()
-                self._news.clear()
+            while True:
+                # Asked before the outbox is emptied, as the last outputs come before the end.
+                is_over = driving.done()
                 while self._outbox:
                     outputs, stats = self._outbox.popleft()
                     outputs.failures.extend(self._failures)
                     self._failures.clear()
                     emit(outputs, stats)
+                if is_over:
+                    break
+                await self._news.wait()
+                self._news.clear()
             await driving
         finally:
             self.stop()
