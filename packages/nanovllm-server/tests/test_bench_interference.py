@@ -93,7 +93,7 @@ async def test_each_case_reports_its_figures(job):
 async def test_short_requests_arrive_while_the_long_prompt_is_computed(job, engine):
     engine.delay = 0.1
     await program.measure(replace(job, cases=("short-beside-long",), settings=replace(job.settings, repeat=1)))
-    lengths = [len(request.token_ids) > 180 for request in engine.requests]
+    lengths = [request.num_prompt_tokens > 180 for request in engine.requests]
     # Three requests measure token costs. Then: long warm-up, long alone, short warm-up, the long request, three short.
     assert lengths[3:] == [True, True, False, True, False, False, False]
 
@@ -126,7 +126,7 @@ async def test_only_a_given_seed_repeats_the_texts(job, url, engine):
     async def prompts(*arguments: str) -> list[list[int]]:
         engine.requests.clear()
         await program.measure(make_job(f"{url}/v1", "--cases=turn", *arguments))
-        return [request.token_ids for request in engine.requests[3:]]
+        return [request.prompt_ids.tolist() for request in engine.requests[3:]]
 
     first, again, new, other = [await prompts(*flags) for flags in (["--seed=7"], ["--seed=7"], [], [])]
     assert first == again
