@@ -11,12 +11,12 @@ from toy_recurrent import Oracle, recurrent_spec
 
 from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, Request, SamplingParams
 
-NUM_PROMPTS, OUTPUT = 10, 8
+NUM_PROMPTS, OUTPUT = 10, 20
 SETTINGS = {
     "all at once": {"num_blocks": 400},
     "depth 1, no prefix cache": {"num_blocks": 400, "depth": 1, "prefix_caching": False},
     "chunked, pages of 32": {"num_blocks": 200, "block_size": 32, "max_num_batched_tokens": 50},
-    "preempted": {"num_blocks": 14, "max_num_batched_tokens": 70},
+    "preempted": {"num_blocks": 13, "max_num_batched_tokens": 70},
     "room for few checkpoints": {"num_blocks": 400, "num_state_slots": 11},
 }
 

@@ -14,6 +14,8 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 # Waiting requests that are considered for a step.
 WINDOW = 64
+# After so many steps a request that lacked blocks is looked up again: it may share blocks that others hold by now.
+RETRY_STEPS = 16
 
 
 class Chunk(NamedTuple):
@@ -59,6 +61,7 @@ class PromptScheduler:
         self._hits: dict[int, int] = {}
         # Free blocks that waiting requests need, by key, of those for which there were too few.
         self._needed_blocks: dict[int, int] = {}
+        self._num_windows = 0
         # The first of these requests, and how many others were admitted since.
         self._blocked: Request | None = None
         self._num_bypasses = 0
@@ -117,13 +120,22 @@ class PromptScheduler:
 
     def _waiting(self) -> list[_Candidate]:
         window = list(self._lifecycle.waiting.first(WINDOW))
-        needed = self._needed_blocks
-        self._needed_blocks = {request.key: needed[request.key] for request in window if request.key in needed}
         if self._blocked is not None and self._blocked not in self._lifecycle.waiting:
             self._blocked = None
-        first = [request for request in window if not self._must_wait(request)]
-        self._hits = {request.key: self._cache.count_hits(request, self._hits.get(request.key)) for request in first}
-        return [_Candidate(request, self._hits[request.key], request.num_tokens) for request in first]
+        hits = {request.key: self._cache.count_hits(request, self._hits.get(request.key)) for request in window}
+        self._num_windows += 1
+        if self._num_windows % RETRY_STEPS == 0:
+            self._needed_blocks.clear()
+        # A request with more hits than before needs fewer blocks.
+        self._needed_blocks = {
+            key: num_blocks for key, num_blocks in self._needed_blocks.items() if hits.get(key) == self._hits.get(key)
+        }
+        self._hits = hits
+        return [
+            _Candidate(request, hits[request.key], request.num_tokens)
+            for request in window
+            if not self._must_wait(request)
+        ]
 
     def _order(self, candidate: _Candidate) -> tuple[tuple[int, int], float, int, float]:
         request, start, end = candidate
