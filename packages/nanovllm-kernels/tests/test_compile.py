@@ -611,36 +611,36 @@ def test_grouped_experts(gated, config, quantized):
 @pytest.mark.parametrize(("hidden_size", "width"), [(7168, 2048), (2048, 512)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_specialized_experts(gated, hidden_size, width):
-    from nanovllm_kernels.moe import gluon_grouped as room
+    from nanovllm_kernels.moe import gluon_grouped as kernels
 
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    constants = {"WIDTH": columns, "K": depth, "GATED": gated, "STAGES": room.STAGES, "OVERLAP": True}
-    constants |= {"GROUP_REGISTERS": room.GROUP_REGISTERS, "FETCH_REGISTERS": room.FETCH_REGISTERS}
+    constants = {"WIDTH": columns, "K": depth, "GATED": gated, "STAGES": kernels.STAGES, "OVERLAP": True}
+    constants |= {"GROUP_REGISTERS": kernels.GROUP_REGISTERS, "FETCH_REGISTERS": kernels.FETCH_REGISTERS}
     types = ROUTED | ({"out_ptr": FP8} if gated else {})
-    for name, rows in (("x_desc", room.HALF), ("weight_desc", room.COLUMNS)):
-        types[name] = f"tensordesc<fp8e4nv[{rows}, {room.DEPTH}],{room.SHARED!r}>"
-    options = {"maxnreg": room.LAUNCH_REGISTERS, "launch_pdl": True}
-    compiled = compile_kernel(room._grouped_product, types, constants, num_warps=4, **options)
+    for name, rows in (("x_desc", kernels.HALF), ("weight_desc", kernels.COLUMNS)):
+        types[name] = f"tensordesc<fp8e4nv[{rows}, {kernels.DEPTH}],{kernels.SHARED!r}>"
+    options = {"maxnreg": kernels.LAUNCH_REGISTERS, "launch_pdl": True}
+    compiled = compile_kernel(kernels._grouped_product, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     sass = compiled.asm["sass"]
     # Sums stay in registers, each half of the rows is multiplied at one place, and results leave by sixteen bytes.
     assert not re.search(r"\b(STL|LDL)\b", sass)
-    assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * room.DEPTH // 32
+    assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.DEPTH // 32
     assert "UTMALDG" in sass
     assert "STG.E.128" in sass
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_latents_of_many_heads(page_size):
-    from nanovllm_kernels.attention import gluon_mla as room
+    from nanovllm_kernels.attention import gluon_mla as kernels
 
-    constants = {"NUM_HEADS": 128, "PAGE_SIZE": page_size, "STAGES": room.STAGES, "OVERLAP": True}
-    constants |= {"GROUP_REGISTERS": room.GROUP_REGISTERS, "FETCH_REGISTERS": room.FETCH_REGISTERS}
+    constants = {"NUM_HEADS": 128, "PAGE_SIZE": page_size, "STAGES": kernels.STAGES, "OVERLAP": True}
+    constants |= {"GROUP_REGISTERS": kernels.GROUP_REGISTERS, "FETCH_REGISTERS": kernels.FETCH_REGISTERS}
     types = LENGTHS | WORK_LIST | {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "scale_log2": "fp32"}
     for name, rows in (("q_desc", 64), ("rope_desc", 64), ("kv_desc", page_size), ("out_desc", 64)):
-        types[name] = f"tensordesc<bf16[{rows}, {room.BOX}],{room.SHARED!r}>"
-    options = {"maxnreg": room.LAUNCH_REGISTERS, "launch_pdl": True}
-    compiled = compile_kernel(room._attend_latent_work, types, constants, num_warps=4, **options)
+        types[name] = f"tensordesc<bf16[{rows}, {kernels.BOX}],{kernels.SHARED!r}>"
+    options = {"maxnreg": kernels.LAUNCH_REGISTERS, "launch_pdl": True}
+    compiled = compile_kernel(kernels._attend_latent_work, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     sass = compiled.asm["sass"]
     # Results stay in registers, and each product is at one place in the code. Only the copying warp, which waits for
@@ -654,12 +654,12 @@ def test_latents_of_many_heads(page_size):
 
 
 def test_gathered_rows():
-    from nanovllm_kernels.moe import gluon_grouped as room
+    from nanovllm_kernels.moe import gluon_grouped as kernels
 
-    constants = {"K": 7168, "TOP_K": 8, "PADDED_GROUPS": 64, "ROWS": room.GATHER_ROWS, "BLOCK": room.GATHER_BLOCK}
+    constants = {"K": 7168, "TOP_K": 8, "PADDED_GROUPS": 64, "ROWS": kernels.GATHER_ROWS, "BLOCK": kernels.GATHER_BLOCK}
     constants |= {"OVERLAP": True, "x_scales_stride": 1}
     types = ROUTED | {"x_ptr": FP8, "rows_ptr": FP8, "row_scales_ptr": FLOAT, "row_weights_ptr": FLOAT}
-    compiled = compile_kernel(room._gather_rows, types, constants, num_warps=4)
+    compiled = compile_kernel(kernels._gather_rows, types, constants, num_warps=4)
     assert "st.global.v4.b32" in compiled.asm["ptx"]
 
 
