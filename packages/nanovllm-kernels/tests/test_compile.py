@@ -79,14 +79,14 @@ KERNELS = [
         "_rope_and_cache",
         2,
         ROPE,
-        ROPE_SIZES | {"NORM": True, "QUANTIZE": False},
+        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "KEEP": True},
     ),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
         ROPE | {"kv_cache_ptr": FP8, "kv_scales_ptr": BYTES},
-        ROPE_SIZES | {"NORM": False, "QUANTIZE": True},
+        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP": False},
     ),
     (
         "linear_attention.triton_step",
@@ -455,6 +455,15 @@ def test_merge_of_parts(slots, rows):
     sizes = {"NUM_HEADS": 32, "GROUP": 4, "HEAD_DIM": 80, "PADDED_DIM": 128, "BLOCK_M": 16 * rows, "BLOCK_Q": 4 * rows}
     sizes |= {"SLOTS": slots, "ROWS": rows, "OVERLAP": True}
     compile_kernel(triton_work_list._merge_parts, types, sizes, num_warps=4)
+
+
+def test_gather_of_requests():
+    from nanovllm_kernels.attention import triton_gather_requests
+
+    kernel = triton_gather_requests._gather_requests
+    types = {name: INT32 for name in kernel.arg_names if name.endswith("_ptr")}
+    sizes = {"REQUEST_BLOCK": triton_gather_requests.REQUEST_BLOCK, "PAGE_BLOCK": triton_gather_requests.PAGE_BLOCK}
+    compile_kernel(kernel, types, sizes, num_warps=4)
 
 
 def test_plan_of_work():

@@ -70,9 +70,22 @@ def test_steps_of_many_tokens_have_shapes_with_few_places_too():
     assert {shape.num_reqs for shape in graph_shapes("full", few, 2 * many) if shape.max_query_len > 1} == {few}
     graphs = StepGraphs(shapes)
     graphs._steps = {shape: shape for shape in shapes}
-    assert found(graphs, few, many, None) == (few, many, many, "full")
-    assert found(graphs, few + 1, many, None) == (64, many, many, "full")
-    assert found(graphs, few, many // 2, None) == (64, many // 2, many // 2, "full")
+    assert found(graphs, few, many, None) == (few, many, many, "full", False)
+    assert found(graphs, few + 1, many, None) == (64, many, many, "full", False)
+    assert found(graphs, few, many // 2, None) == (64, many // 2, many // 2, "full", False)
+
+
+def test_steps_of_few_whole_prompts_are_captured_by_themselves():
+    few = graphs_module.FEW_PLACES
+    shapes = graph_shapes("full", 64, 1024, whole_tokens=512)
+    assert {shape[:2] for shape in shapes if shape.whole} == {(few, size) for size in mixed_sizes(1024) if size >= 512}
+    assert not any(shape.whole for shape in graph_shapes("piecewise", 64, 1024, whole_tokens=512))
+    graphs = StepGraphs(shapes)
+    graphs._steps = {shape: shape for shape in shapes}
+    assert found(graphs, few, 500, None, True) == (few, 512, 512, "full", True)
+    assert found(graphs, few, 500, None, False) == (few, 512, 512, "full", False)
+    assert found(graphs, few + 1, 500, None, True) == (64, 512, 512, "full", False)
+    assert found(graphs, few, 250, None, True) == (few, 256, 256, "full", False)
 
 
 def test_decodes_with_drafts_have_shapes_of_their_own():
@@ -255,7 +268,7 @@ def test_captured_steps_do_what_launched_ones_do(mode, monkeypatch):
         return runner.graphs.counts, made
 
     _, expected = run("none")
-    monkeypatch.setattr(runner_module, "graph_shapes", lambda *sizes: graph_shapes(*sizes, query_lens=(1, 4)))
+    monkeypatch.setattr(runner_module, "graph_shapes", lambda *sizes, **_: graph_shapes(*sizes, query_lens=(1, 4)))
     counts, found = run(mode)
     assert found == expected
     assert len({token for tokens in found for token in tokens}) > 5

@@ -342,6 +342,81 @@ def test_flash_attention_and_work_lists_share_the_chunks(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
+@pytest.mark.parametrize("known", [False, True])
+def test_many_short_prompts_are_shared_by_flash_attention_and_work_lists(device, paged_batch, naive_attention, known):
+    requests = [(1, 70), *[(20 + 3 * index, 20 + 3 * index) for index in range(40)], (600, 700)]
+    batch = paged_batch(
+        requests, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
+    )
+    batch.kv_cache.nan_to_num_()
+    out = run(batch, blindly=not known, backend="fastest")
+    torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
+@pytest.mark.parametrize("backend", ["flash", "fastest"])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (8, 1)])
+def test_whole_prompts_attend_to_the_keys_and_values_of_their_step(
+    device, paged_batch, naive_attention, backend, known, heads
+):
+    requests = [(1, 300), (1, 1), (2, 2), (700, 700), (33, 33), (0, 0), (130, 130)]
+    num_heads, num_kv_heads = heads
+    batch = paged_batch(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        page_size=16,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    batch.kv_cache.nan_to_num_()
+    planned = plan_batch(
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        num_decodes=batch.num_decodes if known else None,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        num_heads=num_heads,
+        kv_cache=batch.kv_cache,
+        backend=backend,
+        whole=True,
+    )
+    assert planned.reads_own_keys
+    starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    qkv = torch.zeros(len(batch.q), num_heads + 2 * num_kv_heads, 128, dtype=torch.bfloat16, device=device)
+    qkv[:, :num_heads] = batch.q
+    for request, length in enumerate(lengths):
+        positions = torch.arange(length - (starts[request + 1] - starts[request]), length, device=device)
+        pages = batch.block_tables[request].long()[positions // 16]
+        qkv[starts[request] : starts[request + 1], num_heads:] = batch.kv_cache[pages, positions % 16]
+    # The cache must not be read for prompts.
+    for request, length in enumerate(lengths):
+        if starts[request + 1] - starts[request] > 1:
+            batch.kv_cache[batch.block_tables[request, : -(-length // 16)].long()] = 1e4
+    expected = naive_attention(replace(batch, kv_cache=rewritten(batch, qkv[:, num_heads:], starts, lengths)))
+    out = paged_attention(
+        qkv[:, :num_heads], batch.kv_cache, planned, scale=batch.scale, own_keys_values=qkv[:, num_heads:]
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=0)
+
+
+def rewritten(batch, keys_values, starts, lengths):
+    """The cache with the step's own keys and values in it."""
+    kv_cache = batch.kv_cache.clone()
+    for request, length in enumerate(lengths):
+        count = starts[request + 1] - starts[request]
+        positions = torch.arange(length - count, length, device=kv_cache.device)
+        pages = batch.block_tables[request].long()[positions // 16]
+        kv_cache[pages, positions % 16] = keys_values[starts[request] : starts[request + 1]]
+    return kv_cache
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "fastest"])
 def test_one_captured_graph_serves_any_lengths(device, paged_batch, naive_attention, backend):
     places, num_tokens, width = 16, 640, 2400

@@ -50,7 +50,13 @@ def check_rope_and_cache(num_tokens, heads, dims, dtype, device, *, with_norm):
     norm = QKNorm(weights[0].float(), weights[1].float(), 1e-5) if with_norm else None
     expected, expected_cache = qkv.float(), kv_cache.float()
     reference.rope_and_cache(expected, reference.gather_rotation(cos_sin, positions), slots, expected_cache, None, norm)
-    OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, None, *weights, 1e-5)
+    given = qkv.clone()
+    OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, None, *weights, 1e-5, False)
+    if qkv.dtype == kv_cache.dtype:
+        kept, cache = given, torch.zeros_like(kv_cache)
+        OPS.rope_and_cache(kept, cos_sin, positions, slots, cache, None, *weights, 1e-5, True)
+        assert torch.equal(kept[:, :num_heads], qkv[:, :num_heads])
+        assert torch.equal(kept[:, num_heads:], cache.flatten(0, 1)[slots])
     torch.testing.assert_close(qkv[:, :num_heads].float(), expected[:, :num_heads], **CLOSE[dtype])
     torch.testing.assert_close(
         kv_cache[:, :, :num_kv_heads].float(), expected_cache[:, :, :num_kv_heads], **CLOSE[dtype]
@@ -76,7 +82,7 @@ def check_fp8_cache(num_tokens, heads, dims, dtype, device, *, page_size, exactl
     expected, expected_cache, expected_scales = qkv.float(), kv_cache.cpu(), kv_scales.cpu()
     rows = reference.gather_rotation(cos_sin.cpu(), positions.cpu())
     reference.rope_and_cache(expected.cpu(), rows, slots.cpu(), expected_cache, expected_scales, None)
-    OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, kv_scales, None, None, 0.0)
+    OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, kv_scales, None, None, 0.0, False)
     if exactly:
         assert torch.equal(kv_cache.cpu().view(torch.uint8), expected_cache.view(torch.uint8))
         assert torch.equal(kv_scales.cpu(), expected_scales)
@@ -125,8 +131,11 @@ def test_values_that_are_no_numbers_do_not_reach_the_cache(device, cached):
     kv_scales = fp8.make_scales(kv_cache) if cached == fp8.DTYPE else None
     positions = torch.arange(3, device=device)
     OPS.rope_and_cache(
-        qkv, torch.randn(8, 64, device=device), positions, positions, kv_cache, kv_scales, None, None, 0.0
+        *(qkv, torch.randn(8, 64, device=device), positions, positions, kv_cache, kv_scales, None, None, 0.0),
+        kv_scales is None,
     )
+    if kv_scales is None:
+        assert torch.equal(qkv[:, 4:].float(), values)
     found = kv_cache[0, :3, 2:]
     if kv_scales is not None:
         found = fp8.dequantize(found.cpu(), kv_scales[0, 2:, :3].T.cpu(), torch.float32)

@@ -4,9 +4,21 @@ import pytest
 import torch
 
 from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, moe, sampling
-from nanovllm_kernels.attention import mla, work_list
+from nanovllm_kernels.attention import flash_prefill, mla, work_list
 
-ROOMS = (attention, mla, work_list, batch, elementwise, gemm, gemm.block_fp8, linear_attention, moe, sampling)
+ROOMS = (
+    attention,
+    mla,
+    work_list,
+    flash_prefill,
+    batch,
+    elementwise,
+    gemm,
+    gemm.block_fp8,
+    linear_attention,
+    moe,
+    sampling,
+)
 
 
 def integers(values, dtype=torch.int32):
@@ -38,9 +50,9 @@ def arguments():
             *(torch.zeros(1, dtype=torch.int32), torch.rand(3, 2), integers([[0, 1], [2, 1], [3, 0]])),
             torch.randn(3, 16),
         ),
-        "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5),
+        "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5, True),
         "paged_attention": (
-            *(qkv[:, :2], kv_cache, None, table, integers([7, 9]), starts, None, None, [], decodes, [], 0.25, 2),
+            *(qkv[:, :2], kv_cache, None, None, table, integers([7, 9]), starts, [], None, [], decodes, [], 0.25, 2),
         ),
         "latent_rope_and_cache": (
             *(torch.randn(3, 4, 20), torch.randn(3, 24), weight, 1e-5, torch.randn(8, 8), positions, slots),
@@ -68,7 +80,8 @@ def arguments():
             *(torch.ones(1, 2), 128, None, None, None, True),
         ),
         "build_inputs": (rows, starts, tokens, computed, torch.ones((3, 2), dtype=torch.int32), 16, 3, 2),
-        "plan_work": (integers([7, 9]), starts, 3, 4, 4, 64, 2, 1, 2, 512, 0),
+        "plan_work": (integers([7, 9]), starts, 3, 4, 4, 64, 2, 1, 2, 512, 0, 32),
+        "gather_requests": (integers([0, 2]), integers([7, 9]), starts, table, 3, 16),
         "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),
         "apply_penalties": (logits, rows, torch.ones((3, 20), dtype=torch.int32), ones, ones, ones),
         "apply_bias": (logits, rows, integers([3, 4]), integers([[1], [2]]), torch.ones(2, 1), integers([[9], [9]])),

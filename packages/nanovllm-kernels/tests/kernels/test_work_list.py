@@ -93,7 +93,9 @@ REQUESTS = st.lists(
     REQUESTS,
     st.sampled_from([1, 4, 32, 42]),
     st.sampled_from([range(1, NO_LIMIT), range(1, 5), range(2, NO_LIMIT), range(5, 200)]),
-    st.sampled_from([Rule(), Rule(min_context=1), Rule(300, 1024)]),
+    st.sampled_from(
+        [Rule(), Rule(min_context=1), Rule(300, 1024), Rule(300, 1024, 2), Rule(min_context=1, max_rest=0)]
+    ),
     st.sampled_from([1, 3, 8]),
 )
 def test_every_key_block_is_in_exactly_one_part(device, pairs, block_q, classes, rule, heads):
@@ -107,12 +109,16 @@ def test_every_key_block_is_in_exactly_one_part(device, pairs, block_q, classes,
 
     num_queries = sum(count for count, length in requests if is_short(count, length - count))
 
-    def ours(count, context):
-        return count <= 1 or (is_short(count, context) and num_queries < rule.full_query_len)
+    def may_be_left(count, context):
+        return count > 1 and not (is_short(count, context) and num_queries < rule.full_query_len)
 
-    check_cover(work, expected_tiles(requests, block_q, lambda count, ctx: count in classes and ours(count, ctx)))
-    left = [count if not ours(count, length - count) else 0 for count, length in requests]
+    left = [count if may_be_left(count, length - count) else 0 for count, length in requests]
+    for index in [index for index, count in enumerate(left) if count][rule.max_rest :]:
+        left[index] = 0
     assert rest.tolist() == [*left, 0, 0]
+    listed = [0 if rest_len else count for (count, _), rest_len in zip(requests, left, strict=True)]
+    kept = [(count if count in classes else 0, length) for count, (_, length) in zip(listed, requests, strict=True)]
+    check_cover(work, expected_tiles(kept, block_q, lambda *_: True))
 
 
 def test_a_step_without_listed_requests_has_no_work(device):
@@ -171,6 +177,26 @@ def test_whole_prompts_are_cut_in_few_places(device, monkeypatch):
     assert len(tiles_of_parts) - len(set(tiles_of_parts)) < work.num_parts
 
 
+def test_requests_of_another_kernel_are_gathered_in_their_order(device, monkeypatch):
+    from nanovllm_kernels.attention import triton_gather_requests
+
+    monkeypatch.setattr(triton_gather_requests, "REQUEST_BLOCK", 16)
+    monkeypatch.setattr(triton_gather_requests, "PAGE_BLOCK", 8)
+    query_lens = torch.zeros(40, dtype=torch.int32, device=device)
+    chosen = [3, 15, 16, 39]
+    query_lens[chosen] = torch.tensor([5, 2, 700, 9], dtype=torch.int32, device=device)
+    seq_lens = torch.arange(40, dtype=torch.int32, device=device) * 10
+    starts = torch.arange(41, dtype=torch.int32, device=device) * 3
+    tables = torch.arange(40 * 30, dtype=torch.int32, device=device).view(40, 30)[:, :27]
+    found = flash_prefill.gather_requests(query_lens, seq_lens, starts, tables, 16)
+    assert found.query_lens.tolist() == [5, 2, 700, 9] + [0] * 28
+    assert found.query_starts.tolist()[:4] == [9, 45, 48, 117]
+    assert found.seq_lens.tolist() == [30, 150, 160, 390] + [0] * 28
+    for place, request in enumerate(chosen):
+        pages = -(-10 * request // 16)
+        assert found.block_tables[place, :pages].tolist() == tables[request, :pages].tolist()
+
+
 def test_query_lengths_are_dealt_to_narrow_and_wide_tiles():
     # Decodes and a few queries in narrow tiles, chunks in wide ones.
     assert query_classes(4, 32, 1, 512) == (range(1, 5), range(5, 513))
@@ -188,5 +214,5 @@ def test_query_lengths_are_dealt_to_narrow_and_wide_tiles():
 
 
 def test_flash_attention_keeps_chunks_that_fill_the_device():
-    assert flash_prefill.list_rule(32, 132) == Rule(184, 1024)
-    assert flash_prefill.list_rule(16, 132) == Rule(369, 1024)
+    assert flash_prefill.list_rule(32, 132) == Rule(184, 1024, flash_prefill.MAX_REQUESTS)
+    assert flash_prefill.list_rule(16, 132) == Rule(369, 1024, flash_prefill.MAX_REQUESTS)

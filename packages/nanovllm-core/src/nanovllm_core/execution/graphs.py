@@ -25,9 +25,8 @@ from nanovllm_kernels.attention import AttentionBatch
 MIN_MIXED_TOKENS = 64
 # Where the products take as long as their rows are many, padding to a power of two would cost up to as much again.
 MIXED_STEP = 256
-# Attention of prompts is launched for each place that a step has for a request, and one that nobody has isn't free:
-# with 256 places four prompts of 2,047 took 40 us a layer more, of 190 or 330, than with four. So steps are captured
-# with few places too, but for those of so few tokens that prompts in them are short.
+# Logits, sampling and attention cost time for each place of a step, also for an empty one. So steps with prompts are
+# captured with few places too, except those of few tokens.
 FEW_PLACES = 32
 MANY_TOKENS = 256
 
@@ -37,12 +36,14 @@ class GraphShape(NamedTuple):
 
     mode: as what it is captured and counted: "full_decode_only" (all requests have max_query_len tokens), "full" (any
     mix, whole) or "piecewise" (any mix, in pieces).
+    whole: whether it is only for steps whose prompts begin in the step, see `BatchShape`.
     """
 
     num_reqs: int
     num_tokens: int
     max_query_len: int
     mode: GraphMode
+    whole: bool = False
 
 
 class Logits(NamedTuple):
@@ -125,11 +126,16 @@ def mixed_sizes(most: int) -> list[int]:
 
 
 def graph_shapes(
-    mode: GraphMode, max_num_seqs: int, max_num_batched_tokens: int, query_lens: Sequence[int] = (1,)
+    mode: GraphMode,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    query_lens: Sequence[int] = (1,),
+    whole_tokens: int | None = None,
 ) -> list[GraphShape]:
     """All shapes to capture, largest first, so that the smaller ones find their memory there.
 
     query_lens: how many tokens the requests of a uniform decode may have: 1, or 1 + k when k drafts are verified.
+    whole_tokens: the tokens from which on steps of few whole prompts are captured by themselves; None if they are not.
     """
     if mode == "none":
         return []
@@ -143,7 +149,16 @@ def graph_shapes(
         shapes.extend(GraphShape(max_num_seqs, size, size, mode) for size in sizes)
         if max_num_seqs > FEW_PLACES:
             shapes.extend(GraphShape(FEW_PLACES, size, size, mode) for size in sizes if size >= MANY_TOKENS)
-    return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True)
+        # Pieces between which attention is launched do not keep the keys and values that it would read.
+        if mode == "full" and whole_tokens is not None:
+            places = min(FEW_PLACES, max_num_seqs)
+            shapes.extend(GraphShape(places, size, size, mode, whole=True) for size in sizes if size >= whole_tokens)
+    return sorted(shapes, key=_size, reverse=True)
+
+
+def _size(shape: GraphShape) -> tuple[int, int, bool]:
+    # Of two shapes of one size the one for whole prompts is faster.
+    return shape.num_tokens, shape.num_reqs, not shape.whole
 
 
 class StepGraphs:
@@ -154,7 +169,7 @@ class StepGraphs:
         self._shapes = shapes
         self._decodes: dict[int, list[GraphShape]] = {}
         self._mixed: list[GraphShape] = []
-        for shape in sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs)):
+        for shape in sorted(shapes, key=_size):
             uniform = shape.mode == "full_decode_only"
             (self._decodes.setdefault(shape.max_query_len, []) if uniform else self._mixed).append(shape)
         self._steps: dict[GraphShape, CapturedStep] = {}
@@ -172,7 +187,8 @@ class StepGraphs:
         decodes = None if batch.query_len is None else self._decodes.get(batch.query_len)
         kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
         for shape in () if launched else self._mixed if decodes is None else decodes:
-            if batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens and shape in self._steps:
+            fits = batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens
+            if fits and (batch.whole or not shape.whole) and shape in self._steps:
                 self.counts[shape.mode, kind] += 1
                 return self._steps[shape]
         self.counts["none", kind] += 1

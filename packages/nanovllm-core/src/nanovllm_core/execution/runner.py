@@ -31,7 +31,7 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
-from nanovllm_kernels.attention import AttentionBatch, even_chunk, plan_batch
+from nanovllm_kernels.attention import AttentionBatch, even_chunk, plan_batch, whole_prompt_tokens
 from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
@@ -58,11 +58,12 @@ class _Bounds(NamedTuple):
     num_decodes: int | None
     max_query_len: int
     max_seq_len: int
+    whole: bool
 
 
 def _bounds(plan: StepPlan) -> _Bounds:
     lengths = plan.scheduled.num_tokens
-    return _Bounds(int(np.count_nonzero(lengths == 1)), int(lengths.max()), plan.max_seq_len)
+    return _Bounds(int(np.count_nonzero(lengths == 1)), int(lengths.max()), plan.max_seq_len, plan.shape.whole)
 
 
 class Runner:
@@ -113,7 +114,9 @@ class Runner:
         self._gather_settings = compiled(gather, least_rows=1) if config.compile else gather
         show = sys.stderr.isatty()
         self._compile(progress=show)
-        self.graphs = StepGraphs(graph_shapes(config.graph_mode, config.max_num_seqs, config.max_num_batched_tokens))
+        whole_tokens = whole_prompt_tokens(self._kv_caches[0], config.attention_backend)
+        limits = (config.max_num_seqs, config.max_num_batched_tokens)
+        self.graphs = StepGraphs(graph_shapes(config.graph_mode, *limits, whole_tokens=whole_tokens))
         if self.device.type == "cpu":
             # What it has for few rows is compiled when first used.
             self._rehearse([1], SamplingParams(temperature=0.0))
@@ -189,7 +192,8 @@ class Runner:
         count = len(step.rows)
 
         def plan_attention(found: Logits) -> AttentionBatch:
-            bounds = _bounds(plan)
+            # The pieces have not kept the keys and values of whole prompts.
+            bounds = _bounds(plan)._replace(whole=False)
             block_tables = found.block_tables[:count, : -(-bounds.max_seq_len // self._config.block_size)]
             lengths = (found.seq_lens[:count], step.query_start_loc)
             return self._plan_attention(block_tables, *lengths, bounds, plan.shape.num_tokens)
@@ -271,6 +275,7 @@ class Runner:
             backend=self._config.attention_backend,
             dtype=self._config.dtype,
             num_tokens=num_tokens,
+            whole=bounds.whole,
         )
 
     def _plan_states(
@@ -302,7 +307,7 @@ class Runner:
             buffer.rows[: shape.num_reqs],
             buffer.query_start_loc[: shape.num_reqs + 1],
             num_tokens=shape.num_tokens,
-            bounds=_Bounds(num_decodes, shape.max_query_len, self._config.max_model_len),
+            bounds=_Bounds(num_decodes, shape.max_query_len, self._config.max_model_len, shape.whole),
             launch=launch,
         )
         return Logits(self._logits(hidden, batch), batch.seq_lens, batch.block_tables)
@@ -317,15 +322,16 @@ class Runner:
         return tokens
 
     def _compile(self, *, progress: bool) -> None:
-        """Run what is compiled when first used, for each kind of step that has kernels of its own: many rows and one,
-        each with attention for lengths that the host doesn't know and for prompts of known ones.
+        """Run what is compiled when first used, for each kind of step that has kernels of its own: many rows, rows of
+        whole prompts and one row, each with attention for lengths that the host doesn't know and for known ones.
         """
         if self._config.attention_backend == "torch":
             return
         self._table.buffer.clear()
         num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
         several = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
-        for shape in tqdm((several, GraphShape(1, 1, 1, "none")), desc="compiling", disable=not progress):
+        shapes = (several, several._replace(whole=True), GraphShape(1, 1, 1, "none"))
+        for shape in tqdm(shapes, desc="compiling", disable=not progress):
             self._draw_padded(Needs.RANDOM, self._forward_padded(shape))
             self._forward_padded(shape, num_decodes=0)
 
@@ -369,7 +375,7 @@ class Runner:
         ]
         count = len(lengths)
         scheduled = ScheduledRows(np.arange(count), np.array(lengths), np.ones(count, np.bool_))
-        shape = BatchShape(count, sum(lengths), None)
+        shape = BatchShape(count, sum(lengths), None, whole=context == 0)
         plan = StepPlan(0, new_rows, NewBlocks(), scheduled, shape, context + max(lengths), [*prompt_logprobs])
         handle = self.launch(plan)
         handle.wait()

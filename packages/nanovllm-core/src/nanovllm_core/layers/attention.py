@@ -4,7 +4,6 @@ This room must not know how queries, keys and values were made, nor how cache bl
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -58,11 +57,13 @@ def attend(
     """
     kv_cache = ctx.kv_caches[cache_index]
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
-    q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales)
-    attention = partial(_attention, kv_cache, kv_scales, q.shape[-1] ** -0.5)
+    keep_keys = ctx.attention.reads_own_keys
+    q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, keep_keys=keep_keys)
+    own = qkv[:, q.shape[1] :] if keep_keys else None
+    scale = q.shape[-1] ** -0.5
+
+    def attention(q: Tensor, batch: AttentionBatch) -> Tensor:
+        return paged_attention(q, kv_cache, batch, scale=scale, kv_scales=kv_scales, own_keys_values=own)
+
     found = attention(q, ctx.attention) if ctx.launch is None else ctx.launch(attention, q)
     return found.flatten(1)
-
-
-def _attention(kv_cache: Tensor, kv_scales: Tensor | None, scale: float, q: Tensor, batch: AttentionBatch) -> Tensor:
-    return paged_attention(q, kv_cache, batch, scale=scale, kv_scales=kv_scales)

@@ -17,11 +17,16 @@ from nanovllm_core.token_ids import TokenIds
 
 
 class BatchShape(NamedTuple):
-    """The shape of a step's batch. query_len is set when every request has that many tokens (uniform decode)."""
+    """The shape of a step's batch.
+
+    query_len: set when every request has that many tokens (uniform decode).
+    whole: whether all requests with several tokens have no computed ones before the step.
+    """
 
     num_reqs: int
     num_tokens: int
     query_len: int | None
+    whole: bool = False
 
 
 class ScheduledRows(NamedTuple):

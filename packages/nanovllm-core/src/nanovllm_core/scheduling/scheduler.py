@@ -184,6 +184,7 @@ class Scheduler:
         scheduled = self._with_chunks(decodes, chunks) if cohort is None else cohort.scheduled
         prompt_logprobs = self._prompt_parts(chunks, len(decodes)) if chunks else []
         pairs = sum(attention_pairs(int(rows.num_computed[row]), num_tokens) for row, num_tokens in chunks)
+        whole = bool(chunks) and not any(rows.num_computed[row] for row, num_tokens in chunks if num_tokens > 1)
         taking, counts, samples = scheduled
         ends = rows.num_computed[taking] + counts
         rows.num_computed[taking] = ends
@@ -196,7 +197,7 @@ class Scheduler:
             new_rows=new_rows,
             new_blocks=new_blocks,
             scheduled=scheduled,
-            shape=BatchShape(len(taking), num_tokens, int(counts[0]) if is_uniform else None),
+            shape=BatchShape(len(taking), num_tokens, int(counts[0]) if is_uniform else None, whole),
             max_seq_len=int(ends.max()),
             prompt_logprobs=prompt_logprobs,
         )

@@ -10,7 +10,7 @@ from nanovllm_kernels.attention import flash_prefill, reference, tiles
 from nanovllm_kernels.attention.work_list import Rule, WorkList, make_work_list, query_classes
 from nanovllm_kernels.platform import describe, has_cute, has_few_rows, has_flash_attention
 
-__all__ = ["AttentionBatch", "Backend", "even_chunk", "paged_attention", "plan_batch"]
+__all__ = ["AttentionBatch", "Backend", "even_chunk", "paged_attention", "plan_batch", "whole_prompt_tokens"]
 
 # Beside plain torch: our Triton kernels, with FlashAttention for prompts, with our CuTe DSL kernel for decodes, or with
 # whichever of both is there and takes the shape, which measured fastest everywhere.
@@ -27,7 +27,7 @@ class AttentionBatch:
     number_size: bytes of a number for which the lists were planned, see `tiles.number_size`.
     decode_lens, workspace: for the CuTe DSL kernel: the lengths of the requests with one query, 0 for other requests;
         and its memory.
-    prefill_lens: for FlashAttention: the numbers of queries of its requests, 0 for other requests.
+    flash: the requests that FlashAttention has.
     num_absorbed: int32 [1], of a step with prompts over latents, the tokens up to the last that is of no prompt whole
         in the step.
     Each is None, or empty, where it isn't needed. The rest: as given to `plan_batch`.
@@ -45,8 +45,13 @@ class AttentionBatch:
     number_size: int
     decode_lens: Tensor | None
     workspace: tuple[Tensor, ...]
-    prefill_lens: Tensor | None
+    flash: flash_prefill.FlashRequests | None
     num_absorbed: Tensor | None = None
+
+    @property
+    def reads_own_keys(self) -> bool:
+        """Whether `paged_attention` reads the step's own keys and values, and not only the cache."""
+        return self.flash is not None and self.flash.block_tables is None
 
 
 def plan_batch(
@@ -62,6 +67,7 @@ def plan_batch(
     backend: Backend,
     dtype: torch.dtype | None = None,
     num_tokens: int | None = None,
+    whole: bool = False,
 ) -> AttentionBatch:
     """Prepare a step's attention, once for all its layers.
 
@@ -78,6 +84,8 @@ def plan_batch(
         flash-attn and cutedsl; FlashAttention is used for no FP8 cache.
     dtype: of the queries; by default the cache's.
     num_tokens: a bound on the tokens of all requests, for smaller tables; by default B * max_query_len.
+    whole: promises that all requests with several queries have all of their tokens in this step. FlashAttention then
+        attends to the step's own keys and values, see `AttentionBatch.reads_own_keys`.
     """
     batch = AttentionBatch(
         block_tables,
@@ -92,7 +100,7 @@ def plan_batch(
         number_size=tiles.number_size((dtype or kv_cache.dtype).itemsize, kv_cache.element_size()),
         decode_lens=None,
         workspace=(),
-        prefill_lens=None,
+        flash=None,
     )
     if backend == "torch":
         return _plan_torch(batch, kv_cache, num_decodes)
@@ -103,6 +111,7 @@ def plan_batch(
         num_decodes,
         backend,
         len(seq_lens) * max_query_len if num_tokens is None else num_tokens,
+        whole=whole,
     )
 
 
@@ -150,22 +159,23 @@ def _plan_lists(
     num_decodes: int | None,
     backend: Backend,
     num_tokens: int,
+    *,
+    whole: bool,
 ) -> AttentionBatch:
     """`batch` with all requests that the CuTe DSL kernel doesn't have, in work lists or left to FlashAttention."""
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group = num_heads // num_kv_heads
     narrow, wide = (tiles.tile_config(head_dim, batch.number_size, group, wide=kind) for kind in (False, True))
     least = 2 if num_decodes == 0 or batch.decode_lens is not None else 1
-    classes = query_classes(narrow.block_m // group, wide.block_m // group, least, batch.max_query_len)
+    block_q = (narrow.block_m // group, wide.block_m // group)
+    classes = query_classes(*block_q, least, batch.max_query_len)
     rule, rest_lens = Rule(), None
     least_flash = flash_prefill.LEAST_CAPTURED if num_decodes is None else 2
-    if (
-        classes[1]
-        and batch.max_query_len >= least_flash
-        and backend in ("flash", "fastest")
-        and has_flash_attention()
-        and flash_prefill.supports(head_dim, kv_cache.dtype)
-    ):
+    by_flash = bool(classes[1]) and batch.max_query_len >= least_flash and _has_flash(kv_cache, backend)
+    if by_flash and whole:
+        batch = replace(batch, flash=flash_prefill.whole_requests(batch.query_start_loc))
+        classes = query_classes(*block_q, least, 1)
+    elif by_flash:
         rule = flash_prefill.list_rule(num_heads, describe(kv_cache.device).num_sms)
     lists: list[WorkList | None] = []
     for config, query_lens in zip((narrow, wide), classes, strict=True):
@@ -182,10 +192,32 @@ def _plan_lists(
             head_blocks=num_kv_heads,
             num_tokens=num_tokens,
         )
-        # Without the context that the rule asks for, only requests with one query are in the list.
-        needed = query_lens.start == 1 or batch.max_seq_len >= rule.min_context + query_lens.start
+        # Without the context that the rule asks for, and with few requests, those with several queries are not listed.
+        needed = (
+            query_lens.start == 1
+            or len(batch.seq_lens) > rule.max_rest
+            or batch.max_seq_len >= rule.min_context + query_lens.start
+        )
         lists.append(work if needed else None)
-    return replace(batch, narrow=lists[0], wide=lists[1], prefill_lens=None if rule == Rule() else rest_lens)
+    batch = replace(batch, narrow=lists[0], wide=lists[1])
+    if rule == Rule() or rest_lens is None:
+        return batch
+    tables = (batch.seq_lens, batch.query_start_loc, batch.block_tables)
+    return replace(batch, flash=flash_prefill.gather_requests(rest_lens, *tables, kv_cache.shape[1]))
+
+
+def _has_flash(kv_cache: Tensor, backend: Backend) -> bool:
+    supported = flash_prefill.supports(kv_cache.shape[3], kv_cache.dtype)
+    return backend in ("flash", "fastest") and has_flash_attention() and supported
+
+
+def whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
+    """The tokens from which on a captured step of whole prompts has attention of its own, see `plan_batch`.
+
+    None if no step has, as for a latent cache.
+    """
+    is_latent = kv_cache.shape[2] == 1
+    return None if is_latent or not _has_flash(kv_cache, backend) else flash_prefill.LEAST_CAPTURED
 
 
 def even_chunk(num_heads: int, num_kv_heads: int, device: torch.device) -> int:
@@ -206,7 +238,13 @@ def _decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | N
 
 
 def paged_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttentionBatch, *, scale: float, kv_scales: Tensor | None = None
+    q: Tensor,
+    kv_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    own_keys_values: Tensor | None = None,
 ) -> Tensor:
     """Causal grouped-query attention (Ainslie et al. 2023) of a batch of requests, each over its own pages.
 
@@ -215,6 +253,8 @@ def paged_attention(
         key heads, then the value heads; this step's already written.
     scale: what the products are multiplied by before the softmax.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, where the cache is of float8_e4m3fn and only there: see `fp8`.
+    own_keys_values: [T, 2 Hkv, D], the step's own as the cache has them; heads contiguous, tokens with any stride.
+        Needed where `batch.reads_own_keys`, not used elsewhere.
     Returns contiguous [T, Hq, D] in the dtype of q.
     """
     if batch.few:
@@ -226,10 +266,11 @@ def paged_attention(
         q,
         kv_cache,
         kv_scales,
+        own_keys_values if batch.reads_own_keys else None,
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
-        batch.prefill_lens,
+        [tensor for tensor in batch.flash or () if tensor is not None],
         batch.decode_lens,
         list(batch.workspace),
         list(batch.narrow or ()),
@@ -263,10 +304,11 @@ def _paged_attention_op(
     q: Tensor,
     kv_cache: Tensor,
     kv_scales: Tensor | None,
+    own_keys_values: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
-    prefill_lens: Tensor | None,
+    flash: list[Tensor],
     decode_lens: Tensor | None,
     workspace: list[Tensor],
     narrow: list[Tensor],
@@ -288,8 +330,11 @@ def _paged_attention_op(
     for work, is_wide in ((narrow, False), (wide, True)):
         if work:
             triton_gqa.paged_attention(q, kv_cache, kv_scales, *tables, WorkList(*work), scale, out, wide=is_wide)
-    if prefill_lens is not None:
-        flash_prefill.paged_prefill(q, kv_cache, *tables, prefill_lens, scale, max_query_len, out)
+    if flash and own_keys_values is not None:
+        keys, values = own_keys_values.chunk(2, 1)
+        flash_prefill.plain_prefill(q, keys, values, flash_prefill.FlashRequests(*flash), scale, max_query_len, out)
+    elif flash:
+        flash_prefill.paged_prefill(q, kv_cache, flash_prefill.FlashRequests(*flash), scale, max_query_len, out)
     return out
 
 

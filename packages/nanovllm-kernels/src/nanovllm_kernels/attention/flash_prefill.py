@@ -6,6 +6,7 @@ FlashAttention doesn't cut keys, so `list_rule` leaves short chunks over long co
 import functools
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +30,78 @@ TILE_ROWS = 128
 LEAST_FILLED = 0.35
 # Below this context a chunk takes so little time that the share of the device matters less than the launch.
 LEAST_CONTEXT = 1024
+# FlashAttention gets at most so many requests of a step: each place of a launch costs time, also an empty one (one
+# H200, 32/8 heads: 46 us for 256 empty places). More requests in a step are short ones.
+MAX_REQUESTS = 32
+
+
+class FlashRequests(NamedTuple):
+    """The requests of one launch, each in a place. A place may be empty.
+
+    query_starts: int32 [P + 1], the token at which each request's queries begin; the last entry is not used.
+    query_lens: int32 [P], 0 for an empty place.
+    seq_lens: int32 [P], or None where the requests' keys and values lie beside their queries.
+    block_tables: int32 [P, max_blocks], or None likewise.
+    """
+
+    query_starts: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor | None = None
+    block_tables: Tensor | None = None
 
 
 def list_rule(num_heads: int, num_sms: int) -> Rule:
     """Which requests with several queries are left to work lists, on a device with `num_sms`."""
-    return Rule(int(LEAST_FILLED * TILE_ROWS * num_sms / num_heads), LEAST_CONTEXT)
+    return Rule(int(LEAST_FILLED * TILE_ROWS * num_sms / num_heads), LEAST_CONTEXT, MAX_REQUESTS)
+
+
+def whole_requests(query_start_loc: Tensor) -> FlashRequests:
+    """The requests with several queries by `query_start_loc` int32 [B + 1], whose keys lie beside their queries."""
+    lengths = query_start_loc.diff()
+    return FlashRequests(query_start_loc, lengths * (lengths > 1))
+
+
+def gather_requests(
+    query_lens: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_tables: Tensor, page_size: int
+) -> FlashRequests:
+    """The requests that `query_lens` int32 [B] leaves queries, at most MAX_REQUESTS. The rest as for `plan_batch`."""
+    num_places = min(len(query_lens), MAX_REQUESTS)
+    found = _gather_requests_op(query_lens, seq_lens, query_start_loc, block_tables, num_places, page_size)
+    return FlashRequests(*found)
+
+
+@torch.library.custom_op("nanovllm::gather_requests", mutates_args=())
+def _gather_requests_op(
+    query_lens: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    block_tables: Tensor,
+    num_places: int,
+    page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tensors of `FlashRequests`. Of a block table only the pages up to the request's length are copied."""
+    from nanovllm_kernels.attention import triton_gather_requests
+
+    return triton_gather_requests.gather_requests(
+        query_lens, seq_lens, query_start_loc, block_tables, num_places, page_size
+    )
+
+
+@_gather_requests_op.register_fake
+def _(
+    query_lens: Tensor,
+    _seq_lens: Tensor,
+    _query_start_loc: Tensor,
+    block_tables: Tensor,
+    num_places: int,
+    _page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        query_lens.new_empty((num_places + 1,)),
+        query_lens.new_empty((num_places,)),
+        query_lens.new_empty((num_places,)),
+        block_tables.new_empty((num_places, block_tables.shape[1])),
+    )
 
 
 def supports(head_dim: int, dtype: torch.dtype) -> bool:
@@ -49,16 +117,12 @@ def supports_plain(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
 def paged_prefill(
     q: Tensor,
     kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
+    requests: FlashRequests,
     scale: float,
     max_query_len: int,
     out: Tensor,
 ) -> None:
-    """Attend for requests with `query_lens` int32 [B] queries, of which none leaves a request out, however many it has
-    by `query_start_loc` int32 [B + 1]; writes the rows of `out` that are theirs.
+    """Attend for `requests` over their pages; writes the rows of `out` that are theirs.
 
     Only the shapes and the bound shape the launch, so that a captured graph may be replayed for any lengths.
     """
@@ -67,10 +131,10 @@ def paged_prefill(
         q,
         k_cache,
         v_cache,
-        cu_seqlens_q=query_start_loc,
-        seqused_q=query_lens,
-        seqused_k=seq_lens,
-        page_table=block_tables,
+        cu_seqlens_q=requests.query_starts,
+        seqused_q=requests.query_lens,
+        seqused_k=requests.seq_lens,
+        page_table=requests.block_tables,
         max_seqlen_q=max(max_query_len, LEAST_BOUND),
         softmax_scale=scale,
         causal=True,
@@ -82,24 +146,23 @@ def plain_prefill(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    query_start_loc: Tensor,
-    query_lens: Tensor,
+    requests: FlashRequests,
     scale: float,
     max_query_len: int,
     out: Tensor,
 ) -> None:
-    """Attend for requests of which all tokens are here, `query_lens` int32 [B] of them, none leaving a request out.
+    """Attend for `requests`, all of whose tokens are here; writes the rows of `out` that are theirs.
 
-    q [T, H, D], keys [T, H, D], values [T, H, V]: the last dimension contiguous. The rest as in `paged_prefill`.
+    q [T, H, D], keys [T, K, D], values [T, K, V]: the last dimension contiguous. The rest as in `paged_prefill`.
     """
     bound = max(max_query_len, LEAST_BOUND)
     _forward()(
         q,
         keys,
         values,
-        cu_seqlens_q=query_start_loc,
-        cu_seqlens_k=query_start_loc,
-        seqused_q=query_lens,
+        cu_seqlens_q=requests.query_starts,
+        cu_seqlens_k=requests.query_starts,
+        seqused_q=requests.query_lens,
         max_seqlen_q=bound,
         max_seqlen_k=bound,
         softmax_scale=scale,

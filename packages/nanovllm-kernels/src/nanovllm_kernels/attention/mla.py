@@ -22,6 +22,7 @@ from nanovllm_kernels.attention import (
     reference,
     tiles,
 )
+from nanovllm_kernels.attention.flash_prefill import FlashRequests
 from nanovllm_kernels.attention.work_list import Rule, WorkList, make_work_list, query_classes
 from nanovllm_kernels.platform import has_flash_attention
 
@@ -41,11 +42,12 @@ def plan_latent_batch(
     backend: Backend,
     dtype: torch.dtype | None = None,
     num_tokens: int | None = None,
+    whole: bool = False,
 ) -> AttentionBatch:
     """Prepare a step's latent attention, once for all its layers: `plan_batch` for a cache [N, P, 1, L + R].
 
     Of the backends "torch" is plain torch; for all others it is Triton, with FlashAttention, where `plan_batch` would
-    use it, for prompts that are whole in the step.
+    use it, for prompts that are whole in the step: the device finds these, whatever `whole` says.
     """
     batch = AttentionBatch(
         block_tables,
@@ -60,7 +62,7 @@ def plan_latent_batch(
         number_size=tiles.number_size((dtype or kv_cache.dtype).itemsize, kv_cache.element_size()),
         decode_lens=None,
         workspace=(),
-        prefill_lens=None,
+        flash=None,
     )
     if backend == "torch":
         if num_decodes is None:
@@ -95,7 +97,8 @@ def plan_latent_batch(
     whole = (query_lens > 1) & (query_lens == seq_lens)
     num_absorbed = (query_start_loc[1:] * ((query_lens > 0) & ~whole)).amax(0, keepdim=True)
     by_flash = backend in ("flash", "fastest") and has_flash_attention()
-    return replace(batch, prefill_lens=whole_lens if by_flash else None, num_absorbed=num_absorbed)
+    flash = FlashRequests(query_start_loc, whole_lens) if by_flash and whole_lens is not None else None
+    return replace(batch, flash=flash, num_absorbed=num_absorbed)
 
 
 def latent_attention(
@@ -172,7 +175,7 @@ def _attend_whole_prompts(
     lengths = (batch.seq_lens, batch.query_start_loc)
     cached = _gather_latents_op(kv_cache, kv_scales, batch.block_tables, *lengths, num_tokens, q.dtype)
     latents, k_rope = cached.split((latent_dim, head_dim - key_dim), 1)
-    if batch.prefill_lens is None or not flash_prefill.supports_plain(head_dim, value_dim, q.dtype):
+    if batch.flash is None or not flash_prefill.supports_plain(head_dim, value_dim, q.dtype):
         kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded)
         _attend_whole_prompts_op(q, kv, k_rope, *lengths, scale, out)
         return
@@ -182,9 +185,7 @@ def _attend_whole_prompts(
     torch.bmm(shared, to_key, out=keys[:, :, :key_dim].transpose(0, 1))
     _spread_key_parts_op(k_rope, keys)
     torch.bmm(shared, to_value, out=values.transpose(0, 1))
-    flash_prefill.plain_prefill(
-        q, keys, values, batch.query_start_loc, batch.prefill_lens, scale, batch.max_query_len, out
-    )
+    flash_prefill.plain_prefill(q, keys, values, batch.flash, scale, batch.max_query_len, out)
 
 
 @torch.library.custom_op("nanovllm::project_heads", mutates_args=("out",))

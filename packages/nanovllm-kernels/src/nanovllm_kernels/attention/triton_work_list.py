@@ -35,6 +35,7 @@ def plan_work(
     max_query_len: int,
     full_query_len: int,
     min_context: int,
+    max_rest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `work_list._plan_work_op`."""
     num_reqs = seq_lens.shape[0]
@@ -58,6 +59,7 @@ def plan_work(
         max_query_len,
         full_query_len,
         min_context,
+        max_rest,
         min_blocks,
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
@@ -119,6 +121,7 @@ def merge_parts(
         "max_query_len",
         "full_query_len",
         "min_context",
+        "max_rest",
         "min_blocks",
     ],
     do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"],
@@ -139,6 +142,7 @@ def _plan_work(
     max_query_len,
     full_query_len,
     min_context,
+    max_rest,
     min_blocks,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -160,18 +164,21 @@ def _plan_work(
 
     # How many tiles the requests up to each one have.
     num_tiles = 0
+    num_rest = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes
         inside = requests < num_reqs
         begin = tl.load(query_start_loc_ptr + requests, mask=inside, other=0)
         query_lens = tl.load(query_start_loc_ptr + requests + 1, mask=inside, other=0) - begin
         contexts = tl.load(seq_lens_ptr + requests, mask=inside, other=0) - query_lens
-        several = query_lens > 1
-        ours = (several == 0) | ((query_lens < full_query_len) & (contexts >= min_context))
-        listed = ours & (query_lens >= min_query_len) & (query_lens <= max_query_len)
+        is_rest = (query_lens > 1) & ((query_lens >= full_query_len) | (contexts < min_context))
+        ranks = num_rest + tl.cumsum(is_rest.to(tl.int32), 0)
+        num_rest += tl.sum(is_rest.to(tl.int32), 0)
+        is_rest &= ranks <= max_rest
+        listed = (is_rest == 0) & (query_lens >= min_query_len) & (query_lens <= max_query_len)
         counts = tl.where(listed, tl.cdiv(query_lens, BLOCK_Q), 0)
         tl.store(tile_ends_ptr + requests, num_tiles + tl.cumsum(counts, 0), mask=inside)
-        tl.store(rest_lens_ptr + requests, tl.where(several & (ours == 0), query_lens, 0), mask=inside)
+        tl.store(rest_lens_ptr + requests, tl.where(is_rest, query_lens, 0), mask=inside)
         num_tiles += tl.sum(counts, 0)
     tl.debug_barrier()
 

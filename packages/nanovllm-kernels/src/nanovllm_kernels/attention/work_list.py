@@ -42,12 +42,13 @@ class WorkList(NamedTuple):
 
 class Rule(NamedTuple):
     """Which requests with several queries belong to work lists: those with a context of at least `min_context` tokens
-    before the first query, if all of them with fewer queries than `full_query_len` have fewer together, too. All others
-    are left to another kernel.
+    before the first query, if all of them with fewer queries than `full_query_len` have fewer together, too. Of all
+    others the first `max_rest` are left to another kernel.
     """
 
     full_query_len: int = NO_LIMIT
     min_context: int = 0
+    max_rest: int = NO_LIMIT
 
 
 def query_classes(narrow_q: int, wide_q: int, least: int, max_query_len: int) -> tuple[range, range]:
@@ -115,6 +116,7 @@ def _plan_work_op(
     max_query_len: int,
     full_query_len: int,
     min_context: int,
+    max_rest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tensors of a `WorkList`, then what `make_work_list` returns beside it.
 
@@ -134,6 +136,7 @@ def _plan_work_op(
         max_query_len,
         full_query_len,
         min_context,
+        max_rest,
     )
 
 

@@ -93,6 +93,8 @@ def rope_and_cache(
     kv_cache: Tensor,
     qk_norm: QKNorm | None = None,
     kv_scales: Tensor | None = None,
+    *,
+    keep_keys: bool = False,
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache, all in place.
 
@@ -107,11 +109,16 @@ def rope_and_cache(
         `fp8.quantize` does.
     qk_norm: what query and key heads go through first, if anything.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, for the scales of a quantised cache, and None for another.
+    keep_keys: leave in `qkv` the keys and values that the cache gets. Only on CUDA, and not over a quantised cache.
     Returns the rotated queries [T, Hq, D] in the cache's dtype; over FP8, and few of them on a CPU, in their own; a
     view of `qkv` if it has that.
     Computed in float32 and rounded once; on a CPU after the norm as well, when `qkv` isn't float32. On CUDA a value
     that is no finite number goes to the cache as 0, so that it can't reach whoever gets the page next.
+
+    Raises ValueError for `keep_keys` where it isn't supported.
     """
+    if keep_keys and (not qkv.is_cuda or kv_scales is not None):
+        raise ValueError("keep_keys needs a CUDA device and a cache that is not quantised")
     num_q_heads = qkv.shape[1] - kv_cache.shape[2]
     if not qkv.is_cuda and _has_kernel_on_cpu(qkv, kv_cache):
         _rope_and_cache_on_cpu(qkv, rotation.rows, slot_mapping, kv_cache, qk_norm)
@@ -119,7 +126,8 @@ def rope_and_cache(
         qkv = reference.rope_and_cache(qkv, rotation.rows, slot_mapping, kv_cache, kv_scales, qk_norm)
     else:
         norm = (None, None, 0.0) if qk_norm is None else qk_norm
-        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, kv_scales, *norm)
+        cache = (slot_mapping, kv_cache, kv_scales)
+        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, *cache, *norm, keep_keys)
     return qkv.narrow(1, 0, num_q_heads)
 
 
@@ -225,10 +233,12 @@ def _rope_and_cache_op(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
+    keep_keys: bool,
 ) -> None:
     from nanovllm_kernels.elementwise import triton_rope
 
-    triton_rope.rope_and_cache(qkv, cos_sin, positions, slot_mapping, kv_cache, kv_scales, q_weight, k_weight, eps)
+    cache, norm = (slot_mapping, kv_cache, kv_scales), (q_weight, k_weight, eps)
+    triton_rope.rope_and_cache(qkv, cos_sin, positions, *cache, *norm, keep_keys=keep_keys)
 
 
 @torch.library.custom_op("nanovllm::latent_rope_and_cache", mutates_args=("q", "kv_cache", "kv_scales"))

@@ -28,6 +28,8 @@ def rope_and_cache(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
+    *,
+    keep_keys: bool,
 ) -> None:
     """See the package's `rope_and_cache`."""
     num_tokens, num_heads, head_dim = qkv.shape
@@ -59,6 +61,7 @@ def rope_and_cache(
         PAGE_SIZE=kv_cache.shape[1],
         NORM=q_weight is not None,
         QUANTIZE=kv_scales is not None,
+        KEEP=keep_keys,
         OVERLAP=overlap,
         num_warps=2,
         launch_pdl=overlap,
@@ -88,6 +91,7 @@ def _rope_and_cache(
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    KEEP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One token: a block of query heads, or a block of key heads with the values beside them."""
@@ -120,6 +124,7 @@ def _rope_and_cache(
             PAGE_SIZE,
             NORM,
             False,
+            False,
         )
     else:
         heads = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
@@ -143,13 +148,18 @@ def _rope_and_cache(
             PAGE_SIZE,
             NORM,
             QUANTIZE,
+            KEEP,
         )
         dims = tl.arange(0, PADDED_DIM)
         places = (NUM_KV_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
         mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-        v = tl.load(qkv_ptr + NUM_Q_HEADS * HEAD_DIM + places, mask=mask, other=0.0)
-        # FlashAttention weighs with 0 what an earlier request left behind the end of this one; 0 times a NaN is a NaN.
-        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
+        own_v_ptrs = qkv_ptr + NUM_Q_HEADS * HEAD_DIM + places
+        v = tl.load(own_v_ptrs, mask=mask, other=0.0)
+        # FlashAttention weighs with 0 what lies behind the end of a request; 0 times a NaN is a NaN.
+        is_finite = tl.abs(v.to(tl.float32)) < float("inf")
+        v = tl.where(is_finite, v, 0.0)
+        if KEEP:
+            tl.store(own_v_ptrs, v, mask=mask & (is_finite == 0))
         if QUANTIZE:
             v = v.to(tl.float32)
             exponents = scale_exponents(tl.max(tl.abs(v), 1))
@@ -177,8 +187,10 @@ def _turn_heads(
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """Norm and rotate `heads` of one token from `source_ptr` to `target_ptr`, both with their heads side by side.
+    With KEEP the result goes to `source_ptr` too.
 
     The two may be the same: every element is read before the program writes it. scales_ptr: where with QUANTIZE the
     token's first scale goes, the others PAGE_SIZE apart.
@@ -224,6 +236,11 @@ def _turn_heads(
     tl.store(target_ptr + places + HALF, turned_second.to(dtype), mask=mask)
     if 2 * HALF < HEAD_DIM:
         tl.store(target_ptr + rest_places, rest.to(dtype), mask=kept)
+    if KEEP:
+        tl.store(source_ptr + places, turned_first.to(dtype), mask=mask)
+        tl.store(source_ptr + places + HALF, turned_second.to(dtype), mask=mask)
+        if NORM and 2 * HALF < HEAD_DIM:
+            tl.store(source_ptr + rest_places, rest.to(dtype), mask=kept)
 
 
 @triton.jit
