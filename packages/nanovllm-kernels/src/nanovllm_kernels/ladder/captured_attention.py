@@ -53,8 +53,12 @@ def captured_attention(
     heads: tuple[int, int] = (NUM_HEADS, NUM_KV_HEADS),
     backend: Backend | None,
     by_bytes: bool = False,
+    whole: bool = False,
 ) -> Work:
-    """Attention of `requests` in a step of `num_tokens`. backend: None for FlashAttention alone, as it is."""
+    """Attention of `requests` in a step of `num_tokens`.
+
+    backend: None for FlashAttention alone, as it is. whole: as for `plan_batch`.
+    """
     num_heads, num_kv_heads = heads
     num_pages = max(1, sum(-(-length // PAGE_SIZE) for _, length in requests))
     longest = num_tokens if max_query_len is None else max_query_len
@@ -62,10 +66,13 @@ def captured_attention(
     def make(_: int) -> Callable[[], object]:
         kv_cache = random(num_pages, PAGE_SIZE, 2 * num_kv_heads, HEAD_DIM)
         tables = step_tables(requests, places, PAGE_SIZE)
-        q, scale = random(num_tokens, num_heads, HEAD_DIM), HEAD_DIM**-0.5
+        qkv, scale = random(num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM), HEAD_DIM**-0.5
+        q, own = qkv.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
         if backend is None:
-            out, query_lens = torch.empty_like(q), tables[2].diff()
-            return lambda: flash_prefill.paged_prefill(q, kv_cache, *tables, query_lens, scale, longest, out)
+            block_tables, seq_lens, starts = tables
+            flash = flash_prefill.FlashRequests(starts, starts.diff(), seq_lens, block_tables)
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            return lambda: flash_prefill.paged_prefill(q, kv_cache, flash, scale, longest, out)
         planned = plan_batch(
             *tables,
             num_decodes=None,
@@ -75,13 +82,14 @@ def captured_attention(
             kv_cache=kv_cache,
             backend=backend,
             num_tokens=num_tokens,
+            whole=whole,
         )
-        return lambda: paged_attention(q, kv_cache, planned, scale=scale)
+        return lambda: paged_attention(q, kv_cache, planned, scale=scale, own_keys_values=own)
 
     cached_bytes = sum(length for _, length in requests) * 2 * num_kv_heads * HEAD_DIM * 2
     cost, unit = (cached_bytes, "TB/s") if by_bytes else (4 * num_heads * HEAD_DIM * num_pairs(requests), "TFLOP/s")
     label = "flash alone" if backend is None else backend
-    name = f"captured {name} {label}" + (" by bytes" if by_bytes else "")
+    name = f"captured {name} {label}" + (" by bytes" if by_bytes else "") + (" whole" if whole else "")
     return Work(name, make, cost, unit, max(cached_bytes, COLD_BYTES // 8))
 
 
@@ -152,7 +160,10 @@ def captured_works() -> Iterator[Work]:
         for backend in backends:
             name = f"prompts 4 x 2047 in {places} places"
             requests = [(2047, 2047)] * 4
-            yield captured_attention(name, requests, places=places, num_tokens=8192, heads=FEW_HEADS, backend=backend)
+            for whole in (False, True) if backend == "fastest" else (False,):
+                yield captured_attention(
+                    name, requests, places=places, num_tokens=8192, heads=FEW_HEADS, backend=backend, whole=whole
+                )
     drafts = [(4, 2048)] * 64
     yield captured_attention(
         "drafts of 3 in 64 x 2048",
