@@ -170,6 +170,36 @@ async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothin
     assert max(in_flight) == 2
 
 
+async def test_a_request_that_comes_while_a_long_step_runs_is_in_the_step_behind_it(slow_loop, monkeypatch):
+    runner, launched = slow_loop._runner, []
+    monkeypatch.setattr(slow_loop._scheduler.step_times, "predict", lambda work: 0.05 if work.prompt_pairs else 0.0)
+    launch = runner.launch
+
+    def launching(plan):
+        launched.append((time.monotonic(), [row.num_prompt_tokens for row in plan.new_rows]))
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", launching)
+    requests = [
+        Request(name, [3] * length, SamplingParams(max_tokens=1)) for name, length in (("long", 250), ("short", 5))
+    ]
+    for key, asked in enumerate(requests, 1):
+        asked.key = key
+    slow_loop.submit(requests[0])
+    running = asyncio.create_task(slow_loop.run(lambda outputs, stats: None))
+    async with asyncio.timeout(20):
+        while len(launched) < 3:
+            await asyncio.sleep(0.001)
+        slow_loop.submit(requests[1])
+        while not (with_short := [index for index, (_, lengths) in enumerate(launched) if lengths == [5]]):
+            await asyncio.sleep(0.001)
+    slow_loop.stop()
+    await running
+    # Planned at once, it would have been launched 50 ms before the step ahead of it ends.
+    (index,) = with_short
+    assert runner._landing.ends[index - 1].due - launched[index][0] < 0.03
+
+
 async def test_an_abort_of_a_lone_long_prompt_takes_effect_within_two_steps(slow_loop, monkeypatch):
     launch, launched = slow_loop._runner.launch, []
     monkeypatch.setattr(slow_loop._runner, "launch", lambda plan: launched.append(plan) or launch(plan))

@@ -189,6 +189,14 @@ def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_devic
     assert step(scheduler) == [expected]
 
 
+@pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 864), (0.0180, 512)])
+def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
+    # By their pairs 900 tokens would fit into 19 ms; two whole rounds leave time for fewer, and would be idle in 18 ms.
+    scheduler = fitted_scheduler(StepLimits(8192, prompt_step_s=limit_s, even_chunk=512), 1e-5, 2e-8)
+    add(scheduler, 0, LONG)
+    assert step(scheduler) == [expected]
+
+
 def test_a_step_ends_at_a_padded_size_where_padding_would_exceed_its_limit():
     limits = StepLimits(8192, prompt_step_s=0.02, padded_tokens=(256, 512, 1024, 1536, 2048, 4096))
     scheduler = fitted_scheduler(limits, 1e-5, 1e-12)

@@ -33,6 +33,12 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # While steps run, clients hear of the engine's state this often.
 STATS_SECONDS = 0.1
+# The step behind one with prompts is planned when so much of the predicted time is over, and a little earlier. Planning
+# takes the lead; steps take about as much less than predicted as the share leaves.
+PLANNED_SHARE = 0.85
+PLANNING_LEAD_S = 0.002
+# Between two looks at whether the step has ended already.
+POLL_S = 0.001
 
 
 class StepInFlight(NamedTuple):
@@ -65,6 +71,10 @@ class EngineLoop:
         self._depth = depth
         self._tracer = tracer
         self._in_flight: deque[StepInFlight] = deque()
+        # When the device began the oldest of them, by `time.perf_counter`.
+        self._begun = 0.0
+        # Outputs of the step that ended last, until they are posted.
+        self._outputs: StepOutputs | None = None
         self._thread = thread
         # For the thread: requests, and keys of those that are aborted, in the order they came.
         self._inbox: deque[Request | int] = deque()
@@ -245,23 +255,21 @@ class EngineLoop:
     def _drive(self, events: asyncio.AbstractEventLoop) -> None:
         """On the thread."""
         try:
-            self._fill()
             while not self._stopping:
+                # The device gets its next step before the clients get the last outputs, which no failure may drop.
+                try:
+                    self._fill(events)
+                finally:
+                    self._post_outputs(events)
                 if not self._in_flight:
                     self._post(events, StepOutputs())
                     self._wake.wait()
                     self._wake.clear()
-                    self._fill()
-                elif self._runner.computes_later:
-                    outputs = self._complete()
-                    # The device gets its next step before the clients get these outputs, which no failure may drop.
-                    try:
-                        self._fill()
-                    finally:
-                        self._post(events, outputs)
-                else:
-                    self._post(events, self._complete())
-                    self._fill()
+                    continue
+                self._outputs = self._complete()
+                if not self._runner.computes_later:
+                    self._post_outputs(events)
+            self._post_outputs(events)
             while self._in_flight:
                 self._complete()
         finally:
@@ -278,11 +286,36 @@ class EngineLoop:
         self._outbox.append((outputs, stats))
         events.call_soon_threadsafe(self._news.set)
 
-    def _fill(self) -> None:
-        while len(self._in_flight) < self._depth and (step := self._schedule()) is not None:
+    def _post_outputs(self, events: asyncio.AbstractEventLoop) -> None:
+        outputs, self._outputs = self._outputs, None
+        if outputs is not None:
+            self._post(events, outputs)
+
+    def _fill(self, events: asyncio.AbstractEventLoop) -> None:
+        while len(self._in_flight) < self._depth:
+            self._wait_to_plan(events)
+            step = self._schedule()
+            if step is None:
+                break
             with self._launch_span(step):
                 handle = self._runner.launch(step.plan)
+            if not self._in_flight:
+                self._begun = time.perf_counter()
             self._in_flight.append(StepInFlight(step, handle))
+
+    def _wait_to_plan(self, events: asyncio.AbstractEventLoop) -> None:
+        """Wait until shortly before the step in flight ends, so that requests which arrive meanwhile are planned for.
+
+        Planned at once, the next step would make them wait for one step more. Steps without prompts are too short.
+        """
+        if len(self._in_flight) != 1:
+            return
+        step, handle = self._in_flight[0]
+        due = self._begun + PLANNED_SHARE * step.expected_s - PLANNING_LEAD_S
+        if time.perf_counter() < due:
+            self._post_outputs(events)
+        while time.perf_counter() < due and not handle.ready and not self._stopping:
+            time.sleep(POLL_S)
 
     def _schedule(self) -> ScheduledStep | None:
         # Before each step, for more may have come while the one before it was launched.
@@ -298,6 +331,7 @@ class EngineLoop:
     def _complete(self) -> StepOutputs:
         step, handle = self._in_flight.popleft()
         handle.wait()
+        self._begun = time.perf_counter()
         self._scheduler.observe(step, handle.seconds)
         if self._tracer is not None:
             self._tracer.device(step.plan.step, handle)

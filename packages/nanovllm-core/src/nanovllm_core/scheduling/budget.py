@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from nanovllm_core.scheduling.policy import DECODE_STEPS
-from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attention_pairs
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attention_pairs, step_pairs
 
 # The part of a limit that stays unused grows with the model's error, up to this.
 _MAX_MARGIN = 0.2
@@ -52,10 +52,12 @@ class StepBudget:
         self._limits = limits
         self._model = model
         self._block_size = block_size
+        # With the pairs of all chunks, none in whole rounds.
         self._work = decodes
+        self._chunks: list[tuple[int, int]] = []
         limit = limits.seconds(decodes.num_tokens, model.decode_step_s)
         self._limit_s = limit * (1 - min(model.error, _MAX_MARGIN))
-        self._has_chunk = self._has_cut = False
+        self._has_cut = False
 
     @property
     def is_full(self) -> bool:
@@ -78,24 +80,20 @@ class StepBudget:
         seconds = self._limit_s - self._model.predict(self._work)
         most = min(self._num_tokens_left, end - start, self._model.chunk_tokens(start, seconds))
         num_tokens = self._within_limit(start, int(most))
-        if not self._has_chunk:
+        if not self._chunks:
             num_tokens = max(num_tokens, min(self._num_tokens_left, end - start, size))
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // size * size - start
-            num_tokens = self._evened(start, num_tokens)
-        return max(num_tokens, 0)
+        return max(self._evened(start, num_tokens, end), 0)
 
     def take(self, start: int, end: int, num_tokens: int) -> float:
         """Spend what a chunk of `num_tokens` of a prompt takes, and return its seconds. start, end: as for `chunk`."""
-        self._work = self._with_chunk(start, num_tokens)
-        self._has_chunk = True
-        self._has_cut = start + num_tokens < end
-        return self._model.chunk_seconds(start, num_tokens)
-
-    def _with_chunk(self, start: int, num_tokens: int) -> StepWork:
         work = self._work
         pairs = work.prompt_pairs + attention_pairs(start, num_tokens)
-        return StepWork(work.num_tokens + num_tokens, work.decode_context, pairs)
+        self._work = StepWork(work.num_tokens + num_tokens, work.decode_context, pairs)
+        self._chunks.append((start, num_tokens))
+        self._has_cut = start + num_tokens < end
+        return self._model.chunk_seconds(start, num_tokens)
 
     def _within_limit(self, start: int, num_tokens: int) -> int:
         """`num_tokens`, or as many of them as fit within the limit with the step's padding.
@@ -114,12 +112,28 @@ class StepBudget:
         full = 0 if below < 0 else self._limits.padded_tokens[below] - work.num_tokens
         return max(int(fitting), full)
 
-    def _evened(self, start: int, num_tokens: int) -> int:
-        """`num_tokens`, or the multiple of `even_chunk` below where the rest would leave much of the device idle."""
-        even = self._limits.even_chunk
+    def _evened(self, start: int, num_tokens: int, end: int) -> int:
+        """At most `num_tokens` of the chunk: as many as keep the step's limit when they attend in whole rounds.
+
+        A chunk that is cut anyway ends at the round before where the last round would leave much of the device idle.
+        """
+        even, size = self._limits.even_chunk, self._block_size
         rounds = -(-num_tokens // even)
+        if rounds < 2:
+            return num_tokens
+        round_before = (start + (rounds - 1) * even) // size * size - start
+        if not self._fits(start, num_tokens):
+            ends = range(start + round_before, start + num_tokens, size)
+            num_fitting = bisect_left(ends, True, key=lambda each: not self._fits(start, each - start))
+            num_tokens = ends[max(num_fitting - 1, 0)] - start
         is_idle = num_tokens < (1 - _IDLE_SHARE) * rounds * even
         attention_s = self._model.attention_seconds(start, num_tokens)
-        if rounds < 2 or not is_idle or attention_s < _ATTENTION_SHARE * self._model.chunk_seconds(start, num_tokens):
-            return num_tokens
-        return (start + (rounds - 1) * even) // self._block_size * self._block_size - start
+        is_short = attention_s < _ATTENTION_SHARE * self._model.chunk_seconds(start, num_tokens)
+        is_cut = start + num_tokens < end
+        return round_before if is_cut and is_idle and not is_short else num_tokens
+
+    def _fits(self, start: int, num_tokens: int) -> bool:
+        """Whether the step keeps its limit with such a chunk that attends in whole rounds of the device."""
+        pairs = step_pairs([*self._chunks, (start, num_tokens)], self._limits.even_chunk)
+        total = self._limits.padded(self._work.num_tokens + num_tokens)
+        return self._model.predict(StepWork(total, self._work.decode_context, pairs)) <= self._limit_s
