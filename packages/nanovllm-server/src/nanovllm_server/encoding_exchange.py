@@ -37,6 +37,8 @@ class EncodingExchange:
         self._others = [reader for index, reader in enumerate(self._unread) if index != worker]
         self._publishing = Lock()
         self._encoder = msgspec.msgpack.Encoder()
+        # The same memory for each message: new pages would take as long as all else.
+        self._message = bytearray()
         self._decoder = msgspec.msgpack.Decoder(dict[str, bytes])
         self._logger = get_logger("nanovllm")
 
@@ -47,7 +49,8 @@ class EncodingExchange:
         """
         with self._publishing:
             for batch in _batches(encoded, self._own.capacity // 2):
-                self._own.write(self._encoder.encode(batch))
+                self._encoder.encode_into(batch, self._message)
+                self._own.write(self._message)
 
     def receive(self) -> dict[str, bytes]:
         """Segments and token ids that others have published since the last call, as far as they are still there."""

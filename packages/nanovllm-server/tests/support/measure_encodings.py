@@ -139,5 +139,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=10)
     arguments = parser.parse_args()
-    for shared in (False, True, False, True):
+    for shared in (False, True):
         measure(arguments.runs, shared=shared)
