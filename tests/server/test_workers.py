@@ -135,8 +135,22 @@ async def test_a_dead_worker_is_replaced(pair):
     for _ in range(8):
         assert (await ask(pair, max_tokens=2)).usage.completion_tokens == 2
     assert value(pair, "kv_cache_usage_perc") == 0
+    assert all(has_rings(pid) for pid in pids)
     lines = [json.loads(line) for line in pair.errors if line.startswith("{")]
     assert [line["exit_code"] for line in lines if line["event"] == "HTTP worker died"] == [-9]
+
+
+async def test_workers_that_share_encodings_give_the_same_answer(pair):
+    assert all(has_rings(pid) for pid in pair.worker_pids())
+    assert not has_rings(pair.engine_pid())
+    turns = [{"role": "user", "content": f"Turn {index}: " + "tell me more " * 30} for index in range(4)]
+    answers = [await ask(pair, max_tokens=8, messages=turns) for _ in range(8)]
+    assert len({(answer.usage.prompt_tokens, answer.choices[0].message.content) for answer in answers}) == 1
+    assert not any("malformed encodings" in line for line in pair.errors)
+
+
+def test_one_worker_has_no_memory_for_encodings(tiny_server):
+    assert not any(has_rings(pid) for pid in tiny_server.worker_pids())
 
 
 async def test_both_drain(run_server, tiny_model):
@@ -211,6 +225,13 @@ def test_no_process_outlives_a_parent_that_is_killed_while_all_load(tiny_model, 
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not list(tmp_path.glob("nanovllm-*"))
+
+
+def has_rings(pid):
+    try:
+        return "nanovllm-rings" in Path(f"/proc/{pid}/maps").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def alive(pid):

@@ -399,3 +399,85 @@ def test_deepseeks_own_tokenizer_is_cut(tmp_path):
     for _ in range(2000):
         text = "".join(rng.choice(parts if rng.random() < 0.5 else parts[-30:]) for _ in range(rng.randrange(20)))
         assert encoder.encode(text).tolist() == backend.encode(text, add_special_tokens=False).ids
+
+
+class Exchange:
+    """One end of an exchange. peers: the other ends."""
+
+    def __init__(self, peers: list["Exchange"] | None = None):
+        self.peers: list[Exchange] = [] if peers is None else peers
+        self.arrived: dict[str, bytes] = {}
+        self.num_receipts = 0
+
+    def publish(self, encoded):
+        for peer in self.peers:
+            peer.arrived.update(encoded)
+
+    def receive(self):
+        self.num_receipts += 1
+        arrived, self.arrived = self.arrived, {}
+        return arrived
+
+
+LONG_HISTORY = "<|im_start|>user\n" + "hello " * 300 + "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_segment_that_another_encoder_has_published_is_not_encoded_again():
+    first, _ = counting_encoder(1 << 20)
+    second, backend = counting_encoder(1 << 20)
+    here = Exchange()
+    first.share(Exchange([here]))
+    second.share(here)
+    expected = first.encode(LONG_HISTORY)
+    assert second.encode(LONG_HISTORY).tolist() == expected.tolist()
+    assert not backend.encoded
+    assert second.encode(LONG_HISTORY + "more").tolist() == first.encode(LONG_HISTORY + "more").tolist()
+    assert backend.encoded == ["assistant\nmore"]
+
+
+def test_what_was_published_before_an_encoder_joins_is_in_its_cache():
+    first, _ = counting_encoder(1 << 20)
+    second, backend = counting_encoder(1 << 20)
+    here = Exchange()
+    first.share(Exchange([here]))
+    first.encode("<|im_start|>hello<|im_end|>")
+    second.share(here)
+    second.encode("<|im_start|>hello<|im_end|>")
+    assert not backend.encoded
+
+
+def test_short_missing_texts_are_encoded_without_a_look_at_the_exchange():
+    encoder, backend = counting_encoder(1 << 20)
+    here = Exchange()
+    encoder.share(here)
+    encoder.encode("hello")
+    assert (here.num_receipts, backend.encoded) == (1, ["hello"])
+    encoder.encode(LONG_HISTORY)
+    assert here.num_receipts == 2
+
+
+def test_only_new_segments_are_published():
+    encoder, _ = counting_encoder(1 << 20)
+    peer = Exchange()
+    encoder.share(Exchange([peer]))
+    encoder.encode("hello<|im_end|>")
+    assert {*peer.receive()} == {"hello"}
+    encoder.encode("hello<|im_end|>world")
+    assert {*peer.receive()} == {"world"}
+
+
+@pytest.mark.parametrize("name", ["Qwen", "Metaspace first"])
+def test_tokenizers_that_share_encodings_encode_as_their_backend_does(name):
+    backend = backend_of(name)
+    one, other = Exchange(), Exchange()
+    one.peers.append(other)
+    other.peers.append(one)
+    tokenizers_ = [Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend)) for _ in range(2)]
+    for tokenizer, exchange in zip(tokenizers_, (one, other), strict=True):
+        tokenizer.share_encodings(exchange)
+    rng = random.Random(0)
+    for _ in range(100):
+        text = "".join(rng.choice(fragments(backend)) for _ in range(rng.randrange(600)))
+        expected = backend.encode(text, add_special_tokens=False).ids
+        for tokenizer in tokenizers_:
+            assert tokenizer.encode(text, add_special_tokens=False).tolist() == expected

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from os.path import commonprefix
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
@@ -23,6 +23,8 @@ CACHE_BYTES = 64 << 20
 LARGEST_SHARE = 8
 # Bytes of an entry besides its text and its ids: a place in an OrderedDict and the header of a bytes object.
 _ENTRY_BYTES = 200
+# Shorter texts are encoded sooner than an exchange is looked through.
+MIN_RECEIVE_CHARACTERS = 1024
 
 # Components that see one segment at a time and look at nothing but its text.
 _INDEPENDENT_NORMALIZERS = frozenset({"Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"})
@@ -75,6 +77,21 @@ class SegmentCache:
                 self._num_bytes -= _entry_bytes(*self._entries.popitem(last=False))
 
 
+class EncodingExchange(Protocol):
+    """Takes encoded segments to other caches of the same tokenizer, and brings what those have encoded.
+
+    Token ids are int32, as in `SegmentCache`. Segments may be lost on the way: they are encoded again.
+    """
+
+    def publish(self, encoded: Mapping[str, bytes]) -> None:
+        """Give segments and their token ids to the others. Several threads may call it."""
+        ...
+
+    def receive(self) -> Mapping[str, bytes]:
+        """What others have published since the last call. One thread at a time calls it."""
+        ...
+
+
 class SegmentEncoder:
     """Encodes texts as `backend` does without special tokens around them, each segment once while it is cached.
 
@@ -86,6 +103,13 @@ class SegmentEncoder:
         self._ids_of_tokens = {token: array("i", [token_id]).tobytes() for token, token_id in token_ids.items()}
         self._split = re.compile(f"({longest_of([*token_ids])})").split
         self._cache = SegmentCache(max_bytes)
+        self._exchange: EncodingExchange | None = None
+        self._receiving = Lock()
+
+    def share(self, exchange: EncodingExchange) -> None:
+        """Exchange segments with other caches from now on, beginning with what those have to give."""
+        self._exchange = exchange
+        self._receive(exchange)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of `text`, read-only."""
@@ -94,7 +118,13 @@ class SegmentEncoder:
         segments = dict.fromkeys(parts[::2])
         segments.pop("", None)
         ids = self._cache.find(segments)
-        if missing := [segment for segment in segments if segment not in ids]:
+        missing = [segment for segment in segments if segment not in ids]
+        exchange = self._exchange
+        if exchange is not None and sum(map(len, missing)) >= MIN_RECEIVE_CHARACTERS:
+            self._receive(exchange)
+            ids.update(self._cache.find(missing))
+            missing = [segment for segment in missing if segment not in ids]
+        if missing:
             # For a batch the tokenizer gives up the interpreter's lock.
             encodings = self._backend.encode_batch_fast(missing, add_special_tokens=False)
             new = {
@@ -103,8 +133,15 @@ class SegmentEncoder:
             }
             self._cache.add(new)
             ids.update(new)
+            if exchange is not None:
+                exchange.publish(new)
         of_tokens = self._ids_of_tokens
         return np.frombuffer(b"".join([of_tokens.get(part) or ids[part] for part in parts if part]), np.int32)
+
+    def _receive(self, exchange: EncodingExchange) -> None:
+        # Until all is in the cache: another thread that misses the same segments finds them there.
+        with self._receiving:
+            self._cache.add(exchange.receive())
 
 
 def segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = CACHE_BYTES) -> SegmentEncoder | None:

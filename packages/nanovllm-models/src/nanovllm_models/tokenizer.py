@@ -14,7 +14,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
-from nanovllm_models.segments import segment_encoder
+from nanovllm_models.segments import EncodingExchange, segment_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,6 +57,11 @@ class Tokenizer:
         """The source of the chat template; of all of them if the model has several, "" if it has none."""
         template = self._chat_template or self._hf_tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    def share_encodings(self, exchange: EncodingExchange) -> None:
+        """Exchange encoded segments with other tokenizers of the same model, unless this one encodes texts whole."""
+        if self._segments is not None:
+            self._segments.share(exchange)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
         """Token ids of `text`, read-only; names of special tokens within it count as those.

@@ -22,6 +22,7 @@ from nanovllm_core import EngineAddress
 from nanovllm_core.engine.parent import exit_with_parent
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.protocol.request import SamplingDefaults
+from nanovllm_server.rings import RingMemory
 from nanovllm_server.settings import Settings, SettingsError
 
 # open: begin to serve. drain: let nobody in any more, report when all have left, but go on answering. close: end.
@@ -50,8 +51,9 @@ class Failed:
 class Assignment:
     """All that a worker is given. It travels as an argument of a process, by which sockets and pipes are inherited.
 
-    index: its row in `numbers`. model, template, defaults: where the tokenizer is, the chat template to use instead of
-    its own, and the sampling that the model advises.
+    index: its row in `numbers` and its ring in `rings`. rings: carry what workers have encoded; None for one worker.
+    model, template, defaults: where the tokenizer is, the chat template to use instead of its own, and the sampling
+    that the model advises.
     """
 
     index: int
@@ -62,6 +64,7 @@ class Assignment:
     engine: EngineAddress
     listener: socket.socket
     numbers: "Array[c_double]"
+    rings: RingMemory | None
 
 
 def work(assignment: Assignment, orders: Connection) -> None:

@@ -18,6 +18,7 @@ from nanovllm_core.config import GIB
 from nanovllm_models import default_model_path
 from nanovllm_server import __version__
 from nanovllm_server.crew import Assignment, Crew
+from nanovllm_server.encoding_exchange import allocate_rings
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.recipe import Recipe
 from nanovllm_server.settings import Settings, SettingsError, read_template, sampling_defaults
@@ -120,10 +121,11 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     template = None if settings.chat_template is None else read_template(settings.chat_template)
     process = EngineProcess(Recipe(model, settings.load_format, settings.dtype, settings.engine))
     numbers = allocate(len(listeners))
+    rings = allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.
     crew = Crew(
         [
-            Assignment(index, settings, model, template, defaults, process.address, listener, numbers)
+            Assignment(index, settings, model, template, defaults, process.address, listener, numbers, rings)
             for index, listener in enumerate(listeners)
         ]
     )

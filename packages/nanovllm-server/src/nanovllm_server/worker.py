@@ -23,6 +23,7 @@ from nanovllm_server.connections import serve
 from nanovllm_server.crew import Assignment, Failed, Order
 from nanovllm_server.detokenize import Vocabulary
 from nanovllm_server.dialect import Dialect
+from nanovllm_server.encoding_exchange import EncodingExchange
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import unavailable
@@ -103,9 +104,7 @@ async def _start(assignment: Assignment) -> Service:
     settings = assignment.settings
     connecting = asyncio.create_task(EngineClient.connect(assignment.engine))
     try:
-        tokenizer = await asyncio.to_thread(
-            nanovllm_models.load_tokenizer, assignment.model, chat_template=assignment.template
-        )
+        tokenizer = await asyncio.to_thread(_load_tokenizer, assignment)
         vocabulary = Vocabulary(tokenizer.backend)
         form = chat_format(assignment, tokenizer.chat_template)
         dialect = Dialect(form, vocabulary)
@@ -132,6 +131,14 @@ async def _start(assignment: Assignment) -> Service:
         log_prompts=settings.log_prompts,
         defaults=assignment.defaults,
     )
+
+
+def _load_tokenizer(assignment: Assignment) -> nanovllm_models.Tokenizer:
+    tokenizer = nanovllm_models.load_tokenizer(assignment.model, chat_template=assignment.template)
+    if assignment.rings is not None:
+        num_token_ids = max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        tokenizer.share_encodings(EncodingExchange(assignment.rings, assignment.index, num_token_ids))
+    return tokenizer
 
 
 def chat_format(assignment: Assignment, template: str) -> nanovllm_models.ChatFormat:

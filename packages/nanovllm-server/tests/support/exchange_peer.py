@@ -1,0 +1,21 @@
+"""What other processes do with rings in tests; they import these functions by name."""
+
+import itertools
+
+from nanovllm_server.encoding_exchange import EncodingExchange
+from nanovllm_server.rings import RingMemory
+
+
+def payload_of(number: int) -> bytes:
+    """A message of up to 4 KB that says what it must be."""
+    return number.to_bytes(8, "little") * (1 + number * 37 % 500)
+
+
+def write_until_killed(memory: RingMemory, index: int) -> None:
+    ring = memory.rings()[index]
+    for number in itertools.count():
+        ring.write(payload_of(number))
+
+
+def publish(memory: RingMemory, worker: int, encoded: dict[str, bytes]) -> None:
+    EncodingExchange(memory, worker, 1000).publish(encoded)
