@@ -13,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 LEAVERS = 150
+VANISHING = 50
 AT_ONCE = 24
 PLACE = {"type": "object", "properties": {"place": {"type": "string", "minLength": 20}}, "required": ["place"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": PLACE}}
@@ -136,6 +137,28 @@ async def test_leaving_at_any_moment_frees_everything(server):
     # Room is taken for none but who is there: otherwise this many at once would find the queue full one day.
     answers = await asyncio.gather(*(answer(server) for _ in range(AT_ONCE)))
     assert [status for status, _ in answers] == [200] * AT_ONCE
+
+
+async def test_nothing_runs_a_second_after_fifty_clients_vanish(run_server, default_model):
+    """Nor does what they left in the queue wait: steps of prompts are short, and aborts come before the next one."""
+    flags = ("--served-model-name", "tiny", "--max-num-seqs", "16", "--cpu-cache-gib", "0.5")
+    with run_server(default_model, *flags) as server:
+        clients = [await connect(server) for _ in range(VANISHING)]
+        for number, (_, writer) in enumerate(clients):
+            words = [{"role": "user", "content": f"{number} some word " * 60}]
+            writer.write(request(stream=True, max_tokens=400, messages=words))
+        async with asyncio.timeout(20):
+            while True:
+                found = await asyncio.to_thread(metrics, server)
+                if found["num_requests_running"] and found["num_requests_waiting"]:
+                    break
+        # In the middle of their prompts.
+        await asyncio.sleep(0.5)
+        for _, writer in clients:
+            writer.transport.abort()
+        begin = time.monotonic()
+        await idle(server)
+        assert time.monotonic() - begin < 1
 
 
 async def test_choices_share_one_computed_prompt(server):

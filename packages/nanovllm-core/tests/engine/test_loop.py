@@ -236,3 +236,84 @@ async def test_outputs_of_a_finished_step_come_out_although_the_next_launch_fail
     with pytest.raises(RuntimeError, match="this launch fails"):
         await slow_loop.run(lambda outputs, _: tokens.extend(outputs.tokens))
     assert len(tokens) == 1
+
+
+async def test_what_waits_and_runs_is_known_during_a_long_step(toy_spec, monkeypatch):
+    loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, max_num_seqs=1))
+    launch, computing, go_on = loop._runner.launch, threading.Event(), threading.Event()
+
+    def launching(plan):
+        computing.set()
+        go_on.wait(20)
+        return launch(plan)
+
+    monkeypatch.setattr(loop._runner, "launch", launching)
+    told = []
+
+    async def tell_within(seconds: float, running: int, waiting: int) -> None:
+        async with asyncio.timeout(seconds):
+            while not told or (told[-1].num_requests_running, told[-1].num_requests_waiting) != (running, waiting):
+                await asyncio.sleep(0.005)
+
+    serving = asyncio.create_task(loop.run(lambda _, stats: told.append(stats) if stats is not None else None))
+    asked = [request() for _ in range(3)]
+    for key, one in enumerate(asked):
+        one.key = key
+    try:
+        loop.submit(asked[0])
+        await asyncio.to_thread(computing.wait, 20)
+        await tell_within(0.2, running=1, waiting=0)
+        loop.submit(asked[1])
+        loop.submit(asked[2])
+        await tell_within(0.2, running=1, waiting=2)
+        loop.abort(1)
+        await tell_within(0.2, running=1, waiting=1)
+        # The step still computes the first, which runs until its end.
+        loop.abort(0)
+        loop.abort(2)
+        await tell_within(0.2, running=1, waiting=0)
+        go_on.set()
+        await tell_within(0.2, running=0, waiting=0)
+    finally:
+        go_on.set()
+        loop.stop()
+        await serving
+    assert loop._scheduler.counters.steps == 1
+
+
+async def test_an_engine_at_rest_says_nothing(toy_spec):
+    loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+    told = []
+    serving = asyncio.create_task(loop.run(lambda _, stats: told.append(stats)))
+    async with asyncio.timeout(10):
+        while not told:
+            await asyncio.sleep(0.005)
+    said = len(told)
+    await asyncio.sleep(0.35)
+    assert len(told) == said
+    loop.stop()
+    await serving
+
+
+async def test_spinning_is_looked_at_before_steps_and_left_as_it_was(toy_spec, monkeypatch):
+    done = []
+
+    class Spins:
+        def __init__(self, *, is_on: bool):
+            done.append(is_on)
+
+        def look(self) -> None:
+            done.append("look")
+
+        def close(self) -> None:
+            done.append("close")
+
+    monkeypatch.setattr("nanovllm_core.execution.runner.SpinControl", Spins)
+    monkeypatch.setattr("nanovllm_core.execution.runner.can_limit", lambda: True)
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+    assert done[:2] == [True, "look"]
+    done.clear()
+    assert [token async for output in engine.generate(request()) for token in output.new_token_ids]
+    assert done == ["look"] * OUTPUTS
+    await engine.stop()
+    assert done[-1] == "close"

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 from nanovllm_core.cache.manager import CacheManager
@@ -31,7 +32,7 @@ from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
-# While steps run, clients hear of the engine's state this often.
+# While requests are here, clients hear of the engine's state this often, also during a long step.
 STATS_SECONDS = 0.1
 # The step behind one with prompts is planned when so much of the predicted time is over, and a little earlier. Planning
 # takes the lead; steps take about as much less than predicted as the share leaves.
@@ -39,6 +40,7 @@ PLANNED_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 # Between two looks at whether the step has ended already.
 POLL_S = 0.001
+_WAITING = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
 
 
 class StepInFlight(NamedTuple):
@@ -66,6 +68,8 @@ class EngineLoop:
         # Requests whose grammar isn't ready, by key.
         self._compiling: dict[int, asyncio.Task[None]] = {}
         self._failures: list[tuple[int, str]] = []
+        # Requests that neither ended nor were aborted, by key; the event loop's thread alone knows all of them.
+        self._live: dict[int, Request] = {}
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
@@ -83,6 +87,9 @@ class EngineLoop:
         # From it.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._stats_time = 0.0
+        # The engine's state as the thread last saw it, which a step in flight does not change, and as it was last told.
+        self._snapshot = self._told = self._stats()
+        self._told_time = 0.0
         self._news = asyncio.Event()
 
     @classmethod
@@ -158,14 +165,13 @@ class EngineLoop:
 
     def submit(self, request: Request) -> None:
         """Queue a checked request, whose key no other has, once its grammar is ready."""
+        self._live[request.key] = request
         spec = request.sampling.grammar
         if spec is not None and self._grammars is not None:
             request.compiled = self._grammars.get(spec)
             if request.compiled is None:
                 request.status = RequestStatus.WAITING_GRAMMAR
                 self._compiling[request.key] = asyncio.create_task(self._queue_compiled(request, spec, self._grammars))
-                # For the stats, in which it counts as waiting.
-                self._wake.set()
                 return
         self._tell(request)
 
@@ -173,6 +179,7 @@ class EngineLoop:
         try:
             request.compiled = await grammars.compile(spec)
         except GrammarError as error:
+            self._live.pop(request.key, None)
             self._failures.append((request.key, str(error)))
         else:
             request.status = RequestStatus.WAITING
@@ -182,6 +189,7 @@ class EngineLoop:
 
     def abort(self, key: int) -> None:
         """End a request, if it is still there; what is on its way may still be emitted."""
+        self._live.pop(key, None)
         if (compiling := self._compiling.pop(key, None)) is not None:
             compiling.cancel()
         self._tell(key)
@@ -196,11 +204,11 @@ class EngineLoop:
         self._wake.set()
 
     def _stats(self) -> EngineStats:
+        """All but the requests that wait, which the event loop's thread counts."""
         scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.states
         counters, step_times = scheduler.counters, scheduler.step_times
         return EngineStats(
             num_requests_running=scheduler.rows.num_running,
-            num_requests_waiting=scheduler.num_waiting + len(self._compiling),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
@@ -223,27 +231,30 @@ class EngineLoop:
     async def run(self, emit: Emit) -> None:
         """Serve until `stop`.
 
-        emit: gets each step's outputs. The stats come with them ten times a second, and when nothing is left to do.
+        emit: gets each step's outputs. The stats come ten times a second, also during a step, and when nothing is left
+            to do.
         Raises whatever a step raised; the engine can't go on after that.
         """
         events = asyncio.get_running_loop()
         driving = events.run_in_executor(self._thread, self._drive, events)
         driving.add_done_callback(lambda _: self._news.set())
+        reporting = asyncio.create_task(self._report(emit))
         try:
             while True:
                 # Asked before the outbox is emptied, as the last outputs come before the end.
                 is_over = driving.done()
                 while self._outbox:
                     outputs, stats = self._outbox.popleft()
-                    outputs.failures.extend(self._failures)
-                    self._failures.clear()
-                    emit(outputs, stats)
+                    for key, _, _ in outputs.ends:
+                        self._live.pop(key, None)
+                    self._emit(emit, outputs, stats)
                 if is_over:
                     break
                 await self._news.wait()
                 self._news.clear()
             await driving
         finally:
+            reporting.cancel()
             self.stop()
             await asyncio.wait([driving])
             self._thread.shutdown()
@@ -251,6 +262,23 @@ class EngineLoop:
                 compiling.cancel()
             if self._grammars is not None:
                 self._grammars.close()
+
+    async def _report(self, emit: Emit) -> None:
+        """Emit the state while requests are here and no step ends that would bring it."""
+        while True:
+            await asyncio.sleep(STATS_SECONDS)
+            is_idle = not (self._live or self._told.num_requests_running or self._told.num_requests_waiting)
+            if not is_idle and time.monotonic() - self._told_time >= STATS_SECONDS:
+                self._emit(emit, StepOutputs(), self._snapshot)
+
+    def _emit(self, emit: Emit, outputs: StepOutputs, stats: EngineStats | None) -> None:
+        outputs.failures.extend(self._failures)
+        self._failures.clear()
+        if stats is not None:
+            num_waiting = sum(request.status in _WAITING for request in self._live.values())
+            self._told = stats = replace(stats, num_requests_waiting=num_waiting)
+            self._told_time = time.monotonic()
+        emit(outputs, stats)
 
     def _drive(self, events: asyncio.AbstractEventLoop) -> None:
         """On the thread."""
@@ -275,6 +303,7 @@ class EngineLoop:
         finally:
             if self._tracer is not None:
                 self._tracer.trace.close()
+            self._runner.close()
 
     def _post(self, events: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
         """Pass outputs to the event loop, and with them the engine's state if that is due or no request is left."""
@@ -283,6 +312,7 @@ class EngineLoop:
         stats = None
         if is_last or now - self._stats_time >= STATS_SECONDS:
             self._stats_time, stats = now, self._stats()
+            self._snapshot = stats
         self._outbox.append((outputs, stats))
         events.call_soon_threadsafe(self._news.set)
 
@@ -297,6 +327,9 @@ class EngineLoop:
             step = self._schedule()
             if step is None:
                 break
+            if not self._runner.computes_later:
+                # Launching is computing, perhaps for long.
+                self._snapshot = self._stats()
             with self._launch_span(step):
                 handle = self._runner.launch(step.plan)
             if not self._in_flight:

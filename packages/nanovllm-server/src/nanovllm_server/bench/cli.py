@@ -18,10 +18,11 @@ from nanovllm_server.cli import GRAPH_MODES, STATE_DTYPES
 if TYPE_CHECKING:
     from nanovllm_core import EngineConfig
     from nanovllm_server.bench.cases import Program
-    from nanovllm_server.bench.peers import Peer
+    from nanovllm_server.bench.peers import GGUF, Peer
     from nanovllm_server.bench.report import Results
 
 KEY_VARIABLE = "NANOVLLM_API_KEY"
+PEERS = ("vllm", "transformers", "llamacpp", "none")
 NANO_BENCH = Lengths(100, 1024)
 
 
@@ -154,7 +155,7 @@ def _compare(options: argparse.Namespace) -> int:
             config=_engine_config(options),
             temperature=options.temperature,
             repeat=options.repeat,
-            peer=_peer(options),
+            peer=_peer(options, model),
             results=results,
         )
         compare.run(setting, spec, _program(options, spec.vocab_size))
@@ -233,12 +234,32 @@ def _engine_config(options: argparse.Namespace) -> "EngineConfig":
     )
 
 
-def _peer(options: argparse.Namespace) -> "Peer | None":
+def _peer(options: argparse.Namespace, model: Path) -> "Peer | None":
     from nanovllm_server.bench.peers import Peer
 
     if options.peer == "none":
         return None
-    return Peer(options.peer, options.peer_python, dict(options.peer_env))
+    return Peer(options.peer, options.peer_python, dict(options.peer_env), _gguf(options, model))
+
+
+def _gguf(options: argparse.Namespace, model: Path) -> "GGUF | None":
+    """The weights of llama.cpp. Raises BenchError where nothing says which, and ModelError as `source_file`."""
+    from nanovllm_models.default_model import cache_directory, is_default_model, source_file
+    from nanovllm_server.bench.peers import GGUF
+    from nanovllm_server.bench.report import BenchError
+
+    if options.peer != "llamacpp":
+        return None
+    if options.load_format == "dummy":
+        raise BenchError("peer llamacpp has no dummy weights: leave --load-format out")
+    source: Path | None = options.peer_gguf
+    if source is None and is_default_model(model):
+        source = source_file()
+    if source is None:
+        raise BenchError(f"peer llamacpp needs the weights of {model.name} as a GGUF file: name it with --peer-gguf")
+    if not source.is_file():
+        raise BenchError(f"--peer-gguf {source} is not a file")
+    return GGUF(str(source.resolve()), options.peer_weights, str(cache_directory() / "llamacpp"))
 
 
 def _results(options: argparse.Namespace) -> "Results":
@@ -285,9 +306,7 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
     ours("--no-compile", action="store_true", help="no torch.compile between attention operators")
     ours("--trace", type=Path, metavar="FILE", help="write what each step took here, for the program trace or Perfetto")
     peer = program.add_argument_group("peer").add_argument
-    peer(
-        "--peer", choices=("vllm", "transformers", "none"), default="none", help="whom to compare to, in the same call"
-    )
+    peer("--peer", choices=PEERS, default="none", help="whom to compare to, in the same call")
     peer("--peer-python", type=Path, default=Path(sys.executable), metavar="PATH", help="interpreter that has the peer")
     peer(
         "--peer-env",
@@ -297,6 +316,14 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
         metavar="KEY=VALUE",
         help="variable of the peer's environment; may be repeated",
     )
+    llamacpp = program.add_argument_group("peer llamacpp").add_argument
+    llamacpp(
+        "--peer-weights",
+        choices=("F16", "BF16", "Q8_0", "F32"),
+        default="F16",
+        help="what its quantiser makes of the GGUF file",
+    )
+    llamacpp("--peer-gguf", type=Path, metavar="FILE", help="the model as GGUF; the default model brings its own")
 
 
 def _add_common(program: argparse.ArgumentParser, *, temperature: float, repeat: int) -> None:

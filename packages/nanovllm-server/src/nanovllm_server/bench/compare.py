@@ -39,6 +39,8 @@ def run(setting: Setting, spec: ModelSpec, program: Program) -> None:
     if (longest := max(len(work.prompt) + work.max_tokens for case in program.cases for work in case.works)) > context:
         raise BenchError(f"requests of up to {longest} tokens don't fit into a context of {context}")
     device = setting.config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if setting.peer is not None and setting.peer.gguf is not None and device != "cpu":
+        raise BenchError("peer llamacpp computes on the CPU: add --device cpu")
     own_dtype = (spec.cuda_dtype if device == "cuda" else None) or spec.dtype
     dtype = str(setting.config.dtype or own_dtype).removeprefix("torch.")
     peer = ask(setting.peer, _peer_job(setting, program, device, dtype)) if setting.peer else None
@@ -85,6 +87,8 @@ def _peer_job(setting: Setting, program: Program, device: str, dtype: str) -> Pe
         load_format=setting.load_format,
         device=device,
         dtype=dtype,
+        threads=torch.get_num_threads(),
+        gguf=None if setting.peer is None else setting.peer.gguf,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -34,20 +34,37 @@ END_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class GGUF:
+    """The weights that llama.cpp computes with.
+
+    source: a file of the same model. weights: the file type that llama.cpp's quantiser makes of it. directory: where
+    the files that it makes are kept.
+    """
+
+    source: str
+    weights: str
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
-    """Which engine to compare to: the module `peer_<name>.py`, run by `python` with `environment` added to ours."""
+    """Which engine to compare to: the module `peer_<name>.py`, run by `python` with `environment` added to ours.
+
+    gguf: for llama.cpp alone.
+    """
 
     name: str
     python: Path
     environment: dict[str, str]
+    gguf: GGUF | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerJob:
     """What a peer is told, field by field as in its JSON. A limit that is None is left to the peer.
 
-    state_dtype: of the states of recurrent layers. needs_first: whether it matters when every request has its first
-    token, which may take a run more to find out.
+    threads: of torch in our engine. gguf: for llama.cpp alone. state_dtype: of the states of recurrent layers.
+    needs_first: whether it matters when every request has its first token, which may take a run more to find out.
     warm_up_tokens: how many tokens to make of each case's requests before the runs that count.
     """
 
@@ -55,6 +72,8 @@ class PeerJob:
     load_format: str
     device: str
     dtype: str
+    threads: int
+    gguf: GGUF | None
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None

@@ -1,0 +1,126 @@
+"""How long the threads that torch computes with wait by spinning: long on idle cores, shortly beside other processes.
+
+GCC's OpenMP runtime spins for milliseconds at each barrier. On idle cores that is fastest. Beside a busy process each
+barrier waits for a thread that the system runs only a time slice later, and a decode step has hundreds of barriers.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+# Seconds between two looks at what other processes use.
+WINDOW_S = 0.2
+# Cores that other processes use beyond those that our threads leave idle: spinning is cut above the first, and long
+# again below the second.
+BUSY_CORES = 0.4
+IDLE_CORES = 0.2
+# Of a user who has decided.
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+PROCESSORS = Path("/proc/stat")
+
+
+def can_limit() -> bool:
+    """Whether threads here wait by spinning, and this module may change for how long."""
+    return (
+        sys.platform == "linux"
+        and torch.get_num_threads() > 1
+        and not any(name in os.environ for name in VARIABLES)
+        and hasattr(ctypes.CDLL(None), "GOMP_parallel")
+        and PROCESSORS.exists()
+    )
+
+
+class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
+    """While this is open, threads at a barrier spin for microseconds and then sleep.
+
+    The runtime does so by itself while it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT).
+    A thread of this object has it start as many as it lacks for that; they sleep.
+    """
+
+    def __init__(self) -> None:
+        self._end = threading.Event()
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._hold, name="nanovllm-spins", daemon=True)
+        self._thread.start()
+        self._begun.wait()
+
+    def __exit__(self, *_: object) -> None:
+        # The runtime ends a thread's team with the thread.
+        self._end.set()
+        self._thread.join()
+
+    def _hold(self) -> None:
+        library = ctypes.CDLL(None)
+        num_missing = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
+        # A team needs something to run; free(NULL) does nothing.
+        nothing = ctypes.cast(library.free, ctypes.c_void_p)
+        library.GOMP_parallel(nothing, None, ctypes.c_uint(max(num_missing, 1) + 1), ctypes.c_uint(0))
+        self._begun.set()
+        self._end.wait()
+
+
+class SpinControl:
+    """Cuts spinning while other processes need the cores. For one thread.
+
+    is_on: whether to do anything; see `can_limit`.
+    """
+
+    def __init__(self, *, is_on: bool = True) -> None:
+        self._is_on = is_on
+        self._short: ShortSpins | None = None
+        self._before = _sample() if is_on else (0.0, 0.0)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether threads spin only for microseconds."""
+        return self._short is not None
+
+    def look(self) -> None:
+        """Look at what other processes use, unless the last look was less than `WINDOW_S` ago."""
+        if not self._is_on or time.monotonic() - self._before[0] < WINDOW_S:
+            return
+        now = _sample()
+        window_s, others_s = (after - before for after, before in zip(now, self._before, strict=True))
+        self._before = now
+        self.adapt(others_s / window_s)
+
+    def adapt(self, cores: float) -> None:
+        """Choose for other processes that use so many cores."""
+        missing = cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
+        if self._short is None and missing > BUSY_CORES:
+            self._short = ShortSpins()
+        elif self._short is not None and missing < IDLE_CORES:
+            self.close()
+
+    def close(self) -> None:
+        """Let threads spin as the runtime chooses."""
+        if self._short is not None:
+            self._short.__exit__()
+            self._short = None
+
+
+def _sample() -> tuple[float, float]:
+    """The time, and the seconds that other processes have used on this process's cores."""
+    return time.monotonic(), _busy_seconds() - time.process_time()
+
+
+def _busy_seconds() -> float:
+    """Seconds that this process's cores have run anything.
+
+    Processes of low priority hardly delay others: they count only beside a process that is one.
+    """
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    counts_low = os.getpriority(os.PRIO_PROCESS, 0) > 0
+    ticks = 0
+    for line in PROCESSORS.read_text().splitlines():
+        name, *fields = line.split()
+        if name in cores:
+            user, low, system, _idle, _waiting, interrupts, soft_interrupts = map(int, fields[:7])
+            ticks += user + system + interrupts + soft_interrupts + (low if counts_low else 0)
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,149 @@
+"""For how long threads spin: cut beside other processes, and long again after them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nanovllm_kernels import spinning
+
+# A process of its own, as the runtime reads its environment once. A parallel region, and then a rest: what the process
+# uses meanwhile is what its threads spin.
+MEASURE = """
+import time, torch
+from nanovllm_kernels.spinning import ShortSpins, can_limit
+
+assert can_limit() == EXPECTED
+numbers = torch.ones(1 << 22)
+
+def spun():
+    used = []
+    for _ in range(20):
+        numbers.add_(1)
+        begin = time.process_time()
+        time.sleep(0.02)
+        used.append(time.process_time() - begin)
+    # Where other processes have the cores, some spins are over before they are looked at.
+    return max(used)
+
+before = spun()
+with ShortSpins():
+    during = spun()
+print(before, during, spun())
+"""
+needs_openmp = pytest.mark.skipif(
+    sys.platform != "linux" or (os.cpu_count() or 1) < 2 or len(os.sched_getaffinity(0)) < 2,
+    reason="needs two cores, and Linux",
+)
+
+
+def measure(**environment: str) -> list[float]:
+    kept = {name: value for name, value in os.environ.items() if name not in spinning.VARIABLES}
+    expected = str(not environment)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE.replace("EXPECTED", expected)],
+        env=kept | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(number) for number in done.stdout.split()]
+
+
+@needs_openmp
+def test_threads_sleep_soon_while_spins_are_short():
+    before, during, after = measure()
+    assert during < before / 5
+    assert during < after / 5
+
+
+@needs_openmp
+@pytest.mark.parametrize(("name", "value"), [("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "100")])
+def test_a_user_who_has_decided_is_left_alone(name, value):
+    assert max(measure(**{name: value})) < 0.001
+
+
+@pytest.fixture
+def control(monkeypatch):
+    """Two cores, two threads; what is opened and closed, in order."""
+    done = []
+
+    class Recorded:
+        def __init__(self):
+            done.append("short")
+
+        def __exit__(self, *_):
+            done.append("long")
+
+    monkeypatch.setattr(spinning, "ShortSpins", Recorded)
+    monkeypatch.setattr(spinning.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(spinning.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(spinning, "_sample", lambda: (0.0, 0.0))
+    return spinning.SpinControl(), done
+
+
+def test_spins_are_short_from_a_busy_neighbour_until_it_is_gone(control):
+    spins, done = control
+    for cores in (0.0, 0.3, 1.0, 0.9, 0.3, 2.0):
+        spins.adapt(cores)
+    assert (spins.is_short, done) == (True, ["short"])
+    spins.adapt(0.1)
+    spins.adapt(0.1)
+    assert (spins.is_short, done) == (False, ["short", "long"])
+    spins.adapt(1.0)
+    spins.close()
+    spins.close()
+    assert done == ["short", "long"] * 2
+
+
+def test_cores_that_our_threads_leave_idle_are_free_to_others(control, monkeypatch):
+    spins, done = control
+    monkeypatch.setattr(spinning.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    spins.adapt(1.0)
+    assert done == []
+    spins.adapt(1.5)
+    assert done == ["short"]
+
+
+def test_a_look_comes_once_a_window(control, monkeypatch):
+    spins, done = control
+    # Time, and seconds that others have used: a tenth of a core, then nearly all of one, then nothing.
+    clock = {"now": 0.0, "others": 0.0}
+    monkeypatch.setattr(spinning, "_sample", lambda: (clock["now"], clock["others"]))
+    monkeypatch.setattr(spinning.time, "monotonic", lambda: clock["now"])
+    for now, others, expected in (
+        (0.1, 0.1, []),
+        (0.5, 0.1, []),
+        (1.0, 0.55, ["short"]),
+        (1.1, 0.55, ["short"]),
+        (1.5, 0.55, ["short", "long"]),
+    ):
+        clock.update(now=now, others=others)
+        spins.look()
+        assert done == expected
+
+
+def test_control_that_is_off_does_nothing(control, monkeypatch):
+    _, done = control
+    monkeypatch.setattr(spinning, "_sample", lambda: pytest.fail("it looked"))
+    off = spinning.SpinControl(is_on=False)
+    off.look()
+    off.close()
+    assert done == []
+
+
+@pytest.mark.parametrize(("priority", "ticks"), [(0, 100 + 30 + 5 + 6), (5, 100 + 20 + 30 + 5 + 6)])
+def test_seconds_of_others_are_of_our_cores(tmp_path, monkeypatch, priority, ticks):
+    file = tmp_path / "stat"
+    file.write_text(
+        "cpu  900 900 900 900 900 900 900 0 0 0\n"
+        "cpu0 100 20 30 4000 50 5 6 0 0 0\n"
+        "cpu1 700 0 0 0 0 0 0 0 0 0\n"
+        "intr 5 0 0\n"
+    )
+    monkeypatch.setattr(spinning, "PROCESSORS", file)
+    monkeypatch.setattr(spinning.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr(spinning.os, "getpriority", lambda *_: priority)
+    assert spinning._busy_seconds() == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
