@@ -176,6 +176,7 @@ def fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> S
     for num_tokens, start in ((100, 0), (1000, 0), (1000, 5000), (200, 8000)):
         pairs = attention_pairs(start, num_tokens)
         scheduler.step_times.observe(StepWork(num_tokens, 0, pairs), per_token * num_tokens + per_pair * pairs)
+    scheduler.step_times.forget_error()
     return scheduler
 
 
@@ -189,9 +190,9 @@ def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_devic
     assert step(scheduler) == [expected]
 
 
-@pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 864), (0.0180, 512)])
+@pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 928), (0.0165, 512)])
 def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
-    # By their pairs 900 tokens would fit into 19 ms; two whole rounds leave time for fewer, and would be idle in 18 ms.
+    # By their pairs 960 tokens fit into 19 ms, in two whole rounds 928; in 16.5 ms the second round would be idle.
     scheduler = fitted_scheduler(StepLimits(8192, prompt_step_s=limit_s, even_chunk=512), 1e-5, 2e-8)
     add(scheduler, 0, LONG)
     assert step(scheduler) == [expected]
@@ -225,3 +226,19 @@ def test_a_prompt_that_fits_with_its_padding_is_not_cut():
     planned = scheduler.schedule()
     assert planned.plan.scheduled.num_tokens.tolist() == [2047]
     assert planned.work.num_tokens == 2048
+
+
+def test_a_long_prompt_does_not_fill_a_step_that_ends_a_short_one():
+    scheduler = fitted_scheduler(StepLimits(8192, prompt_step_s=0.04, mixed_step_s=0.01), 1e-5, 1e-12)
+    add(scheduler, 0, 8000)
+    assert step(scheduler) == [pytest.approx(4000, rel=0.02)]
+    add(scheduler, 1, 100)
+    assert step(scheduler) == [pytest.approx(900, rel=0.03), 100]
+
+
+def test_prompts_that_a_step_ends_may_take_all_of_its_time():
+    limits = StepLimits(8192, prompt_step_s=0.04, mixed_step_s=0.02)
+    scheduler = fitted_scheduler(limits, 1e-5, 1e-12)
+    for key in range(4):
+        add(scheduler, key, 1200)
+    assert step(scheduler) == [1200, 1200, 1200]

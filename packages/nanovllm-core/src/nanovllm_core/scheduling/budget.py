@@ -6,7 +6,9 @@ from typing import NamedTuple
 from nanovllm_core.scheduling.policy import DECODE_STEPS
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attention_pairs, step_pairs
 
-# The part of a limit that stays unused grows with the model's error, up to this.
+# The part of a limit that stays unused: so many times the model's mean error, as some steps err more, but at most so
+# much.
+_MARGIN_ERRORS = 3
 _MAX_MARGIN = 0.2
 # A chunk that attends for at least this share of its time is cut where it would leave, on average, more than that share
 # of the device idle.
@@ -55,8 +57,10 @@ class StepBudget:
         # With the pairs of all chunks, none in whole rounds.
         self._work = decodes
         self._chunks: list[tuple[int, int]] = []
-        limit = limits.seconds(decodes.num_tokens, model.decode_step_s)
-        self._limit_s = limit * (1 - min(model.error, _MAX_MARGIN))
+        used = 1 - min(_MARGIN_ERRORS * model.error, _MAX_MARGIN)
+        self._limit_s = used * limits.seconds(decodes.num_tokens, model.decode_step_s)
+        # A chunk that does not end its prompt delays the prompts that the step ends no more than it delays decodes.
+        self._shared_limit_s = min(self._limit_s, used * limits.seconds(1, model.decode_step_s))
         self._has_cut = False
 
     @property
@@ -76,15 +80,22 @@ class StepBudget:
         """
         if self.is_full:
             return 0
+        num_tokens = self._sized(start, end, self._limit_s)
+        if self._chunks and start + num_tokens < end:
+            num_tokens = self._sized(start, end, self._shared_limit_s)
+        return num_tokens
+
+    def _sized(self, start: int, end: int, limit_s: float) -> int:
+        """`chunk` for a step that takes at most `limit_s`."""
         size = self._block_size
-        seconds = self._limit_s - self._model.predict(self._work)
+        seconds = limit_s - self._model.predict(self._work)
         most = min(self._num_tokens_left, end - start, self._model.chunk_tokens(start, seconds))
-        num_tokens = self._within_limit(start, int(most))
+        num_tokens = self._within_limit(start, int(most), limit_s)
         if not self._chunks:
             num_tokens = max(num_tokens, min(self._num_tokens_left, end - start, size))
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // size * size - start
-        return max(self._evened(start, num_tokens, end), 0)
+        return max(self._evened(start, num_tokens, end, limit_s), 0)
 
     def take(self, start: int, end: int, num_tokens: int) -> float:
         """Spend what a chunk of `num_tokens` of a prompt takes, and return its seconds. start, end: as for `chunk`."""
@@ -95,8 +106,8 @@ class StepBudget:
         self._has_cut = start + num_tokens < end
         return self._model.chunk_seconds(start, num_tokens)
 
-    def _within_limit(self, start: int, num_tokens: int) -> int:
-        """`num_tokens`, or as many of them as fit within the limit with the step's padding.
+    def _within_limit(self, start: int, num_tokens: int, limit_s: float) -> int:
+        """`num_tokens`, or as many of them as fit within `limit_s` with the step's padding.
 
         Padding costs time in matrix products, not in attention: the step attends for less, or ends at the padded size
         below, whichever computes more.
@@ -106,14 +117,14 @@ class StepBudget:
         padded = self._limits.padded(total)
         if num_tokens <= 0 or padded == total:
             return num_tokens
-        attention_s = self._limit_s - self._model.predict(work._replace(num_tokens=padded))
+        attention_s = limit_s - self._model.predict(work._replace(num_tokens=padded))
         fitting = min(num_tokens, self._model.attention_tokens(start, attention_s))
         below = bisect_right(self._limits.padded_tokens, total) - 1
         full = 0 if below < 0 else self._limits.padded_tokens[below] - work.num_tokens
         return max(int(fitting), full)
 
-    def _evened(self, start: int, num_tokens: int, end: int) -> int:
-        """At most `num_tokens` of the chunk: as many as keep the step's limit when they attend in whole rounds.
+    def _evened(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
+        """At most `num_tokens` of the chunk: as many as keep within `limit_s` when they attend in whole rounds.
 
         A chunk that is cut anyway ends at the round before where the last round would leave much of the device idle.
         """
@@ -122,9 +133,9 @@ class StepBudget:
         if rounds < 2:
             return num_tokens
         round_before = (start + (rounds - 1) * even) // size * size - start
-        if not self._fits(start, num_tokens):
+        if not self._fits(start, num_tokens, limit_s):
             ends = range(start + round_before, start + num_tokens, size)
-            num_fitting = bisect_left(ends, True, key=lambda each: not self._fits(start, each - start))
+            num_fitting = bisect_left(ends, True, key=lambda each: not self._fits(start, each - start, limit_s))
             num_tokens = ends[max(num_fitting - 1, 0)] - start
         is_idle = num_tokens < (1 - _IDLE_SHARE) * rounds * even
         attention_s = self._model.attention_seconds(start, num_tokens)
@@ -132,8 +143,8 @@ class StepBudget:
         is_cut = start + num_tokens < end
         return round_before if is_cut and is_idle and not is_short else num_tokens
 
-    def _fits(self, start: int, num_tokens: int) -> bool:
-        """Whether the step keeps its limit with such a chunk that attends in whole rounds of the device."""
+    def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
+        """Whether the step keeps within `limit_s` with such a chunk that attends in whole rounds of the device."""
         pairs = step_pairs([*self._chunks, (start, num_tokens)], self._limits.even_chunk)
         total = self._limits.padded(self._work.num_tokens + num_tokens)
-        return self._model.predict(StepWork(total, self._work.decode_context, pairs)) <= self._limit_s
+        return self._model.predict(StepWork(total, self._work.decode_context, pairs)) <= limit_s

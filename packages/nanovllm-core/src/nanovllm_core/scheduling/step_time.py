@@ -89,6 +89,7 @@ def calibrate(
     if num_tokens > 1:
         seconds = time_step(num_tokens, context)
         model.observe(StepWork(num_tokens, 0, attention_pairs(context, num_tokens)), seconds)
+    model.forget_error()
 
 
 class StepTimeModel:
@@ -145,6 +146,10 @@ class StepTimeModel:
     def attention_seconds(self, start: int, num_tokens: int) -> float:
         """The part of these seconds in which the chunk attends."""
         return self.coefficients.per_prompt_pair * attention_pairs(start, num_tokens)
+
+    def forget_error(self) -> None:
+        """Start to measure the error anew: predictions before the first few observations say nothing of later ones."""
+        self._error = 0.0
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step of `work` that took `seconds`."""
