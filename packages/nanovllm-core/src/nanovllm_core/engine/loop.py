@@ -34,10 +34,11 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # While requests are here, clients hear of the engine's state this often, also during a long step.
 STATS_SECONDS = 0.1
-# The step behind one with prompts is planned when so much of the predicted time is over, and a little earlier. Planning
-# takes the lead; steps take about as much less than predicted as the share leaves.
+# The step behind one with prompts is planned when so much of the predicted time is over: hardly any step takes less. It
+# is planned earlier by what planning and launching take, most of it for long prompts that wait to be admitted.
 PLANNED_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
+WAITING_LEAD_S = 0.001
 # Between two looks at whether the step has ended already.
 POLL_S = 0.001
 _WAITING = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
@@ -347,19 +348,25 @@ class EngineLoop:
         due = self._begun + PLANNED_SHARE * step.expected_s - PLANNING_LEAD_S
         if time.perf_counter() < due:
             self._post_outputs(events)
-        while time.perf_counter() < due and not handle.ready and not self._stopping:
+        while not (handle.ready or self._stopping):
+            self._take_in()
+            if time.perf_counter() >= due - WAITING_LEAD_S * self._scheduler.num_waiting:
+                break
             time.sleep(POLL_S)
 
     def _schedule(self) -> ScheduledStep | None:
         # Before each step, for more may have come while the one before it was launched.
+        self._take_in()
+        with self._span("plan", self._scheduler.counters.steps):
+            return self._scheduler.schedule()
+
+    def _take_in(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, Request):
                 self._scheduler.add(message)
             else:
                 self._scheduler.abort(message)
-        with self._span("plan", self._scheduler.counters.steps):
-            return self._scheduler.schedule()
 
     def _complete(self) -> StepOutputs:
         step, handle = self._in_flight.popleft()

@@ -78,6 +78,8 @@ class Scheduler:
         if not sampling.ignore_eos or sampling.grammar is not None:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        # Not when a step is planned, which the device may be waiting for.
+        self.cache.hash_prompt(request)
         self._lifecycle.add(request)
 
     def abort(self, key: int) -> bool:
