@@ -57,7 +57,8 @@ def attend(
     """
     kv_cache = ctx.kv_caches[cache_index]
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
-    keep_keys = ctx.attention.reads_own_keys
+    # Attention that is launched between captured pieces reads the cache.
+    keep_keys = ctx.launch is None and ctx.attention.reads_own_keys
     q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, keep_keys=keep_keys)
     own = qkv[:, q.shape[1] :] if keep_keys else None
     scale = q.shape[-1] ** -0.5
