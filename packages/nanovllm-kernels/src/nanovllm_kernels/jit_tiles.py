@@ -1,0 +1,189 @@
+"""Register tiles of a float32 product on a CPU, as Numba intrinsics: a few rows times the columns of one panel.
+
+Sums run over K from the first number to the last, so that a row's result does not depend on the rows beside it.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from nanovllm_kernels.jit import LANES, prefetch_line
+
+# Columns of a panel: its bf16 numbers for one k fill a cache line.
+PANEL = 32
+LINE = 64
+# Columns whose sums two vectors hold. Their bf16 numbers lie in pairs: column i and column i + LANES.
+GROUP = 2 * LANES
+NUM_GROUPS = PANEL // GROUP
+# Rows multiplied at once: their sums fill 12 of the 16 registers that AVX2 has.
+TILE_ROWS = 6
+# Numbers of K are multiplied in steps of so many.
+UNROLL = 4
+# Rows and columns that `transpose_keys` turns at once.
+TURNED = 8
+
+_WIDE = ir.IntType(64)
+_NUMBER = ir.VectorType(ir.FloatType(), LANES)
+_BITS = ir.VectorType(ir.IntType(32), LANES)
+
+
+def make_tile(
+    num_rows: int,
+    *,
+    num_groups: int = 1,
+    from_bf16: bool = False,
+    num_prefetches: int = 0,
+    row_stride: int | None = None,
+    sums_stride: int = PANEL,
+) -> Any:
+    """An intrinsic tile(rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step) that multiplies.
+
+    rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if that is given. panel_ptr: a bf16 panel
+    [depth, PANEL], or float32 [depth, GROUP]. depth: a multiple of UNROLL. sums_ptr: float32 [num_rows, sums_stride].
+    more: 0 where sums begin, else they go on from what is there. ahead_ptr, ahead_step: from where to prefetch
+    `num_prefetches` lines for UNROLL numbers of `depth`, and how far to move on for the next.
+    """
+
+    @intrinsic
+    def tile(
+        _typing: Any,
+        rows_ptr: Any,
+        panel_ptr: Any,
+        depth: Any,
+        sums_ptr: Any,
+        more: Any,
+        ahead_ptr: Any,
+        ahead_step: Any,
+    ) -> Any:
+        def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            strides = (1, row_stride) if row_stride else (num_rows, 1)
+            _lower_tile(builder, values, num_rows, num_groups, from_bf16, num_prefetches, strides, sums_stride)
+            return context.get_dummy_value()
+
+        return types.void(rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step), lower
+
+    return tile
+
+
+def _at(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
+    return builder.inttoptr(builder.add(address, _WIDE(offset)), kind.as_pointer())
+
+
+def _lower_halves(builder: Any, words: Any) -> list[Any]:
+    """The float32 numbers of pairs of bf16: of the lower halves, of the upper."""
+    low = builder.shl(words, ir.Constant(_BITS, [16] * LANES))
+    high = builder.and_(words, ir.Constant(_BITS, [0xFFFF0000] * LANES))
+    return [builder.bitcast(low, _NUMBER), builder.bitcast(high, _NUMBER)]
+
+
+def _lower_tile(
+    builder: Any,
+    values: Any,
+    num_rows: int,
+    num_groups: int,
+    from_bf16: bool,
+    num_prefetches: int,
+    strides: tuple[int, int],
+    sums_stride: int,
+) -> None:
+    """strides: from a row's number to the next one of K, and to that of the next row."""
+    rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step = values
+    num_vectors = 2 * num_groups
+    step = 2 * PANEL if from_bf16 else 4 * GROUP
+    zero = ir.Constant(_NUMBER, [0.0] * LANES)
+    places = [
+        _at(builder, sums_ptr, _NUMBER, 4 * (row * sums_stride + vector * LANES))
+        for row in range(num_rows)
+        for vector in range(num_vectors)
+    ]
+    sums = [cgutils.alloca_once_value(builder, zero) for _ in places]
+    with builder.if_then(builder.icmp_signed("!=", more, _WIDE(0))):
+        for total, place in zip(sums, places, strict=True):
+            builder.store(builder.load(place, align=4), total)
+    kind = ir.FunctionType(_NUMBER, [_NUMBER] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    with cgutils.for_range(builder, builder.udiv(depth, _WIDE(UNROLL))) as loop:
+        rows_at = builder.add(rows_ptr, builder.mul(loop.index, _WIDE(4 * UNROLL * strides[0])))
+        panel_at = builder.add(panel_ptr, builder.mul(loop.index, _WIDE(UNROLL * step)))
+        ahead_at = builder.add(ahead_ptr, builder.mul(loop.index, ahead_step))
+        for line in range(num_prefetches):
+            prefetch_line(builder, builder.add(ahead_at, _WIDE(line * LINE)))
+        for k in range(UNROLL):
+            columns: list[Any] = []
+            if from_bf16:
+                for group in range(num_groups):
+                    place = _at(builder, panel_at, _BITS, k * step + group * 2 * GROUP)
+                    columns += _lower_halves(builder, builder.load(place, align=4))
+            else:
+                for vector in range(num_vectors):
+                    place = _at(builder, panel_at, _NUMBER, k * step + 4 * vector * LANES)
+                    columns.append(builder.load(place, align=4))
+            for row in range(num_rows):
+                place = _at(builder, rows_at, ir.FloatType(), 4 * (k * strides[0] + row * strides[1]))
+                number = builder.insert_element(
+                    ir.Constant(_NUMBER, ir.Undefined), builder.load(place), ir.IntType(32)(0)
+                )
+                x = builder.shuffle_vector(number, ir.Constant(_NUMBER, ir.Undefined), lanes)
+                for vector in range(num_vectors):
+                    total = sums[row * num_vectors + vector]
+                    builder.store(builder.call(fma, [x, columns[vector], builder.load(total)]), total)
+    for total, place in zip(sums, places, strict=True):
+        builder.store(builder.load(total), place, align=4)
+
+
+@intrinsic
+def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> Any:
+    """Write `depth` lines of a bf16 panel as float32: one group of columns after another, each [depth, GROUP]."""
+
+    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        panel, depth, copy = values
+        for group in range(PANEL // GROUP):
+            target = builder.add(copy, builder.mul(depth, _WIDE(4 * GROUP * group)))
+            with cgutils.for_range(builder, depth) as loop:
+                line = builder.add(panel, builder.mul(loop.index, _WIDE(2 * PANEL)))
+                words = builder.load(_at(builder, line, _BITS, 2 * GROUP * group), align=4)
+                at = builder.add(target, builder.mul(loop.index, _WIDE(4 * GROUP)))
+                for half, numbers in enumerate(_lower_halves(builder, words)):
+                    builder.store(numbers, _at(builder, at, _NUMBER, 4 * LANES * half), align=4)
+        return context.get_dummy_value()
+
+    return types.void(panel_ptr, depth, copy_ptr), lower
+
+
+@intrinsic
+def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
+    """Write the float32 numbers of TURNED bf16 rows, `step` bytes apart, TURNED numbers each, as columns: row i becomes
+    numbers i of lines that lie 4 * GROUP bytes apart.
+    """
+
+    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        keys, step, out = values
+        number = ir.VectorType(ir.FloatType(), TURNED)
+        bits, halves = ir.VectorType(ir.IntType(32), TURNED), ir.VectorType(ir.IntType(16), TURNED)
+        rows: list[Any] = []
+        for i in range(TURNED):
+            place = _at(builder, builder.add(keys, builder.mul(step, _WIDE(i))), halves)
+            wide = builder.zext(builder.load(place, align=2), bits)
+            rows.append(builder.bitcast(builder.shl(wide, ir.Constant(bits, [16] * TURNED)), number))
+        # Three rounds: numbers of rows i and i + distance change places.
+        distance = 1
+        while distance < TURNED:
+            first = [i if i & distance == 0 else TURNED + i - distance for i in range(TURNED)]
+            second = [i + distance if i & distance == 0 else TURNED + i for i in range(TURNED)]
+            turned = list(rows)
+            for i in range(TURNED):
+                if i & distance == 0:
+                    masks = [ir.Constant(bits, mask) for mask in (first, second)]
+                    turned[i] = builder.shuffle_vector(rows[i], rows[i + distance], masks[0])
+                    turned[i + distance] = builder.shuffle_vector(rows[i], rows[i + distance], masks[1])
+            rows = turned
+            distance *= 2
+        for i, row in enumerate(rows):
+            builder.store(row, _at(builder, out, number, 4 * GROUP * i), align=4)
+        return context.get_dummy_value()
+
+    return types.void(keys_ptr, step, out_ptr), lower
