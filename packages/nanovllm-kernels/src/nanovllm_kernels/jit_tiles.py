@@ -187,3 +187,52 @@ def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(keys_ptr, step, out_ptr), lower
+
+
+@intrinsic
+def widen_group(_typing: Any, numbers_ptr: Any, out_ptr: Any) -> Any:
+    """Write GROUP bf16 numbers as float32."""
+
+    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        halves = ir.VectorType(ir.IntType(16), LANES)
+        for i in range(2):
+            bits = builder.zext(builder.load(_at(builder, values[0], halves, 2 * LANES * i), align=2), _BITS)
+            number = builder.bitcast(builder.shl(bits, ir.Constant(_BITS, [16] * LANES)), _NUMBER)
+            builder.store(number, _at(builder, values[1], _NUMBER, 4 * LANES * i), align=4)
+        return context.get_dummy_value()
+
+    return types.void(numbers_ptr, out_ptr), lower
+
+
+def _make_reduction(name: str, join: str) -> Any:
+    """An intrinsic that reduces `count` float32 numbers, a constant multiple of LANES, lane by lane and then the lanes."""
+
+    @intrinsic
+    def reduction(_typing: Any, numbers_ptr: Any, count: Any) -> Any:
+        def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            numbers, size = values
+            found = cgutils.alloca_once_value(builder, builder.load(_at(builder, numbers, _NUMBER), align=4))
+            with cgutils.for_range(builder, builder.udiv(size, _WIDE(LANES)), start=_WIDE(1)) as loop:
+                place = builder.add(numbers, builder.mul(loop.index, _WIDE(4 * LANES)))
+                builder.store(_join(builder, join, found, place), found)
+            kind = ir.FunctionType(ir.FloatType(), [_NUMBER] if join == "maxnum" else [ir.FloatType(), _NUMBER])
+            reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.{name}.v{LANES}f32")
+            start = [] if join == "maxnum" else [ir.FloatType()(-0.0)]
+            return builder.call(
+                reduce, [*start, builder.load(found)], fastmath=("nnan",) if not start else ("reassoc",)
+            )
+
+        return types.float32(numbers_ptr, count), lower
+
+    return reduction
+
+
+def _join(builder: Any, join: str, found: Any, place: Any) -> Any:
+    before, numbers = builder.load(found), builder.load(_at(builder, place, _NUMBER), align=4)
+    if join == "add":
+        return builder.fadd(before, numbers)
+    return builder.select(builder.fcmp_ordered(">", before, numbers), before, numbers)
+
+
+total = _make_reduction("fadd", "add")
+largest = _make_reduction("fmax", "maxnum")

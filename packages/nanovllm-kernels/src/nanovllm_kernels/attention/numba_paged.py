@@ -21,14 +21,26 @@ from nanovllm_kernels.jit import (
     region,
     run_region,
 )
-from nanovllm_kernels.jit_tiles import GROUP, LINE, PANEL, TILE_ROWS, TURNED, UNROLL, make_tile, transpose_keys
+from nanovllm_kernels.jit_tiles import (
+    GROUP,
+    LINE,
+    PANEL,
+    TILE_ROWS,
+    TURNED,
+    UNROLL,
+    largest,
+    make_tile,
+    total,
+    transpose_keys,
+    widen_group,
+)
 
 # Keys of a block: their float32 copies stay in the first-level cache beside a tile of queries.
 BLOCK_KEYS = 64
 # Queries, times the query heads of a key-value head, that visit a block together; at least one token's.
 MOST_ROWS = 192
 
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_ZERO, _LEAST = np.float32(0.0), np.float32(-3e38)
 
 
 def paged_attention(
@@ -239,9 +251,9 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
 def _copy_value(values, index, value_ptr, head_dim):
     value = numba.carray(pointer(value_ptr), (head_dim,), np.uint16)
     whole = head_dim // GROUP
+    values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP
     for part in range(whole):
-        for k in range(GROUP):
-            values[part, index, k] = from_bf16(value[part * GROUP + k])
+        widen_group(value_ptr + 2 * part * GROUP, values_ptr + 4 * part * BLOCK_KEYS * GROUP)
     for part in range(whole, values.shape[0]):
         for k in range(GROUP):
             at = part * GROUP + k
@@ -251,11 +263,11 @@ def _copy_value(values, index, value_ptr, head_dim):
 @ordered_kernel
 def _weigh(scores, seen, state, sums, row, is_first):
     """Turn a row's scores into weights, 0 beyond `seen`, and rescale its sums where its largest score has grown."""
-    if seen == 0:
-        scores[:] = _ZERO
-        return
-    most = scores[0] if is_first else state[0]
-    most = max(most, _largest(scores, seen))
+    # Beyond `seen` lies anything.
+    for i in range(seen, BLOCK_KEYS):
+        scores[i] = _LEAST
+    scores_ptr = np.int64(scores.ctypes.data)
+    most = largest(scores_ptr, BLOCK_KEYS)
     if is_first:
         state[1] = _ZERO
         for part in range(sums.shape[0]):
@@ -267,30 +279,14 @@ def _weigh(scores, seen, state, sums, row, is_first):
         for part in range(sums.shape[0]):
             for k in range(PANEL):
                 sums[part, row, k] *= factor
+    else:
+        most = state[0]
     state[0] = most
     for i in range(BLOCK_KEYS):
-        # Beyond `seen` lies anything.
-        weight = exp(scores[i] - most)
-        scores[i] = weight if i < seen else _ZERO
-    state[1] += _total(scores)
-
-
-@ordered_kernel
-def _total(scores):
-    """The sum of a block's weights, lane by lane, in one order."""
-    total = _ZERO
-    for lane in range(0, BLOCK_KEYS, 8):
-        pairs = (scores[lane] + scores[lane + 1]) + (scores[lane + 2] + scores[lane + 3])
-        total += pairs + ((scores[lane + 4] + scores[lane + 5]) + (scores[lane + 6] + scores[lane + 7]))
-    return total
-
-
-@kernel
-def _largest(scores, seen):
-    most = scores[0]
-    for i in range(1, seen):
-        most = max(most, scores[i])
-    return most
+        scores[i] = exp(scores[i] - most)
+    for i in range(seen, BLOCK_KEYS):
+        scores[i] = _ZERO
+    state[1] += total(scores_ptr, BLOCK_KEYS)
 
 
 @ordered_kernel
