@@ -205,7 +205,7 @@ def widen_group(_typing: Any, numbers_ptr: Any, out_ptr: Any) -> Any:
 
 
 def _make_reduction(name: str, join: str) -> Any:
-    """An intrinsic that reduces `count` float32 numbers, a constant multiple of LANES, lane by lane and then the lanes."""
+    """An intrinsic that reduces `count` float32 numbers, a multiple of LANES: lane by lane, then the lanes."""
 
     @intrinsic
     def reduction(_typing: Any, numbers_ptr: Any, count: Any) -> Any:

@@ -38,7 +38,7 @@ from nanovllm_kernels.jit_tiles import (
 # Keys of a block: their float32 copies stay in the first-level cache beside a tile of queries.
 BLOCK_KEYS = 64
 # Queries, times the query heads of a key-value head, that visit a block together; at least one token's.
-MOST_ROWS = 192
+MOST_ROWS = 96
 
 _ZERO, _LEAST = np.float32(0.0), np.float32(-3e38)
 

@@ -140,7 +140,7 @@ def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if plain.dtype == torch.bfloat16 and not can_pack_bf16():
         # torch would emulate bf16 number by number.
-        return functional.linear(x.float(), plain.float(), None if bias is None else bias.float())
+        return functional.linear(x.float(), plain.float(), None if bias is None else bias.float()).to(x.dtype)
     return functional.linear(x.to(plain.dtype), plain, bias)
 
 
