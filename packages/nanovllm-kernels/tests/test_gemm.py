@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nanovllm_kernels import gemm, platform
+from nanovllm_kernels import gemm
 from nanovllm_kernels.elementwise import pack_norm, rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, split_float32, tiles
 from nanovllm_kernels.platform import FEW_ROWS, can_pack_bf16, has_numba, runs_in_float32
@@ -130,13 +130,6 @@ def test_few_rows_beside_a_blocked_weight_have_panels():
     for num_rows in (1, 9):
         expected = torch.float32 if runs_in_float32(num_rows) or not can_pack_bf16() else torch.bfloat16
         assert linear(x[:num_rows], packed).dtype == expected
-
-
-@pytest.fixture(params=["as probed", "without bf16 units"])
-def bf16_units(request, monkeypatch):
-    if request.param == "without bf16 units":
-        for module in (gemm, platform):
-            monkeypatch.setattr(module, "can_pack_bf16", lambda: False)
 
 
 @pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")

@@ -38,10 +38,13 @@ LANES = 16 if INSTRUCTIONS == "AVX-512" else 8
 # Sums may be taken in any order, or no loop over them could be vectorised; numbers that aren't finite stay such.
 _SUMS = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
-_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
-_LEAST, _MOST = np.float32(-87.0), np.float32(88.0)
-_C6, _C5, _C4 = np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2)
-_C3 = np.float32(1.6666667e-1)
+# exp: the range outside of which it is constant, ln 2 in two parts, and the polynomial's terms from the sixth power on.
+EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
+LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
+EXP_TERMS = (np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2), np.float32(1.6666667e-1))
+_LEAST, _MOST = EXP_RANGE
+_LN2_HIGH, _LN2_LOW = LN2_PARTS
+_C6, _C5, _C4, _C3 = EXP_TERMS
 
 # Where OpenMP's functions are. Numba keeps no kernel that knows an address, so that kernels are told where this lies.
 _OPENMP = np.array(
@@ -223,7 +226,7 @@ def exp(x):
     2^n times a polynomial of what is left, as in Cephes' expf.
     """
     x = min(max(x, _LEAST), _MOST)
-    n = np.floor(x * _LOG2E + _HALF)
+    n = np.floor(x * LOG2_E + _HALF)
     r = x - n * _LN2_HIGH - n * _LN2_LOW
     p = ((((_C6 * r + _C5) * r + _C4) * r + _C3) * r + _HALF) * r * r + r + _ONE
     return p * float_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))

@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm_kernels.jit import LANES, prefetch_line
+from nanovllm_kernels.jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, LOG2_E, prefetch_line
 
 # Columns of a panel: its bf16 numbers for one k fill a cache line.
 PANEL = 32
@@ -105,7 +105,6 @@ def _lower_tile(
             builder.store(builder.load(place, align=4), total)
     kind = ir.FunctionType(_NUMBER, [_NUMBER] * 3)
     fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
     with cgutils.for_range(builder, builder.udiv(depth, _WIDE(UNROLL))) as loop:
         rows_at = builder.add(rows_ptr, builder.mul(loop.index, _WIDE(4 * UNROLL * strides[0])))
         panel_at = builder.add(panel_ptr, builder.mul(loop.index, _WIDE(UNROLL * step)))
@@ -124,10 +123,7 @@ def _lower_tile(
                     columns.append(builder.load(place, align=4))
             for row in range(num_rows):
                 place = _at(builder, rows_at, ir.FloatType(), 4 * (k * strides[0] + row * strides[1]))
-                number = builder.insert_element(
-                    ir.Constant(_NUMBER, ir.Undefined), builder.load(place), ir.IntType(32)(0)
-                )
-                x = builder.shuffle_vector(number, ir.Constant(_NUMBER, ir.Undefined), lanes)
+                x = _splat(builder, builder.load(place))
                 for vector in range(num_vectors):
                     total = sums[row * num_vectors + vector]
                     builder.store(builder.call(fma, [x, columns[vector], builder.load(total)]), total)
@@ -204,35 +200,97 @@ def widen_group(_typing: Any, numbers_ptr: Any, out_ptr: Any) -> Any:
     return types.void(numbers_ptr, out_ptr), lower
 
 
-def _make_reduction(name: str, join: str) -> Any:
-    """An intrinsic that reduces `count` float32 numbers, a multiple of LANES: lane by lane, then the lanes."""
+@intrinsic
+def largest(_typing: Any, numbers_ptr: Any, count: Any) -> Any:
+    """The largest of `count` float32 numbers, a multiple of LANES."""
 
-    @intrinsic
-    def reduction(_typing: Any, numbers_ptr: Any, count: Any) -> Any:
-        def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            numbers, size = values
-            found = cgutils.alloca_once_value(builder, builder.load(_at(builder, numbers, _NUMBER), align=4))
-            with cgutils.for_range(builder, builder.udiv(size, _WIDE(LANES)), start=_WIDE(1)) as loop:
-                place = builder.add(numbers, builder.mul(loop.index, _WIDE(4 * LANES)))
-                builder.store(_join(builder, join, found, place), found)
-            kind = ir.FunctionType(ir.FloatType(), [_NUMBER] if join == "maxnum" else [ir.FloatType(), _NUMBER])
-            reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.{name}.v{LANES}f32")
-            start = [] if join == "maxnum" else [ir.FloatType()(-0.0)]
-            return builder.call(
-                reduce, [*start, builder.load(found)], fastmath=("nnan",) if not start else ("reassoc",)
-            )
+    def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        numbers, size = values
+        found = cgutils.alloca_once_value(builder, builder.load(_at(builder, numbers, _NUMBER), align=4))
+        with cgutils.for_range(builder, builder.udiv(size, _WIDE(LANES)), start=_WIDE(1)) as loop:
+            number = _load_lanes(builder, numbers, loop.index)
+            before = builder.load(found)
+            builder.store(builder.select(builder.fcmp_ordered(">", before, number), before, number), found)
+        kind = ir.FunctionType(ir.FloatType(), [_NUMBER])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fmax.v{LANES}f32")
+        return builder.call(reduce, [builder.load(found)], fastmath=("nnan",))
 
-        return types.float32(numbers_ptr, count), lower
-
-    return reduction
+    return types.float32(numbers_ptr, count), lower
 
 
-def _join(builder: Any, join: str, found: Any, place: Any) -> Any:
-    before, numbers = builder.load(found), builder.load(_at(builder, place, _NUMBER), align=4)
-    if join == "add":
-        return builder.fadd(before, numbers)
-    return builder.select(builder.fcmp_ordered(">", before, numbers), before, numbers)
+@intrinsic
+def exp_and_sum(_typing: Any, numbers_ptr: Any, count: Any, most: Any) -> Any:
+    """Turn `count` float32 numbers, a multiple of LANES, into exp(number - most), and return their sum.
+
+    The sum is taken lane by lane, and then of the lanes, in one order.
+    """
+
+    def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        numbers, size, largest_number = values
+        found = cgutils.alloca_once_value(builder, ir.Constant(_NUMBER, [0.0] * LANES))
+        shift = _splat(builder, largest_number)
+        with cgutils.for_range(builder, builder.udiv(size, _WIDE(LANES))) as loop:
+            weight = _lower_exp(builder, builder.fsub(_load_lanes(builder, numbers, loop.index), shift))
+            _store_lanes(builder, weight, numbers, loop.index)
+            builder.store(builder.fadd(builder.load(found), weight), found)
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _NUMBER])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
+        return builder.call(reduce, [ir.FloatType()(-0.0), builder.load(found)], fastmath=("reassoc",))
+
+    return types.float32(numbers_ptr, count, most), lower
 
 
-total = _make_reduction("fadd", "add")
-largest = _make_reduction("fmax", "maxnum")
+@intrinsic
+def gate_numbers(_typing: Any, gates_ptr: Any, others_ptr: Any, out_ptr: Any, count: Any) -> Any:
+    """Write silu(gate) * other for `count` float32 numbers, a multiple of LANES."""
+
+    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        gates, others, out, size = values
+        one = ir.Constant(_NUMBER, [1.0] * LANES)
+        with cgutils.for_range(builder, builder.udiv(size, _WIDE(LANES))) as loop:
+            gate, other = (_load_lanes(builder, place, loop.index) for place in (gates, others))
+            divisor = builder.fadd(one, _lower_exp(builder, builder.fneg(gate)))
+            _store_lanes(builder, builder.fdiv(builder.fmul(other, gate), divisor), out, loop.index)
+        return context.get_dummy_value()
+
+    return types.void(gates_ptr, others_ptr, out_ptr, count), lower
+
+
+def _load_lanes(builder: Any, place: Any, index: Any) -> Any:
+    at = builder.add(place, builder.mul(index, _WIDE(4 * LANES)))
+    return builder.load(_at(builder, at, _NUMBER), align=4)
+
+
+def _store_lanes(builder: Any, number: Any, place: Any, index: Any) -> None:
+    at = builder.add(place, builder.mul(index, _WIDE(4 * LANES)))
+    builder.store(number, _at(builder, at, _NUMBER), align=4)
+
+
+def _splat(builder: Any, number: Any) -> Any:
+    nothing = ir.Constant(_NUMBER, ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def _lower_exp(builder: Any, x: Any) -> Any:
+    """As `jit.exp`, of a vector: 2^n times a polynomial of what is left."""
+
+    def constant(number: Any) -> Any:
+        return ir.Constant(_NUMBER, [float(number)] * LANES)
+
+    kind = ir.FunctionType(_NUMBER, [_NUMBER] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+    floor_kind = ir.FunctionType(_NUMBER, [_NUMBER])
+    floor = cgutils.get_or_insert_function(builder.module, floor_kind, f"llvm.floor.v{LANES}f32")
+    least, most = constant(EXP_RANGE[0]), constant(EXP_RANGE[1])
+    x = builder.select(builder.fcmp_ordered(">", x, least), x, least)
+    x = builder.select(builder.fcmp_ordered("<", x, most), x, most)
+    n = builder.call(floor, [builder.call(fma, [x, constant(LOG2_E), constant(0.5)])])
+    r = builder.call(fma, [n, constant(-LN2_PARTS[0]), x])
+    r = builder.call(fma, [n, constant(-LN2_PARTS[1]), r])
+    p = constant(EXP_TERMS[0])
+    for term in (*EXP_TERMS[1:], 0.5, 1.0, 1.0):
+        p = builder.call(fma, [p, r, constant(term)])
+    exponent = builder.add(builder.fptosi(n, _BITS), ir.Constant(_BITS, [127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(_BITS, [23] * LANES)), _NUMBER)
+    return builder.fmul(p, power)

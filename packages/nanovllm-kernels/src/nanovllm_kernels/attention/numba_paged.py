@@ -28,9 +28,9 @@ from nanovllm_kernels.jit_tiles import (
     TILE_ROWS,
     TURNED,
     UNROLL,
+    exp_and_sum,
     largest,
     make_tile,
-    total,
     transpose_keys,
     widen_group,
 )
@@ -163,9 +163,9 @@ def _attend_tile(args, kv_head, request, token, count, first_length, depth, widt
     values_ptr = keys_ptr + 4 * BLOCK_KEYS * depth
     scores_ptr = values_ptr + 4 * BLOCK_KEYS * width
     sums_ptr = scores_ptr + 4 * num_rows * BLOCK_KEYS
-    scores = numba.carray(pointer(scores_ptr), (num_rows, BLOCK_KEYS), np.float32)
     sums = numba.carray(pointer(sums_ptr), (width // PANEL, num_rows, PANEL), np.float32)
-    state = numba.carray(pointer(sums_ptr + 4 * num_rows * width), (num_rows, 2), np.float32)
+    state_ptr = sums_ptr + 4 * num_rows * width
+    state = numba.carray(pointer(state_ptr), (num_rows, 2), np.float32)
     q_ptr = args[1] + 4 * (token * args[2] + kv_head * group * head_dim)
     _pack_queries(q_ptr, args[2], group, head_dim, depth, num_rows, scale, queries_ptr)
     num_tiles = -(-num_rows // TILE_ROWS)
@@ -182,7 +182,15 @@ def _attend_tile(args, kv_head, request, token, count, first_length, depth, widt
                 _score(end - begin, queries_ptr + 4 * begin * depth, panel_ptr, depth, to)
             for row in range(begin, end):
                 seen = min(max(first_length + row // group - start, 0), num_keys)
-                _weigh(scores[row], seen, state[row], sums, row, start == 0)
+                _weigh(
+                    scores_ptr + 4 * row * BLOCK_KEYS,
+                    seen,
+                    state_ptr + 8 * row,
+                    sums_ptr + 4 * row * PANEL,
+                    num_rows,
+                    width,
+                    start == 0,
+                )
             for part in range(0, width, GROUP):
                 to = sums_ptr + 4 * (part // PANEL * num_rows * PANEL + begin * PANEL + part % PANEL)
                 _add_values(
@@ -261,32 +269,43 @@ def _copy_value(values, index, value_ptr, head_dim):
 
 
 @ordered_kernel
-def _weigh(scores, seen, state, sums, row, is_first):
+def _weigh(scores_ptr, seen, state_ptr, sums_ptr, num_rows, width, is_first):
     """Turn a row's scores into weights, 0 beyond `seen`, and rescale its sums where its largest score has grown."""
-    # Beyond `seen` lies anything.
-    for i in range(seen, BLOCK_KEYS):
-        scores[i] = _LEAST
-    scores_ptr = np.int64(scores.ctypes.data)
+    state = numba.carray(pointer(state_ptr), (2,), np.float32)
+    if seen < BLOCK_KEYS:
+        # Beyond `seen` lies anything.
+        _fill(scores_ptr, seen, _LEAST)
     most = largest(scores_ptr, BLOCK_KEYS)
     if is_first:
         state[1] = _ZERO
-        for part in range(sums.shape[0]):
-            for k in range(PANEL):
-                sums[part, row, k] = _ZERO
+        _scale(sums_ptr, num_rows, width, _ZERO)
     elif most > state[0]:
         factor = exp(state[0] - most)
         state[1] *= factor
-        for part in range(sums.shape[0]):
-            for k in range(PANEL):
-                sums[part, row, k] *= factor
+        _scale(sums_ptr, num_rows, width, factor)
     else:
         most = state[0]
     state[0] = most
-    for i in range(BLOCK_KEYS):
-        scores[i] = exp(scores[i] - most)
+    # exp of what isn't seen is some 1e-38, which adds nothing to a sum of at least 1.
+    state[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, most)
+    if seen < BLOCK_KEYS:
+        _fill(scores_ptr, seen, _ZERO)
+
+
+@ordered_kernel
+def _fill(scores_ptr, seen, number):
+    scores = numba.carray(pointer(scores_ptr), (BLOCK_KEYS,), np.float32)
     for i in range(seen, BLOCK_KEYS):
-        scores[i] = _ZERO
-    state[1] += total(scores_ptr, BLOCK_KEYS)
+        scores[i] = number
+
+
+@ordered_kernel
+def _scale(sums_ptr, num_rows, width, factor):
+    for part in range(width // PANEL):
+        sums = numba.carray(pointer(sums_ptr + 4 * part * num_rows * PANEL), (PANEL,), np.float32)
+        for k in range(PANEL):
+            # What memory held before the first block may be no number.
+            sums[k] = sums[k] * factor if factor != _ZERO else _ZERO
 
 
 @ordered_kernel

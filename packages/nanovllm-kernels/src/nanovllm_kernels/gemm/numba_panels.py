@@ -12,7 +12,6 @@ from torch import Tensor
 from nanovllm_kernels.jit import (
     LANES,
     OPENMP,
-    exp,
     from_bf16,
     inverse_rms,
     keep,
@@ -32,6 +31,7 @@ from nanovllm_kernels.jit_tiles import (
     TILE_ROWS,
     UNROLL,
     convert_panel,
+    gate_numbers,
     make_tile,
 )
 
@@ -43,7 +43,7 @@ CONVERTED_ROWS = 43
 # Up to so many rows take a whole panel at once.
 STREAMED_ROWS = 3
 
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_ZERO = np.float32(0.0)
 
 
 def pack_panels(weight: Tensor) -> Tensor:
@@ -247,34 +247,39 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
                 ahead_ptr += (end - begin > STREAMED_ROWS) * NUM_GROUPS * ahead_step * size // UNROLL
 
 
-@ordered_kernel
+@kernel
 def _finish(args, panel, sums_ptr):
+    """Write a panel's results: its sums with bias, gate or residual."""
     num_rows, num_columns, gated, add = args[8], args[11], args[12] != 0, args[13] != 0
-    sums = numba.carray(pointer(sums_ptr), (2 * num_rows, PANEL), np.float32)
-    out = numba.carray(pointer(args[6]), (num_rows, num_columns), np.float32)
-    bias = numba.carray(pointer(args[5]), (2 * num_columns,), np.uint16)
     first = panel * PANEL
     size = min(PANEL, num_columns - first)
     if args[5]:
-        for j in range(size):
-            number = from_bf16(bias[first + j])
-            for row in range(num_rows):
-                sums[row, j] += number
-            if gated:
-                number = from_bf16(bias[num_columns + first + j])
-                for row in range(num_rows):
-                    sums[num_rows + row, j] += number
-    for row in range(num_rows):
+        _add_bias(args[5] + 2 * first, size, sums_ptr, num_rows)
         if gated:
-            for j in range(size):
-                gate = sums[row, j]
-                out[row, first + j] = sums[num_rows + row, j] * gate / (_ONE + exp(-gate))
-        elif add:
-            for j in range(size):
-                out[row, first + j] += sums[row, j]
+            _add_bias(args[5] + 2 * (num_columns + first), size, sums_ptr + 4 * num_rows * PANEL, num_rows)
+    for row in range(num_rows):
+        from_ptr, to_ptr = sums_ptr + 4 * row * PANEL, args[6] + 4 * (row * num_columns + first)
+        if gated:
+            gate_numbers(from_ptr, from_ptr + 4 * num_rows * PANEL, to_ptr, PANEL)
         else:
-            for j in range(size):
-                out[row, first + j] = sums[row, j]
+            _finish_row(from_ptr, to_ptr, size, add)
+
+
+@ordered_kernel
+def _add_bias(bias_ptr, size, sums_ptr, num_rows):
+    bias = numba.carray(pointer(bias_ptr), (size,), np.uint16)
+    sums = numba.carray(pointer(sums_ptr), (num_rows, PANEL), np.float32)
+    for row in range(num_rows):
+        for j in range(size):
+            sums[row, j] += from_bf16(bias[j])
+
+
+@ordered_kernel
+def _finish_row(sums_ptr, out_ptr, size, add):
+    sums = numba.carray(pointer(sums_ptr), (size,), np.float32)
+    out = numba.carray(pointer(out_ptr), (size,), np.float32)
+    for j in range(size):
+        out[j] = out[j] + sums[j] if add else sums[j]
 
 
 _bf16_1 = make_tile(1, num_groups=NUM_GROUPS, from_bf16=True, num_prefetches=UNROLL)
