@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
 from nanovllm_core.execution.sampler import SCORED_AT_ONCE
+from nanovllm_kernels.platform import has_numba
 from nanovllm_models import load, load_tokenizer
 
 QUESTIONS = [
@@ -53,6 +55,33 @@ def prompts(default_model) -> list[list[int]]:
     tokenizer = load_tokenizer(default_model)
     conversations = ([{"role": "user", "content": question}] for question in QUESTIONS)
     return [tokenizer.encode(tokenizer.render_chat(c), add_special_tokens=False).tolist() for c in conversations]
+
+
+@pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
+async def test_a_seed_gives_the_same_tokens_in_any_company_without_bf16_units(default_model, prompts, monkeypatch):
+    monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
+    monkeypatch.setattr("nanovllm_kernels.gemm.can_pack_bf16", lambda: False)
+    drawn = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=1)
+
+    async def run(engine: AsyncEngine, index: int) -> list[tuple[int, float]]:
+        sampling = replace(drawn, seed=index)
+        request = Request(f"r{index}", token_ids=prompts[index], sampling=sampling)
+        outputs = [output async for output in engine.generate(request)]
+        tokens = [token for output in outputs for token in output.new_token_ids]
+        chosen = [found.logprob for output in outputs for found in output.logprobs or ()]
+        assert len(tokens) == len(chosen) == 24
+        return list(zip(tokens, chosen, strict=True))
+
+    engine = await AsyncEngine.start(load(default_model), EngineConfig(device="cpu", prefix_caching=False))
+    alone = [await run(engine, index) for index in (7, 8)]
+    together = await asyncio.gather(*(run(engine, index) for index in range(12)))
+    await engine.stop()
+    chunked = EngineConfig(device="cpu", max_num_batched_tokens=32, max_num_seqs=12, prefix_caching=False)
+    engine = await AsyncEngine.start(load(default_model), chunked)
+    in_chunks = await asyncio.gather(*(run(engine, index) for index in range(12)))
+    await engine.stop()
+    assert alone == [together[7], together[8]]
+    assert in_chunks == together
 
 
 @pytest.fixture(scope="module")

@@ -349,6 +349,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["as probed", "without bf16 units"])
+def bf16_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU as it is, and as if it had no instructions for bf16."""
+    if request.param == "without bf16 units":
+        monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
+        monkeypatch.setattr("nanovllm_kernels.gemm.can_pack_bf16", lambda: False)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised tensors hold NaN (integers: their largest value), so that what isn't written shows."""

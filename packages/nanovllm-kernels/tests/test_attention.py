@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm_kernels.attention import paged_attention, plan_batch
-from nanovllm_kernels.platform import has_numba
+from nanovllm_kernels.platform import has_numba, runs_in_float32
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -78,11 +78,22 @@ def test_a_single_decode(paged_batch, quantized, naive_attention, seq_len, in_fp
     torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
 
 
-@pytest.mark.skipif(not has_numba(), reason="there is no kernel for few queries")
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("requests", [[(1, 1)], [(1, 200)], [(1, 130), (1, 4), (3, 20), (2, 2)], [(8, 70)]])
-@pytest.mark.parametrize(("heads", "page_size"), [((9, 3, 64), 16), ((8, 1, 80), 32)])
-def test_few_queries_are_attended_in_float32(paged_batch, naive_attention, requests, heads, page_size):
+REQUESTS = [
+    [(1, 1)],
+    [(1, 200)],
+    [(1, 130), (1, 4), (3, 20), (2, 2)],
+    [(8, 70)],
+    [(1, 64), (1, 65), (150, 150), (70, 200)],
+]
+
+
+@pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
+@pytest.mark.usefixtures("threads", "bf16_units")
+@pytest.mark.parametrize("requests", REQUESTS)
+@pytest.mark.parametrize(("heads", "page_size"), [((9, 3, 64), 16), ((8, 1, 80), 32), ((2, 2, 18), 4)])
+def test_a_bf16_cache_is_attended_to_in_float32(paged_batch, naive_attention, requests, heads, page_size):
+    if not runs_in_float32(sum(query for query, _ in requests)):
+        pytest.skip("torch attends with so many queries here")
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(
         requests,
@@ -96,6 +107,29 @@ def test_few_queries_are_attended_in_float32(paged_batch, naive_attention, reque
     out = run(batch)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-6, rtol=0)
+
+
+@pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
+@pytest.mark.usefixtures("threads", "bf16_units")
+def test_a_query_is_attended_alike_in_any_chunk_and_any_batch(paged_batch):
+    heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": torch.bfloat16}
+    batch = paged_batch([(1, 33), (150, 150)], **heads)
+    if not runs_in_float32(151):
+        pytest.skip("torch attends with so many queries here")
+    batch = replace(batch, q=torch.randn(batch.q.shape))
+    whole = run(batch)
+    for count in (1, 2, 7, 64, 149):
+        start = torch.tensor([0, count], dtype=torch.int32)
+        alone = replace(
+            batch,
+            q=batch.q[-count:],
+            block_tables=batch.block_tables[1:],
+            seq_lens=batch.seq_lens[1:],
+            query_start_loc=start,
+            num_decodes=int(count == 1),
+            max_query_len=count,
+        )
+        assert torch.equal(run(alone), whole[-count:])
 
 
 @pytest.mark.parametrize("first", [1, 3])

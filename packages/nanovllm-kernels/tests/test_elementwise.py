@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nanovllm_kernels import fp8
 from nanovllm_kernels.elementwise import QKNorm, pack_norm, plan_rotation, rms_norm, rope_and_cache, silu_and_mul
-from nanovllm_kernels.platform import has_few_rows
+from nanovllm_kernels.platform import runs_in_float32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, and a little for the float32 arithmetic before it.
@@ -77,7 +77,7 @@ def test_rope_and_cache(num_tokens, heads, dims, dtype, float32_qkv, with_norm):
         q, k = normed(q, norm.q_weight, norm.eps), normed(k, norm.k_weight, norm.eps)
     # Two terms that may cancel, each from a number that a norm has rounded.
     close = {"rtol": 2 * RELATIVE[dtype], "atol": 8 * RELATIVE[dtype] if with_norm else 1e-6}
-    stays_float32 = has_few_rows(num_tokens) and float32_qkv and dtype == torch.bfloat16
+    stays_float32 = runs_in_float32(num_tokens) and float32_qkv and dtype == torch.bfloat16
     assert out.dtype == (torch.float32 if stays_float32 else dtype)
     torch.testing.assert_close(out.double(), rotated(q, cos_sin, positions), **close)
     keys, values = kv_cache.view(64, -1, head_dim)[slots].chunk(2, 1)

@@ -7,7 +7,7 @@ from torch.nn import functional
 from nanovllm_kernels import gemm
 from nanovllm_kernels.elementwise import pack_norm, rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, split_float32, tiles
-from nanovllm_kernels.platform import FEW_ROWS, can_pack_bf16, has_numba
+from nanovllm_kernels.platform import FEW_ROWS, can_pack_bf16, has_numba, runs_in_float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,6 +80,8 @@ def test_norm_before_a_linear(dtype, with_bias, num_rows, device):
 
 @pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, FEW_ROWS + 1)])
 def test_on_a_cpu_a_fused_linear_is_its_pieces(dtype, num_rows):
+    if dtype == torch.bfloat16 and runs_in_float32(num_rows):
+        pytest.skip("one kernel, which rounds nothing in between, takes them")
     x, weight, norm_weight = (torch.randn(shape).to(dtype) for shape in [(num_rows, 64), (40, 64), (64,)])
     packed, norm = pack_linear(weight), pack_norm(norm_weight)
     pieces = linear(rms_norm(x, norm, 1e-5), packed)
@@ -111,12 +113,12 @@ def test_packing_takes_any_layout():
     torch.testing.assert_close(linear(x, pack_linear(weight)).to(x.dtype), x @ weight.T, rtol=2**-7, atol=1e-2)
 
 
-def test_few_rows_have_a_kernel_and_keep_the_weight_for_it():
+def test_few_rows_beside_a_blocked_weight_have_panels():
     weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
     packed = pack_linear(weight)
+    assert (packed.panels is not None) == has_numba()
     if packed.blocked:
-        assert (packed.few is weight) == has_numba()
-    assert pack_linear(torch.zeros(4096, 4096, dtype=torch.bfloat16)).few is None
+        assert pack_linear(torch.zeros(4096, 4096, dtype=torch.bfloat16)).panels is None
     x, residual = torch.randn(9, 64).to(torch.bfloat16), torch.randn(9, 40).to(torch.bfloat16)
     many = linear(x, packed, None, residual.clone())
     few = torch.cat([linear(x[i : i + 1], packed, None, residual[i : i + 1].clone()) for i in range(9)])
@@ -125,16 +127,19 @@ def test_few_rows_have_a_kernel_and_keep_the_weight_for_it():
     # Rounded once or twice, the first time before the residual may leave little of it.
     for found in (few, many):
         assert ((found - exact).abs() <= 2**-8 * (product.abs() + exact.abs()) + 1e-5).all()
-    assert linear(x[:1], packed).dtype == (torch.float32 if has_numba() else torch.bfloat16)
-    assert linear(x, packed).dtype == torch.bfloat16
+    for num_rows in (1, 9):
+        expected = torch.float32 if runs_in_float32(num_rows) or not can_pack_bf16() else torch.bfloat16
+        assert linear(x[:num_rows], packed).dtype == expected
 
 
-@pytest.mark.skipif(not has_numba(), reason="there are no kernels for few rows")
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("num_rows", range(1, FEW_ROWS + 1))
-@pytest.mark.parametrize(("num_columns", "width"), [(1, 1), (2, 7), (5, 576), (96, 33), (130, 100)])
+@pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
+@pytest.mark.usefixtures("threads", "bf16_units")
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 42, 43, 300])
+@pytest.mark.parametrize(("num_columns", "width"), [(1, 1), (2, 7), (5, 576), (96, 33), (130, 1100)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_few_rows_are_summed_in_float32(num_rows, num_columns, width, with_bias):
+def test_products_by_panels_are_summed_in_float32(num_rows, num_columns, width, with_bias):
+    if not runs_in_float32(num_rows):
+        pytest.skip("so many rows are multiplied by oneDNN here")
     torch.manual_seed(0)
     x, residual = torch.randn(num_rows, width), torch.randn(num_rows, num_columns)
     weight, norm_weight = torch.randn(2 * num_columns, width).bfloat16(), torch.randn(width).bfloat16()
@@ -144,17 +149,44 @@ def test_few_rows_are_summed_in_float32(num_rows, num_columns, width, with_bias)
     plain = x.double() @ weight.double().T + added
     normed = functional.rms_norm(x.double(), (width,), norm_weight.double(), 1e-5) @ weight.double().T + added
     gate, up = normed.chunk(2, -1)
-    packed_norm = pack_norm(norm_weight)
+    packed_norm, packed, packed_half = pack_norm(norm_weight), pack_linear(weight), pack_linear(half)
     pairs = [
-        (linear(x, weight, bias), plain),
-        (linear(x, half, half_bias, residual.clone()), plain[:, :num_columns] + residual),
-        (norm_linear(x, packed_norm, 1e-5, weight, bias), normed),
-        (norm_gate_up(x, packed_norm, 1e-5, weight, bias), functional.silu(gate) * up),
-        (logits(x, pack_linear(half), half), x.double() @ half.double().T),
+        (linear(x, packed, bias), plain),
+        (linear(x, packed_half, half_bias, residual.clone()), plain[:, :num_columns] + residual),
+        (norm_linear(x, packed_norm, 1e-5, packed, bias), normed),
+        (norm_gate_up(x, packed_norm, 1e-5, packed, bias), functional.silu(gate) * up),
+        (logits(x, packed_half, half), x.double() @ half.double().T),
     ]
     for found, expected in pairs:
         assert found.dtype == torch.float32
         assert (found - expected).norm() < 2e-6 * (1 + expected.norm())
+
+
+@pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
+@pytest.mark.usefixtures("threads", "bf16_units")
+@pytest.mark.parametrize(("num_columns", "width"), [(96, 576), (70, 1537)])
+def test_a_row_by_panels_is_the_same_among_any_number_of_rows(num_columns, width):
+    torch.manual_seed(0)
+    x, residual = torch.randn(300, width), torch.randn(300, num_columns)
+    norm_weight, weight = pack_norm(torch.randn(width)), torch.randn(2 * num_columns, width).bfloat16()
+    packed, half = pack_linear(weight), pack_linear(weight[:num_columns])
+
+    def project(rows: slice) -> torch.Tensor:
+        added = linear(x[rows], half, None, residual[rows].clone())
+        normed = norm_linear(x[rows], norm_weight, 1e-5, packed)
+        gated = norm_gate_up(x[rows], norm_weight, 1e-5, packed)
+        return torch.cat((added, normed, gated, logits(x[rows], half, weight[:num_columns])), -1)
+
+    numbers = [count for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 42, 43, 252, 300) if runs_in_float32(count)]
+    whole = project(slice(300 - numbers[-1], 300))
+    for count in numbers:
+        assert torch.equal(project(slice(300 - count, 300)), whole[-count:])
+
+
+@pytest.mark.skipif(has_numba() and can_pack_bf16(), reason="this CPU multiplies bf16")
+def test_a_plain_weight_without_bf16_units_is_multiplied_in_float32():
+    x, weight = torch.randn(20, 64), torch.randn(40, 64).bfloat16()
+    torch.testing.assert_close(linear(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])

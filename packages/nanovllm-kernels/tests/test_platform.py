@@ -1,11 +1,21 @@
 """What the package says of this machine, and what importing it costs."""
 
+import os
+import platform
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from nanovllm_kernels.platform import NARROW, describe, has_cuda, residual_dtype
+from nanovllm_kernels.platform import (
+    NARROW,
+    can_pack_bf16,
+    describe,
+    describe_arithmetic,
+    has_cuda,
+    residual_dtype,
+)
 
 ROOMS = ("attention", "batch", "elementwise", "fp8", "gemm", "ladder", "platform", "sampling")
 
@@ -32,6 +42,25 @@ def test_the_residual_is_widened_where_that_costs_nothing():
         assert residual_dtype(dtype, cuda, NARROW - 1) == torch.float32
     assert residual_dtype(torch.bfloat16, cpu, 8192) == torch.float32
     assert residual_dtype(torch.float16, cpu, 8192) == torch.float16
+
+
+def test_arithmetic_is_named_by_the_instructions_that_were_found(monkeypatch):
+    cpu = torch.device("cpu")
+    assert describe_arithmetic(torch.device("cuda"), torch.bfloat16) == "bfloat16"
+    assert describe_arithmetic(cpu, torch.float32).startswith("float32, ")
+    found = describe_arithmetic(cpu, torch.bfloat16)
+    assert found.startswith("bfloat16, " if can_pack_bf16() else "float32 from bfloat16 weights, ")
+    monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
+    assert describe_arithmetic(cpu, torch.bfloat16).startswith("float32 from bfloat16 weights, ")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit names instructions of x86")
+def test_a_limit_on_the_instructions_is_honoured():
+    program = "from nanovllm_kernels.platform import can_pack_bf16; print(can_pack_bf16())"
+    for limit in ("AVX2", "AVX512_CORE", "AVX512_CORE_VNNI"):
+        limited = os.environ | {"ONEDNN_MAX_CPU_ISA": limit}
+        done = subprocess.run([sys.executable, "-c", program], env=limited, capture_output=True, text=True, check=True)
+        assert done.stdout == "False\n"
 
 
 def test_importing_and_running_on_a_cpu_takes_no_kernel_language():

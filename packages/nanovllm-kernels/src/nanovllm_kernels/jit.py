@@ -12,6 +12,7 @@ Importing this room imports numba: ask `platform.has_numba` first. It must not k
 """
 
 import ctypes
+import platform as _platform
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,17 +21,30 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., object])
 
+_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse4.2": "SSE4.2", "sve": "SVE", "neon": "NEON"}
+# What Numba compiles for. Kernels that are kept are told apart by it.
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+INSTRUCTIONS = next(
+    (name for feature, name in _VECTORS.items() if f"+{feature}" in _FEATURES), f"vectors of {_platform.machine()}"
+)
+# float32 numbers that a vector register holds, or two.
+LANES = 16 if INSTRUCTIONS == "AVX-512" else 8
+
 # Sums may be taken in any order, or no loop over them could be vectorised; numbers that aren't finite stay such.
 _SUMS = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
-_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
-_LEAST, _MOST = np.float32(-87.0), np.float32(88.0)
-_C6, _C5, _C4 = np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2)
-_C3 = np.float32(1.6666667e-1)
+# exp: the range outside of which it is constant, ln 2 in two parts, and the polynomial's terms from the sixth power on.
+EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
+LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
+EXP_TERMS = (np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2), np.float32(1.6666667e-1))
+_LEAST, _MOST = EXP_RANGE
+_LN2_HIGH, _LN2_LOW = LN2_PARTS
+_C6, _C5, _C4, _C3 = EXP_TERMS
 
 # Where OpenMP's functions are. Numba keeps no kernel that knows an address, so that kernels are told where this lies.
 _OPENMP = np.array(
@@ -58,6 +72,11 @@ _KEEP = _can_keep()
 def kernel(function: F) -> F:
     """`function`, compiled, and called without the interpreter lock; kernels may call one another."""
     return numba.njit(nogil=True, cache=_KEEP, fastmath=_SUMS)(function)
+
+
+def ordered_kernel(function: F) -> F:
+    """As `kernel`, but sums keep their order, so that a number does not depend on how its loop was vectorised."""
+    return numba.njit(nogil=True, cache=_KEEP, fastmath={"contract"})(function)
 
 
 def region(function: Callable[[int], None]) -> int:
@@ -171,6 +190,20 @@ def prefetch_line(builder: Any, address: Any) -> None:
     builder.call(function, [place, word(0), word(3), word(1)])
 
 
+@intrinsic
+def next_item(_typing: Any, address: Any) -> Any:
+    """Add 1 to the int64 at an address, for all threads at once, and return what it was."""
+    if address != types.int64:
+        return None
+
+    def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        wide = ir.IntType(64)
+        place = builder.inttoptr(values[0], wide.as_pointer())
+        return builder.atomic_rmw("add", place, wide(1), "monotonic")
+
+    return types.int64(address), lower
+
+
 @kernel
 def from_bf16(number):
     """float32 of bf16, a uint16."""
@@ -186,14 +219,14 @@ def to_bf16(number):
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@numba.njit(nogil=True, cache=_KEEP, fastmath={"contract"})
+@ordered_kernel
 def exp(x):
     """exp of float32 to 2 units in the last place; e^-87 and e^88 beyond. Unlike the library's, loops of it vectorise.
 
     2^n times a polynomial of what is left, as in Cephes' expf.
     """
     x = min(max(x, _LEAST), _MOST)
-    n = np.floor(x * _LOG2E + _HALF)
+    n = np.floor(x * LOG2_E + _HALF)
     r = x - n * _LN2_HIGH - n * _LN2_LOW
     p = ((((_C6 * r + _C5) * r + _C4) * r + _C3) * r + _HALF) * r * r + r + _ONE
     return p * float_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ import torch
 # The architecture that FlashAttention was seen to work on here: Hopper.
 FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)
-# Up to so many rows, where a CPU has kernels of its own for them: see `gemm`.
+# Up to so many rows are computed in float32 on any CPU: see `gemm`.
 FEW_ROWS = 8
 # Models of a smaller hidden size are decoded in the time of their launches, not of their residual stream.
 NARROW = 1024
+# Values of ONEDNN_MAX_CPU_ISA under which oneDNN emulates products of bf16.
+_ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,24 @@ def can_pack_bf16() -> bool:
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001 - torch has no public name for the probe
+        and _bf16_unit() is not None
     )
+
+
+def _bf16_unit() -> str | None:
+    """The instructions by which oneDNN multiplies bf16 here, None where it would emulate them.
+
+    On x86 torch's own probe takes AVX-512 alone for support, and names no instructions.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return "BF16"
+    limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
+    if limit in _ISA_WITHOUT_BF16:
+        return None
+    cpu = torch.cpu
+    if cpu._is_amx_tile_supported() and "AMX" in (limit if limit.startswith("AVX") else "AMX"):  # noqa: SLF001
+        return "AMX"
+    return "AVX-512 BF16" if cpu._is_avx512_bf16_supported() else None  # noqa: SLF001
 
 
 @functools.cache
@@ -143,6 +163,28 @@ def has_numba() -> bool:
     return found and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
-def has_few_rows(num_rows: int) -> bool:
-    """Whether so many rows beside bf16 weights have kernels of their own on a CPU, in Numba."""
-    return 0 < num_rows <= FEW_ROWS and has_numba()
+def runs_in_float32(num_rows: int) -> bool:
+    """Whether so many rows beside bf16 weights are computed in float32 on a CPU, by kernels in Numba.
+
+    Few always are. Without instructions for bf16 all are.
+    """
+    return has_numba() and num_rows > 0 and (num_rows <= FEW_ROWS or not can_pack_bf16())
+
+
+def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
+    """How products of a model with weights of `dtype` are computed on `device`, for people."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu":
+        return name
+    capability = torch.backends.cpu.get_cpu_capability()
+    if dtype != torch.bfloat16:
+        return f"{name}, {capability} (torch)"
+    in_float32 = f"float32 from bfloat16 weights, {capability} (torch)"
+    if has_numba():
+        from nanovllm_kernels.jit import INSTRUCTIONS
+
+        in_float32 = f"float32 from bfloat16 weights, {INSTRUCTIONS} (Numba)"
+    if not can_pack_bf16():
+        return in_float32
+    native = f"bfloat16, {_bf16_unit()} (oneDNN)"
+    return f"{native}; up to {FEW_ROWS} tokens {in_float32}" if has_numba() else native

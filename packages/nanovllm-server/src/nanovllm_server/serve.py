@@ -207,6 +207,7 @@ def banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
         f"nanovllm-server {__version__}\n"
         f"  address  {url}{workers}\n"
         f"  model    {', '.join(names)} ({info.dtype} on {info.device}, attention: {info.attention_backend})\n"
+        f"  products {info.arithmetic}\n"
         f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
         f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f'-d \'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'

@@ -30,6 +30,7 @@ from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.intake import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
+from nanovllm_kernels.platform import describe_arithmetic
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # While requests are here, clients hear of the engine's state this often, also during a long step.
@@ -151,6 +152,7 @@ class EngineLoop:
             prefix_caching=config.prefix_caching,
             attention_backend=config.attention_backend,
             grammars=spec.vocabulary is not None,
+            arithmetic=describe_arithmetic(runner.device, config.dtype),
         )
         grammars = None
         if spec.vocabulary is not None:

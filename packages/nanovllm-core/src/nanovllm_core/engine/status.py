@@ -19,7 +19,7 @@ class EngineInfo:
     """What stays the same as long as the engine lives.
 
     num_blocks: usable blocks, without the null block. num_state_slots: likewise, 0 for a model without recurrent
-    layers. grammars: whether requests may bring one.
+    layers. grammars: whether requests may bring one. arithmetic: how products are computed, for people.
     """
 
     model: str
@@ -38,6 +38,7 @@ class EngineInfo:
     grammars: bool = False
     num_state_slots: int = 0
     state_bytes: int = 0
+    arithmetic: str = ""
 
     @property
     def kv_cache_tokens(self) -> int:

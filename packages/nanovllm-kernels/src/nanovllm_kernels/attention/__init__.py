@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm_kernels.attention import flash_prefill, reference, tiles
 from nanovllm_kernels.attention.work_list import Rule, WorkList, make_work_list, query_classes
-from nanovllm_kernels.platform import describe, has_cute, has_few_rows, has_flash_attention
+from nanovllm_kernels.platform import describe, has_cute, has_flash_attention, runs_in_float32
 
 __all__ = ["AttentionBatch", "Backend", "even_chunk", "paged_attention", "plan_batch", "whole_prompt_tokens"]
 
@@ -21,8 +21,8 @@ Backend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 class AttentionBatch:
     """What attention must know of a step's batch, the same for every layer. Made by `plan_batch`.
 
-    few: whether it is for the kernel that a CPU has for few queries over a bf16 cache. gathers: what plain torch works
-    out once a step.
+    in_place: whether it is for the CPU kernel that reads a bf16 cache where it lies.
+    gathers: what plain torch works out once a step.
     narrow, wide: the work lists of the Triton kernels, for requests with few queries and with many.
     number_size: bytes of a number for which the lists were planned, see `tiles.number_size`.
     decode_lens, workspace: for the CuTe DSL kernel: the lengths of the requests with one query, 0 for other requests;
@@ -38,7 +38,7 @@ class AttentionBatch:
     query_start_loc: Tensor
     max_query_len: int
     max_seq_len: int
-    few: bool
+    in_place: bool
     gathers: reference.Gathers | None
     narrow: WorkList | None
     wide: WorkList | None
@@ -93,7 +93,7 @@ def plan_batch(
         query_start_loc,
         max_query_len,
         max_seq_len,
-        few=False,
+        in_place=False,
         gathers=None,
         narrow=None,
         wide=None,
@@ -119,8 +119,8 @@ def _plan_torch(batch: AttentionBatch, kv_cache: Tensor, num_decodes: int | None
     if num_decodes is None:
         raise ValueError('the backend "torch" must know num_decodes')
     on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
-    if on_cpu and has_few_rows(int(batch.query_start_loc[-1])):
-        return replace(batch, few=True)
+    if on_cpu and runs_in_float32(int(batch.query_start_loc[-1])):
+        return replace(batch, in_place=True)
     lengths = (batch.seq_lens, batch.query_start_loc)
     return replace(batch, gathers=reference.plan_gathers(batch.block_tables, *lengths, num_decodes, kv_cache.shape[1]))
 
@@ -257,7 +257,7 @@ def paged_attention(
         Needed where `batch.reads_own_keys`, not used elsewhere.
     Returns contiguous [T, Hq, D] in the dtype of q.
     """
-    if batch.few:
+    if batch.in_place:
         return _paged_attention_on_cpu(q, kv_cache, batch, scale)
     if batch.gathers is not None:
         return reference.paged_attention(q, kv_cache, kv_scales, batch.gathers, scale)
@@ -287,14 +287,14 @@ def check_number_size(q: Tensor, kv_cache: Tensor, batch: AttentionBatch) -> Non
 
 
 def _paged_attention_on_cpu(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    from nanovllm_kernels.attention import numba_few
+    from nanovllm_kernels.attention import numba_paged
 
     queries = q.float()
     if queries.stride(1) != q.shape[2] or queries.stride(2) != 1:
         queries = queries.contiguous()
     out = torch.empty(q.shape)
-    numba_few.paged_attention(
-        queries, kv_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc, batch.max_seq_len, scale, out
+    numba_paged.paged_attention(
+        queries, kv_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc, scale, out
     )
     return out.to(q.dtype)
 

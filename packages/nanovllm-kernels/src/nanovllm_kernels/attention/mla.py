@@ -55,7 +55,7 @@ def plan_latent_batch(
         query_start_loc,
         max_query_len,
         max_seq_len,
-        few=False,
+        in_place=False,
         gathers=None,
         narrow=None,
         wide=None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.elementwise import reference
-from nanovllm_kernels.platform import has_few_rows
+from nanovllm_kernels.platform import runs_in_float32
 
 __all__ = [
     "QKNorm",
@@ -110,8 +110,8 @@ def rope_and_cache(
     qk_norm: what query and key heads go through first, if anything.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, for the scales of a quantised cache, and None for another.
     keep_keys: leave in `qkv` the keys and values that the cache gets. Only on CUDA, and not over a quantised cache.
-    Returns the rotated queries [T, Hq, D] in the cache's dtype; over FP8, and few of them on a CPU, in their own; a
-    view of `qkv` if it has that.
+    Returns the rotated queries [T, Hq, D] in the cache's dtype; over FP8, and where a CPU computes in float32, in their
+    own. They are a view of `qkv` if it has that dtype.
     Computed in float32 and rounded once; on a CPU after the norm as well, when `qkv` isn't float32. On CUDA a value
     that is no finite number goes to the cache as 0, so that it can't reach whoever gets the page next.
 
@@ -132,8 +132,8 @@ def rope_and_cache(
 
 
 def _has_kernel_on_cpu(qkv: Tensor, kv_cache: Tensor) -> bool:
-    few = has_few_rows(qkv.shape[0]) and qkv.dtype == torch.float32 and kv_cache.dtype == torch.bfloat16
-    return few and not torch.compiler.is_compiling()
+    fits = qkv.dtype == torch.float32 and kv_cache.dtype == torch.bfloat16
+    return fits and runs_in_float32(qkv.shape[0]) and not torch.compiler.is_compiling()
 
 
 def _rope_and_cache_on_cpu(

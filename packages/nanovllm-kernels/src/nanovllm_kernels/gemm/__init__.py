@@ -12,11 +12,8 @@ Measured on two cores with AMX, bf16, microseconds, plain `F.linear` against the
     1536 -> 576      64 / 28    66 / 29    115 / 87   560 / 610  1101 / 1322
     576 -> 49152     2159/1217  2196/1173  3945/2419
 
-For up to 8 rows a kernel of ours (`numba_rows`), with the norm before it and the gate or the residual after it, is
-faster still, and its results are float32 sums. One token through all 120 linear layers of SmolLM2-135M with their
-norms, gates and residuals, two cores of an AMD EPYC (Zen 5), milliseconds, the least of 48, both in turn: at one row
-6.9 by FBGEMM's fp16 product (which was here before it) and 4.9, at four 8.0 by the packed one and 5.6, at eight 8.0 and
-7.7; at sixteen it would take twice as long as the packed one.
+For up to 8 rows, and for any number on a CPU without matrix units for bf16, products run in float32 from bf16 weights
+in panels (`numba_panels`), with the norm before them and the gate or the residual after them in one kernel.
 
 The packing is told a number of rows to plan for. 8 is within noise of the best of {1, 8, 64, 512} up to 64 rows; at 512
 rows and more only 1536 -> 576 preferred another (1: 462 us), and decode at 8 rows would pay for it elsewhere (96 us
@@ -33,12 +30,12 @@ from torch.nn import functional
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight
-from nanovllm_kernels.platform import can_pack_bf16, has_few_rows, has_numba
+from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 
 # For more rows on CUDA every product is a library's.
 OWN_ROWS = tiles.SPLIT_ROWS
 PLANNED_ROWS = 8
-# Only small weights (N or K up to this) are kept for few rows beside oneDNN's copy.
+# Only small weights (N or K up to this) are packed in panels, for few rows, beside oneDNN's copy.
 FEW_ROWS_MAX_SIZE = 2048
 # Of the logits of one row, how many a CPU computes again in float32.
 REFINED_LOGITS = 16
@@ -46,30 +43,47 @@ REFINED_LOGITS = 16
 RUN = 64
 
 
-class PackedWeight(NamedTuple):
-    """A linear layer's weight, made ready for `linear`; of shape [N, K] as the plain one.
+class Panels(NamedTuple):
+    """A bf16 weight [N, K] as `numba_panels` reads it."""
 
-    data: in oneDNN's own blocked layout when `blocked`, which no torch operator but `linear`'s understands; else plain.
-    few: beside a blocked weight the plain one, for few rows, where that pays. counters: int32 zeros, where a
-    kernel may split the weight; every launch leaves them so, and only one at a time may use them.
+    data: Tensor
+    num_columns: int
+
+
+class PackedWeight(NamedTuple):
+    """A linear layer's weight, made ready for `linear`.
+
+    data: plain [N, K]; or in oneDNN's own blocked layout when `blocked`; or panels, when there are panels and it isn't
+    blocked. Only this module understands the latter two.
+    panels: for products in float32: of few rows beside a blocked weight, else of any number of rows.
+    counters: int32 zeros, where a kernel may split the weight; every launch leaves them so, and only one at a time may
+    use them.
     """
 
     data: Tensor
     blocked: bool
-    few: Tensor | None = None
+    panels: Panels | None = None
     counters: Tensor | None = None
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:
-    """Make `weight` [N, K] ready for `linear`. A bf16 weight on a CPU that multiplies bf16 natively is copied into
-    oneDNN's layout, and a small one (N or K up to FEW_ROWS_MAX_SIZE) kept as well. Any other is kept as it is, without
-    a copy.
+    """Make `weight` [N, K] ready for `linear`.
+
+    On a CPU a bf16 weight is copied: where bf16 is multiplied natively into oneDNN's layout, and a small one (N or K up
+    to FEW_ROWS_MAX_SIZE) into panels as well; elsewhere into panels alone. Any other weight is kept, without a copy.
     """
-    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and can_pack_bf16():
-        plain = weight.contiguous()
-        packed = torch.ops.mkldnn._reorder_linear_weight(plain, PLANNED_ROWS)  # noqa: SLF001
-        keeps = min(weight.shape) <= FEW_ROWS_MAX_SIZE and has_numba()
-        return PackedWeight(packed, blocked=True, few=plain if keeps else None)
+    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        is_blocked = can_pack_bf16()
+        panels = None
+        if has_numba() and (not is_blocked or min(weight.shape) <= FEW_ROWS_MAX_SIZE):
+            from nanovllm_kernels.gemm import numba_panels
+
+            panels = Panels(numba_panels.pack_panels(weight), weight.shape[0])
+        if is_blocked:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PLANNED_ROWS)  # noqa: SLF001
+            return PackedWeight(packed, blocked=True, panels=panels)
+        if panels is not None:
+            return PackedWeight(panels.data, blocked=False, panels=panels)
     counters = None
     if weight.is_cuda and weight.is_contiguous() and weight.element_size() == 2 and tiles.can_split(*weight.shape):
         counters = torch.zeros(tiles.num_counters(weight.shape[0]), dtype=torch.int32, device=weight.device)
@@ -82,43 +96,52 @@ def _packed_product() -> torch._ops.OpOverload:
     return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
 
 
-def _few_rows_weight(x: Tensor, weight: Tensor | PackedWeight) -> Tensor | None:
-    """The plain bf16 weight of a product that a CPU's kernel for few rows takes, None where it doesn't."""
-    if x.is_cuda or x.dim() != 2 or torch.compiler.is_compiling() or not has_few_rows(x.shape[0]):
+def _panels_for(x: Tensor, weight: Tensor | PackedWeight) -> Panels | None:
+    """The panels that rows `x` [M, K] are to be multiplied by, None where another product takes them."""
+    if not isinstance(weight, PackedWeight) or weight.panels is None:
         return None
-    if isinstance(weight, PackedWeight):
-        weight = weight.data if not weight.blocked else weight.few
-    return weight if weight is not None and weight.dtype == torch.bfloat16 and weight.is_contiguous() else None
+    if weight.blocked and (x.dim() != 2 or not runs_in_float32(x.shape[0])):
+        return None
+    return weight.panels
 
 
-def _few_rows(
+def _project_panels(
     x: Tensor,
     norm_weight: Tensor | None,
     eps: float,
-    weight: Tensor,
+    panels: Panels,
     bias: Tensor | None,
     residual: Tensor | None,
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Rows `x` [M, K] on a CPU, normed if there is a weight for it, times the transpose of `weight` [N, K] plus `bias`,
-    gated (then N is 2 I and the result [M, I]) or not, plus `residual`; float32, or of the dtype of `residual`.
-    """
-    from nanovllm_kernels.gemm import numba_rows
+    """Rows `x` [.., K] on a CPU, normed if there is a weight for it, times the transpose of a weight [N, K] plus
+    `bias`, gated (then N is 2 I and the result [.., I]) or not, plus `residual`.
 
+    The result is float32, or of the dtype of `residual`.
+    """
+    from nanovllm_kernels.gemm import numba_panels
+
+    if gated and not numba_panels.can_gate(panels.num_columns):
+        return silu_and_mul(_project_panels(x, norm_weight, eps, panels, bias, None))
     adds = residual is not None and residual.dtype == torch.float32 and residual.is_contiguous()
-    columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = residual if adds else torch.empty((x.shape[0], columns))
+    columns = panels.num_columns // 2 if gated else panels.num_columns
+    out = residual if adds else torch.empty((*x.shape[:-1], columns))
     norm = None if norm_weight is None else norm_weight.float()
-    numba_rows.project_rows(x.float().contiguous(), norm, eps, weight, bias, out, gated=gated, add=adds)
+    rows, results = x.float().contiguous().view(-1, x.shape[-1]), out.view(-1, columns)
+    if len(rows):
+        numba_panels.project_rows(rows, norm, eps, panels.data, bias, results, gated=gated, add=adds)
     return out if adds or residual is None else residual.add_(out)
 
 
 def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
-    if not isinstance(weight, PackedWeight) or not weight.blocked:
-        plain = weight.data if isinstance(weight, PackedWeight) else weight
-        return functional.linear(x.to(plain.dtype), plain, bias)
-    return _packed_product()(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
+    if isinstance(weight, PackedWeight) and weight.blocked:
+        return _packed_product()(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
+    plain = weight.data if isinstance(weight, PackedWeight) else weight
+    if plain.dtype == torch.bfloat16 and not can_pack_bf16():
+        # torch would emulate bf16 number by number.
+        return functional.linear(x.float(), plain.float(), None if bias is None else bias.float()).to(x.dtype)
+    return functional.linear(x.to(plain.dtype), plain, bias)
 
 
 def linear(
@@ -131,7 +154,7 @@ def linear(
 
     All share one dtype, but `residual` may be float32 beside any, and the result has its dtype; products are summed in
     float32 and rounded once, but beside both a residual and a bias. On a CPU `x` may be float32 beside bf16 weights as
-    well, and without a residual the result is float32 for few rows and else bf16, as the products give it. `residual`
+    well, and without a residual the result is float32 where products run in float32, else bf16. `residual`
     may be overwritten, and may share memory with what is returned. By block FP8 weights: see `block_fp8.linear`.
     """
     if isinstance(weight, BlockFP8Weight):
@@ -141,8 +164,8 @@ def linear(
     if torch.compiler.is_compiling():
         return _linear_formula(x, plain, bias, residual)
     if not x.is_cuda:
-        if (few := _few_rows_weight(x, weight)) is not None:
-            return _few_rows(x, None, 0.0, few, bias, residual)
+        if (panels := _panels_for(x, weight)) is not None:
+            return _project_panels(x, None, 0.0, panels, bias, residual)
         out = _linear_on_cpu(x, weight, bias)
         return out if residual is None else residual.add_(out)
     weight = plain
@@ -185,8 +208,8 @@ def norm_linear(
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if _runs_as_rows(x, plain):
         return _project_rows_op(x, norm_weight, eps, plain, bias, None, False, False)
-    if (few := _few_rows_weight(x, weight)) is not None:
-        return _few_rows(x, norm_weight, eps, few, bias, None)
+    if (panels := _panels_for(x, weight)) is not None:
+        return _project_panels(x, norm_weight, eps, panels, bias, None)
     return linear(rms_norm(x, norm_weight, eps, plain.dtype), weight, bias)
 
 
@@ -207,8 +230,8 @@ def norm_gate_up(
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if _runs_as_rows(x, plain):
         return _project_rows_op(x, norm_weight, eps, plain, bias, None, True, False)
-    if (few := _few_rows_weight(x, weight)) is not None:
-        return _few_rows(x, norm_weight, eps, few, bias, None, gated=True)
+    if (panels := _panels_for(x, weight)) is not None:
+        return _project_panels(x, norm_weight, eps, panels, bias, None, gated=True)
     return silu_and_mul(linear(rms_norm(x, norm_weight, eps, plain.dtype), weight, bias))
 
 
@@ -225,8 +248,9 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None
     """`x` [n, K] times the transpose of `weight` [N, K], a vocabulary's or a router's: float32 [n, N].
 
     bf16 keeps 8 bits, of logits near 25 multiples of 1/8, so that the two likeliest tokens often tie and the lower id
-    would win. CUDA gives the products as they were summed, in float32, and so does a CPU for few rows. Its matrix units
-    give only bf16: there the REFINED_LOGITS largest of each row are computed again, and the others keep their rounding.
+    would win. CUDA gives the products as they were summed, in float32, and so do a CPU's products in float32. Its
+    matrix units give only bf16: there the REFINED_LOGITS largest of each row are computed again, and the others keep
+    their rounding.
 
     table: the plain weight [N, K] that `weight` was packed from. Where it is float32, `x` is taken as float32.
     thirds: of such a table on CUDA `split_float32`, where `x` is bfloat16. Tensor cores take these, not float32; the
@@ -240,8 +264,8 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None
         return _project_rows_op(x, None, 0.0, table, None, None, False, True)
     if x.is_cuda:
         return torch.mm(x, table.t(), out_dtype=torch.float32)
-    if (few := _few_rows_weight(x, table)) is not None:
-        return _few_rows(x, None, 0.0, few, None, None)
+    if (panels := _panels_for(x, weight)) is not None:
+        return _project_panels(x, None, 0.0, panels, None, None)
     # The search for the largest takes a quarter of the time in float32.
     rough = linear(x, weight).float()
     leaders = _leaders(rough, REFINED_LOGITS)
