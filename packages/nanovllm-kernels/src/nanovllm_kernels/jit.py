@@ -1,6 +1,6 @@
 """Numba, the kernel language of the CPU: memory by address, bf16, and the threads that torch computes with.
 
-For few rows, where an operator of plain torch costs more than its arithmetic. Kernels take addresses as integers, so
+For what torch has no operator: few rows, and products in float32 from bf16 weights. Kernels take addresses as integers, so
 that a call costs a microsecond; whoever calls one keeps the tensors alive, and has seen to their dtypes and strides.
 Compiled when first used, for this machine, and kept where the source lies or in the user's cache directory, until their
 own file changes: after a change of this one, touch theirs.
@@ -169,21 +169,8 @@ def keep(array):
     return array.size
 
 
-@intrinsic
-def prefetch(_typing: Any, address: Any) -> Any:
-    """Have the cache line at an address, int64, fetched; it need not be there."""
-    if address != types.int64:
-        return None
-
-    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        prefetch_line(builder, values[0])
-        return context.get_dummy_value()
-
-    return types.void(address), lower
-
-
 def prefetch_line(builder: Any, address: Any) -> None:
-    """`prefetch`, for intrinsics: of an LLVM value."""
+    """Have the cache line at an address, an LLVM value, fetched; it need not be there."""
     place, word = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
