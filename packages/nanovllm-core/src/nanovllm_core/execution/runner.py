@@ -1,8 +1,4 @@
-"""Runs plans on one device: model, cache and request table in one place.
-
-Everything here happens on the one thread that drives the device. This room must not know about queues, clients or why
-a plan is as it is.
-"""
+"""Runs plans on one device, on the one thread that drives it: model, cache and request table in one place."""
 
 import sys
 import time
@@ -78,7 +74,6 @@ class Runner:
     def __init__(self, spec: ModelSpec, config: ResolvedConfig):
         self.device = torch.device(config.device)
         self.device_name = describe(self.device).name
-        # A CPU has computed a step when it is launched.
         self.computes_later = self.device.type != "cpu"
         self._spins = SpinControl(is_on=not self.computes_later and can_limit())
         self._config = config
@@ -146,10 +141,10 @@ class Runner:
     def time_step(self, num_tokens: int, context: int = 0) -> float:
         """Seconds of a step of one prompt chunk: `num_tokens` tokens after `context` computed ones.
 
-        To be called before the first request. The chunk reads and writes the null block only.
+        To be called before the first request. The chunk reads and writes the null block only. The first of two runs may
+        compile or allocate.
         """
         greedy = SamplingParams(temperature=0.0)
-        # The first run may compile or allocate.
         seconds = [self._rehearse([num_tokens], greedy, context=context) for _ in range(2)]
         self._table.buffer.clear()
         self.graphs.counts.clear()
