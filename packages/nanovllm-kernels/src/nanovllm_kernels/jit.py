@@ -1,7 +1,7 @@
 """Numba, the kernel language of the CPU: memory by address, bf16, and the threads that torch computes with.
 
-For what torch has no operator: few rows, and products in float32 from bf16 weights. Kernels take addresses as integers, so
-that a call costs a microsecond; whoever calls one keeps the tensors alive, and has seen to their dtypes and strides.
+For what torch has no operator: few rows, and products in float32 from bf16 weights. Kernels take addresses as integers,
+so that a call costs a microsecond; callers keep the tensors alive, and have seen to their dtypes and strides.
 Compiled when first used, for this machine, and kept where the source lies or in the user's cache directory, until their
 own file changes: after a change of this one, touch theirs.
 
