@@ -37,6 +37,7 @@ class Engine:
     target_s: float | None = TARGET_S
     depth: int = 2
     max_num_seqs: int = 64
+    even_chunk: int = 512
     noise: float = 0.03
     now: float = 0.0
     device_free: float = 0.0
@@ -60,7 +61,7 @@ class Engine:
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=self.max_num_seqs,
-            limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, 512, PADDED),
+            limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.even_chunk, PADDED),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[1],
             step_times=model,
@@ -104,7 +105,7 @@ class Engine:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_arrivals_keep_every_step_within_its_limit_and_all_finish(seed):
-    engine = Engine(seed, depth=random.Random(seed).choice([1, 2]))
+    engine = Engine(seed, depth=random.Random(seed).choice([1, 2]), even_chunk=512 if seed % 3 else 1)
     rng = engine.rng
     arrivals = deque(sorted(rng.uniform(0, 20) for _ in range(120)))
     while engine.step() or arrivals:

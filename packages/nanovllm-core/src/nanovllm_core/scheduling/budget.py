@@ -130,7 +130,8 @@ class StepBudget:
         """
         even, size = self._limits.even_chunk, self._block_size
         rounds = -(-num_tokens // even)
-        if rounds < 2:
+        # Rounds shorter than a block, as a CPU has them, are no reason to cut.
+        if rounds < 2 or even < size:
             return num_tokens
         round_before = (start + (rounds - 1) * even) // size * size - start
         if not self._fits(start, num_tokens, limit_s):
