@@ -68,7 +68,7 @@ def test_a_damaged_message_is_left_out(place):
 
 
 @pytest.mark.parametrize("positions", [(0, 1 << 40), (1 << 40, 0), (1 << 63, (1 << 64) - 1), (17, 40)])
-def test_damaged_positions_give_no_message_and_end_nobody(positions):
+def test_damaged_positions_give_no_message_and_raise_nothing(positions):
     ring, reader = ring_and_reader()
     ring.write(b"first")
     ring._positions[0], ring._positions[1] = positions

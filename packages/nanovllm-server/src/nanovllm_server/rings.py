@@ -77,7 +77,10 @@ class Ring:
         return self._positions[1]
 
     def write(self, payload: bytes | bytearray) -> None:
-        """Add a message; the oldest messages make room for it. Raises ValueError when it is larger than the ring."""
+        """Add a message, over the oldest ones if there is no space left.
+
+        Raises ValueError when it is larger than the ring.
+        """
         oldest, written = self.oldest, self.written
         size = _MESSAGE_HEADER.size + len(payload)
         if size > self.capacity:
