@@ -20,7 +20,7 @@ WINDOW_S = 0.2
 # again below the second.
 BUSY_CORES = 0.4
 IDLE_CORES = 0.2
-# Of a user who has decided.
+# If one of these is set, the user has chosen how threads wait.
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 PROCESSORS = Path("/proc/stat")
 

@@ -17,7 +17,7 @@ _MESSAGE_HEADER_BYTES = 5
 
 
 def allocate_rings(num_workers: int) -> RingMemory | None:
-    """The memory of an exchange among so many workers; None for one worker, which has nobody to exchange with."""
+    """The memory of an exchange among `num_workers` workers; None for one worker, which needs no exchange."""
     return RingMemory(num_workers, RING_BYTES) if num_workers > 1 else None
 
 

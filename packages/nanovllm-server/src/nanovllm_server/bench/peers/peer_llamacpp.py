@@ -85,7 +85,7 @@ def _converted(source: Path, weights: str, directory: Path, threads: int) -> Pat
 
 
 def _context(model: Any, batches: Sequence[Works], threads: int) -> Any:
-    """A context with room for any of the batches."""
+    """A context that is large enough for each of the batches."""
     longest = max(len(work["prompt"]) + work["max_tokens"] for works in batches for work in works)
     num_sequences = max(map(len, batches))
     options = llama_cpp.llama_context_default_params()
@@ -95,7 +95,9 @@ def _context(model: Any, batches: Sequence[Works], threads: int) -> Any:
     options.n_threads = options.n_threads_batch = threads
     context = llama_cpp.llama_init_from_model(model, options)
     if not context:
-        raise RuntimeError(f"llama.cpp has no room for {num_sequences} sequences of {longest} tokens")
+        raise RuntimeError(
+            f"llama.cpp can't make a context for {num_sequences} sequences of {longest} tokens: lower --max-num-seqs"
+        )
     return context
 
 
