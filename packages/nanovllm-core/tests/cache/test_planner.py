@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_core.cache.planner import MAX_CACHED_BLOCKS, bytes_per_block, plan_cache
+from nanovllm_core.cache.planner import MAX_CACHED_BLOCKS, bytes_per_block, choose_block_size, plan_cache
 from nanovllm_core.config import ConfigError, EngineConfig, resolve
 from nanovllm_core.model import MLASpec, PagedSpec
 
@@ -18,8 +18,8 @@ def test_fp8_holds_about_twice_as_many_blocks(head_dim, gain):
     blocks = {}
     for kind in ("auto", "fp8"):
         config = resolve(EngineConfig(kv_cache_dtype=kind, max_num_seqs=4096), **FACTS)
-        block_bytes = bytes_per_block(specs, config.block_size, config.kv_cache_dtype)
-        blocks[kind] = plan_cache(config, 8 << 30, block_bytes).num_blocks
+        block_bytes = bytes_per_block(specs, 16, config.kv_cache_dtype)
+        blocks[kind] = plan_cache(config, 16, 8 << 30, block_bytes).num_blocks
     assert blocks["auto"] > 1000
     assert blocks["fp8"] / blocks["auto"] > gain
 
@@ -53,7 +53,7 @@ def test_a_model_may_prefer_a_dtype_on_a_gpu():
 
 def num_blocks(free_bytes: int, **settings) -> int:
     config = resolve(EngineConfig(max_num_seqs=4, max_model_len=160, **settings), **FACTS)
-    return plan_cache(config, free_bytes, block_bytes=1000).num_blocks
+    return plan_cache(config, 16, free_bytes, block_bytes=1000).num_blocks
 
 
 def test_a_prefix_cache_takes_all_free_memory():
@@ -66,3 +66,44 @@ def test_a_prefix_cache_takes_all_free_memory():
 def test_without_a_prefix_cache_blocks_are_for_running_requests():
     assert num_blocks(1_000_000, prefix_caching=False) == 4 * 10
     assert num_blocks(30_000, prefix_caching=False) == 29
+
+
+PAGED = PagedSpec(num_kv_heads=8, head_dim=128, num_heads=32)
+
+
+def block_size(attention=PAGED, *, has_states=False, **settings) -> int:
+    config = resolve(EngineConfig(**settings), has_flash_attention=True, **FACTS)
+    return choose_block_size(config, attention, has_states=has_states)
+
+
+@pytest.fixture
+def flash_attention(monkeypatch):
+    monkeypatch.setattr("nanovllm_kernels.attention.has_flash_attention", lambda: True)
+
+
+@pytest.mark.usefixtures("flash_attention")
+def test_blocks_are_as_long_as_flash_attention_reads_fastest():
+    assert block_size() == 128
+    assert block_size(block_size=32) == 32
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"attention_backend": "triton"},
+        {"kv_cache_dtype": "fp8"},
+        {"attention": PAGED._replace(head_dim=256)},
+        {"attention": MLASpec(latent_dim=512, rope_dim=64, num_heads=128)},
+        {"has_states": True},
+        {"max_num_seqs": 100, "max_num_batched_tokens": 200},
+        {"device": "cpu"},
+    ],
+)
+def test_blocks_are_short_where_long_ones_bring_nothing_or_do_not_fit(others):
+    assert block_size(**others) == 16
+
+
+def test_blocks_longer_than_the_distance_of_checkpoints_are_refused():
+    with pytest.raises(ConfigError, match="block_size is 128, but must be at most 64 for a model with recurrent"):
+        block_size(block_size=128, has_states=True)

@@ -11,7 +11,8 @@ from nanovllm_core.scheduling.plan import StepTokens
 from nanovllm_core.scheduling.policy import MAX_BYPASSES
 from nanovllm_core.scheduling.prompts import WINDOW
 from nanovllm_core.scheduling.scheduler import Scheduler
-from nanovllm_core.scheduling.step_time import StepWork, attention_pairs
+from nanovllm_core.scheduling.step_time import StepWork
+from nanovllm_kernels.attention.rounds import AttentionRounds, attention_pairs
 
 BUDGET, LONG, BLOCK_SIZE = 8192, 5000, 16
 
@@ -170,6 +171,9 @@ def test_requests_that_fit_overtake_one_that_lacks_blocks_but_not_for_ever():
     assert scheduler.num_waiting == 0
 
 
+ROUNDS = AttentionRounds(tile_tokens=32, num_tiles=16)
+
+
 def fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> Scheduler:
     scheduler = make_scheduler(16)
     scheduler.limits = scheduler._prompts._limits = limits
@@ -185,7 +189,7 @@ def fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> S
     [(640, 1e-9, 640), (640, 1e-6, 512), (960, 1e-6, 960), (400, 1e-6, 400), (1200, 1e-6, 1024)],
 )
 def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_device_idle(budget, per_pair, expected):
-    scheduler = fitted_scheduler(StepLimits(budget, even_chunk=512), 1e-5, per_pair)
+    scheduler = fitted_scheduler(StepLimits(budget, rounds=ROUNDS), 1e-5, per_pair)
     add(scheduler, 0, LONG)
     assert step(scheduler) == [expected]
 
@@ -193,7 +197,7 @@ def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_devic
 @pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 928), (0.0165, 512)])
 def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
     # By their pairs 960 tokens fit into 19 ms, in two whole rounds 928; in 16.5 ms the second round would be idle.
-    scheduler = fitted_scheduler(StepLimits(8192, prompt_step_s=limit_s, even_chunk=512), 1e-5, 2e-8)
+    scheduler = fitted_scheduler(StepLimits(8192, prompt_step_s=limit_s, rounds=ROUNDS), 1e-5, 2e-8)
     add(scheduler, 0, LONG)
     assert step(scheduler) == [expected]
 

@@ -7,7 +7,7 @@ from counting import calls
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.intake import COMMITTED
+from nanovllm_core.scheduling.intake import COMMITTED_TOKENS
 from nanovllm_core.scheduling.plan import StepTokens
 from nanovllm_core.scheduling.scheduler import Scheduler
 
@@ -140,7 +140,7 @@ def test_blocks_of_an_answer_are_found_some_at_a_time_and_at_its_end_all():
         step(scheduler, 1)
         committed.append(request.num_committed_blocks)
     # By the tokens that are computed: 40 to 138. What a request holds no more is not counted as its own.
-    some = COMMITTED * BLOCK_SIZE
-    assert committed == [max(2, computed // some * COMMITTED) for computed in range(40, 139)] + [0]
+    some = max(COMMITTED_TOKENS, BLOCK_SIZE)
+    assert committed == [max(2, computed // some * (some // BLOCK_SIZE)) for computed in range(40, 139)] + [0]
     again = Request("again", request.known_ids(), SamplingParams())
     assert cache.admit(again, keep_watermark=False) == 138 // BLOCK_SIZE * BLOCK_SIZE

@@ -14,11 +14,13 @@ from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.intake import ScheduledStep
 from nanovllm_core.scheduling.plan import StepTokens
 from nanovllm_core.scheduling.scheduler import Scheduler
-from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attention_pairs, calibrate
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
+from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds, attention_pairs
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
 TARGET_S, PROMPT_STEP_S = 0.025, 0.05
 PADDED = tuple(mixed_sizes(8192))
+ROUNDS = AttentionRounds(tile_tokens=32, num_tiles=16)
 # Largest excess of a step over its limit, as a share: padding, noise and the roofline's knee are not in the model.
 MODEL_ERROR = 0.2
 
@@ -37,7 +39,7 @@ class Engine:
     target_s: float | None = TARGET_S
     depth: int = 2
     max_num_seqs: int = 64
-    even_chunk: int = 512
+    rounds: AttentionRounds = ROUNDS
     noise: float = 0.03
     now: float = 0.0
     device_free: float = 0.0
@@ -61,7 +63,7 @@ class Engine:
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=self.max_num_seqs,
-            limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.even_chunk, PADDED),
+            limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.rounds, PADDED),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[1],
             step_times=model,
@@ -105,7 +107,7 @@ class Engine:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_arrivals_keep_every_step_within_its_limit_and_all_finish(seed):
-    engine = Engine(seed, depth=random.Random(seed).choice([1, 2]), even_chunk=512 if seed % 3 else 1)
+    engine = Engine(seed, depth=random.Random(seed).choice([1, 2]), rounds=ROUNDS if seed % 3 else SMALLEST_ROUNDS)
     rng = engine.rng
     arrivals = deque(sorted(rng.uniform(0, 20) for _ in range(120)))
     while engine.step() or arrivals:

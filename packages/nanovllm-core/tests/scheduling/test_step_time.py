@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attention_pairs, calibrate, step_pairs
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
+from nanovllm_kernels.attention.rounds import attention_pairs
 
 FIXED, PER_TOKEN, PER_CONTEXT, PER_PAIR = 4e-3, 2e-5, 3e-8, 9e-10
 
@@ -97,14 +98,3 @@ def test_calibration_is_short_and_finds_the_cost_of_prompts(seconds_a_token):
     assert sum(taken) < 0.5
     work = StepWork(4000, 0, attention_pairs(0, 4000))
     assert model.predict(work) == pytest.approx(seconds_a_token * (4000 + 800) + 1e-3, rel=0.25)
-
-
-def test_a_chunk_attends_in_whole_rounds_of_the_device():
-    assert step_pairs([(0, 1024)], 512) == attention_pairs(0, 1024)
-    assert step_pairs([(30_000, 128)], 512) == 4 * attention_pairs(30_000, 128)
-    # Other chunks attend on what the round leaves idle, until there is more of them than that.
-    assert step_pairs([(30_000, 128), (0, 1000)], 512) == 4 * attention_pairs(30_000, 128)
-    chunks = [(30_000, 128)] * 20
-    assert step_pairs(chunks, 512) == sum(attention_pairs(*chunk) for chunk in chunks)
-    # A CPU has no rounds.
-    assert step_pairs([(30_000, 128), (7, 5)], 1) == attention_pairs(30_000, 128) + attention_pairs(7, 5)

@@ -91,7 +91,9 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
     engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
     engine.add_argument("--state-dtype", choices=STATE_DTYPES, default="float32", help="of what recurrent layers keep")
-    engine.add_argument("--block-size", type=int, choices=(16, 32, 64), default=16, help="tokens in a KV block")
+    engine.add_argument(
+        "--block-size", type=int, choices=(16, 32, 64, 128), help="tokens per KV block; by the attention kernels"
+    )
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, that nobody can forge")
     engine.add_argument(

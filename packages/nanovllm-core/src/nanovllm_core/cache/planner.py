@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_core.config import GIB, ConfigError, ResolvedConfig
+from nanovllm_core.config import GIB, PAGE_SIZES, ConfigError, ResolvedConfig
 from nanovllm_core.model import MLASpec, PagedSpec, StateSpec
 from nanovllm_kernels import fp8
+from nanovllm_kernels.attention import best_page_size
+from nanovllm_kernels.linear_attention import CHECKPOINT
 
 # Of a model with recurrent layers, slots for as many checkpoints a row as a prompt of 8,192 tokens leaves.
 CHECKPOINTS_PER_ROW = 8
@@ -52,15 +54,34 @@ def bytes_per_slot(specs: Sequence[StateSpec], state_dtype: torch.dtype, dtype: 
     )
 
 
-def plan_cache(config: ResolvedConfig, free_bytes: int, block_bytes: int, slot_bytes: int = 0) -> CachePlan:
+def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *, has_states: bool) -> int:
+    """Tokens of a block: those asked for, or what the attention kernels read fastest and the token budget allows.
+
+    attention: of the model's attention layers. Raises ConfigError for blocks longer than those that states need.
+    """
+    smallest = min(PAGE_SIZES)
+    if config.block_size is not None:
+        if has_states and config.block_size > CHECKPOINT:
+            raise ConfigError(
+                f"block_size is {config.block_size}, but must be at most {CHECKPOINT} for a model with recurrent layers"
+            )
+        return config.block_size
+    if has_states or isinstance(attention, MLASpec):
+        return smallest
+    best = best_page_size(attention.head_dim, config.kv_cache_dtype, config.attention_backend)
+    return best if config.max_num_seqs + best <= config.max_num_batched_tokens else smallest
+
+
+def plan_cache(
+    config: ResolvedConfig, block_size: int, free_bytes: int, block_bytes: int, slot_bytes: int = 0
+) -> CachePlan:
     """Size the cache: `config.num_blocks` if given, else what `free_bytes` hold.
 
     Without prefix caching, more blocks than all requests use at full length would stay empty, so the plan has none.
     slot_bytes: of a state slot, 0 for a model that has none. Every row gets one, and checkpoints those beside.
     Raises ConfigError when the cache would be too small for one request, or for the slots of all rows.
     """
-    size = config.block_size
-    wanted = -(-config.max_model_len // size)
+    wanted = -(-config.max_model_len // block_size)
     num_slots = _plan_slots(config, free_bytes, slot_bytes) if slot_bytes else 0
     if num_slots:
         free_bytes -= (num_slots + 1) * slot_bytes
@@ -73,10 +94,10 @@ def plan_cache(config: ResolvedConfig, free_bytes: int, block_bytes: int, slot_b
     if num_blocks >= wanted:
         return CachePlan(num_blocks, num_slots, config.max_model_len)
     if config.may_shorten and num_blocks >= 2:
-        return CachePlan(num_blocks, num_slots, num_blocks * size)
+        return CachePlan(num_blocks, num_slots, num_blocks * block_size)
     raise ConfigError(
-        f"the KV cache holds {num_blocks * size} tokens, fewer than max_model_len ({config.max_model_len}): lower "
-        "max_model_len, or give the cache more memory (gpu_memory_utilization, cpu_cache_gib, num_blocks)"
+        f"the KV cache holds {num_blocks * block_size} tokens, fewer than max_model_len ({config.max_model_len}): "
+        "lower max_model_len, or give the cache more memory (gpu_memory_utilization, cpu_cache_gib, num_blocks)"
     )
 
 

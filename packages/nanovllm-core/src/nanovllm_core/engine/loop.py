@@ -113,11 +113,11 @@ class EngineLoop:
             raise
         cache = CacheManager(
             runner.num_blocks,
-            config.block_size,
+            runner.block_size,
             prefix_caching=config.prefix_caching,
             prefix_hash=config.prefix_hash,
             watermark=config.watermark,
-            states=StatePool(runner.num_slots, config.max_num_seqs, config.block_size) if runner.num_slots else None,
+            states=StatePool(runner.num_slots, config.max_num_seqs, runner.block_size) if runner.num_slots else None,
         )
         scheduler = Scheduler(
             cache,
@@ -127,7 +127,7 @@ class EngineLoop:
                 config.target_step_s,
                 config.prompt_step_s,
                 config.mixed_step_s,
-                runner.even_chunk,
+                runner.attention_rounds,
                 runner.graphs.mixed_tokens,
             ),
             step_times=step_times,
@@ -143,7 +143,7 @@ class EngineLoop:
             max_model_len=runner.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
+            block_size=runner.block_size,
             num_blocks=runner.num_blocks,
             kv_cache_dtype=str(config.kv_cache_dtype).removeprefix("torch."),
             kv_cache_bytes=runner.kv_cache_bytes,

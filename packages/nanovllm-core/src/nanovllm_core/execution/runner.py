@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm_core.cache.planner import bytes_per_block, bytes_per_slot, plan_cache, slot_shape
+from nanovllm_core.cache.planner import bytes_per_block, bytes_per_slot, choose_block_size, plan_cache, slot_shape
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
@@ -27,7 +27,13 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
-from nanovllm_kernels.attention import AttentionBatch, even_chunk, plan_batch, whole_prompt_tokens
+from nanovllm_kernels.attention import (
+    SMALLEST_ROUNDS,
+    AttentionBatch,
+    attention_rounds,
+    plan_batch,
+    whole_prompt_tokens,
+)
 from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
@@ -81,15 +87,6 @@ class Runner:
         specs = self._model.cache_specs()
         self._paged_specs = [spec for spec in specs if not isinstance(spec, StateSpec)]
         self._state_specs = [spec for spec in specs if isinstance(spec, StateSpec)]
-        self._table = RequestTable(
-            config.max_num_seqs,
-            config.max_model_len,
-            config.block_size,
-            spec.vocab_size,
-            len(spec.eos_token_ids),
-            self.device,
-            has_states=bool(self._state_specs),
-        )
         self._landing: Landing | None = None
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
@@ -101,10 +98,19 @@ class Runner:
                 f"cache_specs() gives both {attention} and {others[0]}: all attention layers of a model must be alike"
             )
         self._num_heads = attention.num_heads
-        # Chunks of so many tokens keep all of a GPU's multiprocessors busy until their end.
-        self.even_chunk = 1
+        self.attention_rounds = SMALLEST_ROUNDS
         if isinstance(attention, PagedSpec):
-            self.even_chunk = even_chunk(attention.num_heads, attention.num_kv_heads, self.device)
+            self.attention_rounds = attention_rounds(attention.num_heads, attention.num_kv_heads, self.device)
+        self.block_size = choose_block_size(config, attention, has_states=bool(self._state_specs))
+        self._table = RequestTable(
+            config.max_num_seqs,
+            config.max_model_len,
+            self.block_size,
+            spec.vocab_size,
+            len(spec.eos_token_ids),
+            self.device,
+            has_states=bool(self._state_specs),
+        )
         self._plan_batch = plan_latent_batch if isinstance(attention, MLASpec) else plan_batch
         self._kv_caches, self._kv_scales = self._allocate(0)
         self._states = self._allocate_states(0)
@@ -120,9 +126,11 @@ class Runner:
         free_bytes = free_for_cache(config, self.device, self._rehearse_most)
         self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
-        block_bytes = bytes_per_block(self._paged_specs, config.block_size, config.kv_cache_dtype)
+        block_bytes = bytes_per_block(self._paged_specs, self.block_size, config.kv_cache_dtype)
         slot_bytes = bytes_per_slot(self._state_specs, config.state_dtype, config.dtype)
-        self.num_blocks, self.num_slots, self.max_model_len = plan_cache(config, free_bytes, block_bytes, slot_bytes)
+        self.num_blocks, self.num_slots, self.max_model_len = plan_cache(
+            config, self.block_size, free_bytes, block_bytes, slot_bytes
+        )
         self._kv_caches, self._kv_scales = self._allocate(self.num_blocks)
         self._states = self._allocate_states(self.num_slots)
         if self._state_specs:
@@ -196,7 +204,7 @@ class Runner:
         def plan_attention(found: Logits) -> AttentionBatch:
             # The pieces have not kept the keys and values of whole prompts.
             bounds = _bounds(plan)._replace(whole=False)
-            block_tables = found.block_tables[:count, : -(-bounds.max_seq_len // self._config.block_size)]
+            block_tables = found.block_tables[:count, : -(-bounds.max_seq_len // self.block_size)]
             lengths = (found.seq_lens[:count], step.query_start_loc)
             return self._plan_attention(block_tables, *lengths, bounds, plan.shape.num_tokens)
 
@@ -239,7 +247,7 @@ class Runner:
         launch: Launch | None = None,
     ) -> tuple[Tensor, BatchInputs]:
         """Hidden states [num_tokens, size], and what they are of."""
-        table, block_size = self._table, self._config.block_size
+        table, block_size = self._table, self.block_size
         batch = build_inputs(
             rows,
             query_start_loc,
@@ -387,7 +395,7 @@ class Runner:
         """A cache of `num_blocks` blocks and the null block for every layer that wants one, and its scales, if any."""
         config = self._config
         caches = tuple(
-            zeros((num_blocks + 1, config.block_size, *slot_shape(spec)), config.kv_cache_dtype, self.device)
+            zeros((num_blocks + 1, self.block_size, *slot_shape(spec)), config.kv_cache_dtype, self.device)
             for spec in self._paged_specs
         )
         return caches, tuple(map(fp8.make_scales, caches)) if config.kv_cache_dtype == fp8.DTYPE else ()

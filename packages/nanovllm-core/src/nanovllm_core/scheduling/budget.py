@@ -4,7 +4,8 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from nanovllm_core.scheduling.policy import DECODE_STEPS
-from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, attention_pairs, step_pairs
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
+from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds, attention_pairs
 
 # The part of a limit that stays unused: so many times the model's mean error, as some steps err more, but at most so
 # much.
@@ -24,7 +25,7 @@ class StepLimits(NamedTuple):
         steps.
     prompt_step_s: time of a step of prompts alone, in seconds.
     mixed_step_s: see `target_s`.
-    even_chunk: a chunk whose length is a multiple of so many tokens fills the device until its attention ends.
+    rounds: how chunks share the device while they attend.
     padded_tokens: token counts to which steps with prompts are padded, rising; steps of more tokens are not padded.
     """
 
@@ -32,7 +33,7 @@ class StepLimits(NamedTuple):
     target_s: float | None = None
     prompt_step_s: float = float("inf")
     mixed_step_s: float = float("inf")
-    even_chunk: int = 1
+    rounds: AttentionRounds = SMALLEST_ROUNDS
     padded_tokens: tuple[int, ...] = ()
 
     def seconds(self, num_decodes: int, decode_step_s: float) -> float:
@@ -95,7 +96,11 @@ class StepBudget:
             num_tokens = max(num_tokens, min(self._num_tokens_left, end - start, size))
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // size * size - start
-        return max(self._evened(start, num_tokens, end, limit_s), 0)
+        # Rounds shorter than a block, as a CPU has them, are no reason to cut.
+        if self._limits.rounds.num_tokens >= size:
+            num_tokens = self._within_rounds(start, num_tokens, end, limit_s)
+            num_tokens = self._evened(start, num_tokens, end)
+        return max(num_tokens, 0)
 
     def take(self, start: int, end: int, num_tokens: int) -> float:
         """Spend what a chunk of `num_tokens` of a prompt takes, and return its seconds. start, end: as for `chunk`."""
@@ -123,29 +128,43 @@ class StepBudget:
         full = 0 if below < 0 else self._limits.padded_tokens[below] - work.num_tokens
         return max(int(fitting), full)
 
-    def _evened(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
-        """At most `num_tokens` of the chunk: as many as keep within `limit_s` when they attend in whole rounds.
+    def _within_rounds(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
+        """`num_tokens`, or fewer so that the step keeps within `limit_s` when its chunks attend in whole rounds.
 
-        A chunk that is cut anyway ends at the round before where the last round would leave much of the device idle.
+        The step's first chunk keeps its first round.
         """
-        even, size = self._limits.even_chunk, self._block_size
-        rounds = -(-num_tokens // even)
-        # Rounds shorter than a block, as a CPU has them, are no reason to cut.
-        if rounds < 2 or even < size:
+        is_first, is_last = not self._chunks, start + num_tokens == end
+        round_before = self._round_before(start, num_tokens)
+        if num_tokens <= 0 or (is_first and round_before <= 0) or self._fits(start, num_tokens, limit_s):
             return num_tokens
-        round_before = (start + (rounds - 1) * even) // size * size - start
-        if not self._fits(start, num_tokens, limit_s):
-            ends = range(start + round_before, start + num_tokens, size)
-            num_fitting = bisect_left(ends, True, key=lambda each: not self._fits(start, each - start, limit_s))
-            num_tokens = ends[max(num_fitting - 1, 0)] - start
+        # A part of the last round takes as long as all of it: the next step computes the whole.
+        if is_last and round_before <= 0:
+            return 0
+        ends = range(start + round_before, start + num_tokens, self._block_size)
+        num_fitting = bisect_left(
+            ends, True, key=lambda each: each > start and not self._fits(start, each - start, limit_s)
+        )
+        return ends[max(num_fitting - 1, 0)] - start
+
+    def _evened(self, start: int, num_tokens: int, end: int) -> int:
+        """`num_tokens`, or the round before for a chunk that is cut anyway and whose last round is mostly idle."""
+        even = self._limits.rounds.num_tokens
+        rounds = -(-num_tokens // even)
+        if rounds < 2 or start + num_tokens == end:
+            return num_tokens
         is_idle = num_tokens < (1 - _IDLE_SHARE) * rounds * even
         attention_s = self._model.attention_seconds(start, num_tokens)
         is_short = attention_s < _ATTENTION_SHARE * self._model.chunk_seconds(start, num_tokens)
-        is_cut = start + num_tokens < end
-        return round_before if is_cut and is_idle and not is_short else num_tokens
+        return self._round_before(start, num_tokens) if is_idle and not is_short else num_tokens
+
+    def _round_before(self, start: int, num_tokens: int) -> int:
+        """Tokens of the chunk up to the last block boundary before its last round."""
+        even, size = self._limits.rounds.num_tokens, self._block_size
+        rounds = -(-num_tokens // even)
+        return (start + (rounds - 1) * even) // size * size - start
 
     def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
         """Whether the step keeps within `limit_s` with such a chunk that attends in whole rounds of the device."""
-        pairs = step_pairs([*self._chunks, (start, num_tokens)], self._limits.even_chunk)
+        pairs = self._limits.rounds.pairs([*self._chunks, (start, num_tokens)])
         total = self._limits.padded(self._work.num_tokens + num_tokens)
         return self._model.predict(StepWork(total, self._work.decode_context, pairs)) <= limit_s

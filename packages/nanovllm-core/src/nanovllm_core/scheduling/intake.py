@@ -15,8 +15,8 @@ from nanovllm_core.scheduling.plan import ScheduledRows, StepPlan, StepTokens
 from nanovllm_core.scheduling.rows import Cohort, Members, Rows
 from nanovllm_core.scheduling.step_time import StepWork
 
-# Blocks of an answer that become findable at a time: one by one each costs twice as much.
-COMMITTED = 4
+# Tokens of an answer whose blocks become findable together. Registering blocks of 16 one by one takes twice as long.
+COMMITTED_TOKENS = 64
 
 
 class ScheduledStep(NamedTuple):
@@ -76,7 +76,7 @@ class Intake:
     ) -> None:
         """Let later prompts find the blocks that a step filled: a prompt's at once, an answer's a few at a time."""
         size = self._cache.block_size
-        every = np.where(num_tokens == 1, COMMITTED * size, size)
+        every = np.where(num_tokens == 1, max(COMMITTED_TOKENS, size), size)
         filled = np.flatnonzero((ends % every < num_tokens) & ~over)
         for request, end in zip(self._rows.of(scheduled[filled]), ends[filled].tolist(), strict=True):
             self._cache.commit(request, end)

@@ -19,7 +19,7 @@ from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, PromptPart, Sch
 from nanovllm_core.scheduling.policy import Score, urgency, victim_score
 from nanovllm_core.scheduling.prompts import Chunk, PromptChunks, PromptScheduler
 from nanovllm_core.scheduling.rows import Rows, RowTable
-from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, step_pairs
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 # Blocks are given ahead of need where so many times as many are free.
 PLENTY = 4
@@ -186,7 +186,7 @@ class Scheduler:
         scheduled = self._with_chunks(decodes, chunks) if cohort is None else cohort.scheduled
         prompt_logprobs = self._prompt_parts(chunks, len(decodes)) if chunks else []
         computed = [(int(rows.num_computed[row]), num_tokens) for row, num_tokens in chunks]
-        pairs = step_pairs(computed, self.limits.even_chunk)
+        pairs = self.limits.rounds.pairs(computed)
         whole = bool(chunks) and not any(start for start, num_tokens in computed if num_tokens > 1)
         taking, counts, samples = scheduled
         ends = rows.num_computed[taking] + counts

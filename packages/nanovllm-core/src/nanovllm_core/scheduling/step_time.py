@@ -1,10 +1,12 @@
 """Predicts how long a step takes from what it computes, and learns from the steps that have ended."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nanovllm_kernels.attention.rounds import attention_pairs
 
 # An observation counts 1 % less with each later one of its kind.
 _KEPT = 0.99
@@ -22,7 +24,7 @@ class StepWork(NamedTuple):
 
     num_tokens: tokens of decodes and prompts; with those of padding where a step's time is predicted or observed.
     decode_context: sum of the decodes' context lengths, in tokens.
-    prompt_pairs: pairs of a prompt's query token and a token it attends to, see `step_pairs`.
+    prompt_pairs: pairs of a prompt's query token and a token it attends to, see `AttentionRounds.pairs`.
     """
 
     num_tokens: int
@@ -37,30 +39,6 @@ class StepTimeCoefficients(NamedTuple):
     per_token: float = 0.0
     per_decode_context: float = 0.0
     per_prompt_pair: float = 0.0
-
-
-def attention_pairs(start: int, num_tokens: int) -> int:
-    """Pairs that a chunk of `num_tokens` tokens attends to after `start` computed ones, under a causal mask."""
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
-
-
-def rounded_pairs(start: int, num_tokens: int, even_chunk: int) -> int:
-    """`attention_pairs` of a chunk, in whole rounds of the device, each of which attends for `even_chunk` tokens."""
-    rounds = -(-num_tokens // even_chunk)
-    return attention_pairs(start, num_tokens) * rounds * even_chunk // num_tokens
-
-
-def step_pairs(chunks: Iterable[tuple[int, int]], even_chunk: int) -> int:
-    """Pairs that decide a step's attention time: those of all chunks, or those of one in whole rounds if that is more.
-
-    chunks: (computed tokens before the chunk, its tokens). even_chunk: see `rounded_pairs`. Other chunks attend on the
-    part of the device that a round leaves idle.
-    """
-    total = largest = 0
-    for start, num_tokens in chunks:
-        total += attention_pairs(start, num_tokens)
-        largest = max(largest, rounded_pairs(start, num_tokens, even_chunk))
-    return max(total, largest)
 
 
 # Chunk lengths that are measured at start-up, until a step takes longer than this.

@@ -7,10 +7,23 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.attention import flash_prefill, reference, tiles
+from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds
 from nanovllm_kernels.attention.work_list import Rule, WorkList, make_work_list, query_classes
 from nanovllm_kernels.platform import describe, has_cute, has_flash_attention, runs_in_float32
 
-__all__ = ["AttentionBatch", "Backend", "even_chunk", "paged_attention", "plan_batch", "whole_prompt_tokens"]
+__all__ = [
+    "SMALLEST_ROUNDS",
+    "AttentionBatch",
+    "AttentionRounds",
+    "Backend",
+    "attention_rounds",
+    "best_page_size",
+    "paged_attention",
+    "plan_batch",
+    "whole_prompt_tokens",
+]
+
+SMALLEST_PAGE_SIZE = 16
 
 # Beside plain torch: our Triton kernels, with FlashAttention for prompts, with our CuTe DSL kernel for decodes, or with
 # whichever of both is there and takes the shape, which measured fastest everywhere.
@@ -171,7 +184,7 @@ def _plan_lists(
     classes = query_classes(*block_q, least, batch.max_query_len)
     rule, rest_lens = Rule(), None
     least_flash = flash_prefill.LEAST_CAPTURED if num_decodes is None else 2
-    by_flash = bool(classes[1]) and batch.max_query_len >= least_flash and _has_flash(kv_cache, backend)
+    by_flash = bool(classes[1]) and batch.max_query_len >= least_flash and _has_flash(head_dim, kv_cache.dtype, backend)
     if by_flash and whole:
         batch = replace(batch, flash=flash_prefill.whole_requests(batch.query_start_loc))
         classes = query_classes(*block_q, least, 1)
@@ -206,9 +219,15 @@ def _plan_lists(
     return replace(batch, flash=flash_prefill.gather_requests(rest_lens, *tables, kv_cache.shape[1]))
 
 
-def _has_flash(kv_cache: Tensor, backend: Backend) -> bool:
-    supported = flash_prefill.supports(kv_cache.shape[3], kv_cache.dtype)
+def _has_flash(head_dim: int, cached: torch.dtype, backend: Backend) -> bool:
+    supported = flash_prefill.supports(head_dim, cached)
     return backend in ("flash", "fastest") and has_flash_attention() and supported
+
+
+def best_page_size(head_dim: int, cached: torch.dtype, backend: Backend) -> int:
+    """Tokens of a cache page with which prompts attend fastest. cached: dtype of the cache."""
+    copies = head_dim in flash_prefill.COPIED_HEAD_DIMS and _has_flash(head_dim, cached, backend)
+    return flash_prefill.COPIED_PAGE_SIZE if copies else SMALLEST_PAGE_SIZE
 
 
 def whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
@@ -217,16 +236,18 @@ def whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
     None if no step has, as for a latent cache.
     """
     is_latent = kv_cache.shape[2] == 1
-    return None if is_latent or not _has_flash(kv_cache, backend) else flash_prefill.LEAST_CAPTURED
+    has_flash = not is_latent and _has_flash(kv_cache.shape[3], kv_cache.dtype, backend)
+    return flash_prefill.LEAST_CAPTURED if has_flash else None
 
 
-def even_chunk(num_heads: int, num_kv_heads: int, device: torch.device) -> int:
-    """Query tokens of one prompt chunk whose tiles fill the device once; 1 on a CPU.
-
-    One H200, 32/8 heads, chunks over 90,000 tokens: 512 tokens run at 574 TFLOP/s, 528 at 344.
-    """
-    tiles_at_once = describe(device).num_sms // num_kv_heads
-    return max(1, tiles_at_once * tiles.PROMPT_ROWS // (num_heads // num_kv_heads))
+def attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
+    """How prompts of such heads share the device's multiprocessors."""
+    num_sms = describe(device).num_sms
+    if num_sms < num_kv_heads:
+        return SMALLEST_ROUNDS
+    rule = flash_prefill.list_rule(num_heads, num_sms)
+    tile_tokens = max(1, flash_prefill.TILE_ROWS * num_kv_heads // num_heads)
+    return AttentionRounds(tile_tokens, num_sms // num_kv_heads, rule.full_query_len, rule.min_context)
 
 
 def _decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | None, max_query_len: int) -> Tensor:

@@ -22,7 +22,7 @@ from nanovllm_kernels.platform import describe
 
 HOPPER = (9, 0)
 LOG2_E = math.log2(math.e)
-PAGE_SIZES = (16, 32, 64)
+PAGE_SIZES = (16, 32, 64, 128)
 DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 # Warps and stages by head size: about 192 KiB of rings. Of those measured on an H200 the best, by up to 10%.
 RINGS = {64: (16, 3), 128: (8, 3), 256: (6, 2)}

@@ -11,8 +11,6 @@ LEAST_PART_TOKENS = 128
 NARROW_ROWS = 16
 # Without a device to ask (the interpreter) a launch is shaped as for a small one.
 INTERPRETER_SMS = 8
-# Query rows of a prompt's tile, here and in FlashAttention.
-PROMPT_ROWS = 128
 
 
 # The registers of an SM of every architecture from Ampere to Hopper.
