@@ -87,7 +87,7 @@ SETTINGS = {
     "batched, whole, launched, no prefix cache": Setting("whole", {"prefix_caching": False, **LAUNCHED}),
     "batched, small chunks, launched": Setting("small_chunk", LAUNCHED),
     "batched, large chunks, from graphs": Setting("large_chunk", CAPTURED),
-    "batched, large chunks, compiled, from graphs": Setting("large_chunk", {}),
+    "batched, large chunks, compiled, from graphs, blocks by choice": Setting("large_chunk", {"block_size": None}),
 }
 CACHING = [name for name, setting in SETTINGS.items() if setting.caches_prefixes]
 
@@ -103,12 +103,11 @@ def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> Eng
         dtype=torch.bfloat16,
         max_model_len=scale.whole,
         max_num_batched_tokens=getattr(scale, setting.budget),
-        block_size=BLOCK_SIZE,
         num_blocks=num_blocks + 1,
         num_state_slots=256,
         watermark=0,
         forbid_sync=scale.device == "cuda",
-        **{"max_num_seqs": MAX_NUM_SEQS, "depth": 2, **options},
+        **{"max_num_seqs": MAX_NUM_SEQS, "depth": 2, "block_size": BLOCK_SIZE, **options},
     )
 
 

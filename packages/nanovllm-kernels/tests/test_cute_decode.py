@@ -66,7 +66,7 @@ def check(batch, naive_attention):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (9, 3), (32, 8), (14, 2), (16, 1)])
 def test_grid(paged_batch, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
     batch = make(paged_batch, EDGES, num_heads, num_kv_heads, head_dim, page_size, dtype)
@@ -76,7 +76,7 @@ def test_grid(paged_batch, naive_attention, dtype, head_dim, page_size, num_head
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (9, 3), (32, 8), (16, 2)])
 def test_fp8_cache(paged_batch, quantized, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
     batch = quantized(make(paged_batch, EDGES, num_heads, num_kv_heads, head_dim, page_size, dtype))

@@ -213,7 +213,7 @@ def test_heads_beyond_256_are_refused(device, paged_batch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (32, 8), (16, 1), (4, 4)])
 def test_grid(device, paged_batch, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
     requests = [(1, 1), (1, 1000), (1, 64), (1, 2049), (130, 130), (64, 1000), (1, 77), (513, 600)]
@@ -232,7 +232,7 @@ def test_grid(device, paged_batch, naive_attention, dtype, head_dim, page_size, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (32, 8), (16, 1), (4, 4)])
 def test_fp8_grid(device, paged_batch, quantized, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
     requests = [(1, 1), (1, 1000), (1, 64), (1, 2049), (130, 130), (64, 1000), (1, 77), (513, 600)]
@@ -269,7 +269,7 @@ def test_many_decodes(device, paged_batch, naive_attention):
 @pytest.mark.skipif(not (has_flash_attention() and has_cute()), reason="needs both extras and a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("backend", ["flash", "cutedsl", "fastest"])
 def test_backends(device, paged_batch, naive_attention, dtype, head_dim, page_size, backend):
     for requests in ([(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)], [(70, 70), (2, 300)], [(1, 50), (1, 7)]):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from nanovllm_kernels.attention import Backend, flash_prefill, paged_attention, plan_batch
+from nanovllm_kernels.attention.flash_prefill import COPIED_PAGE_SIZE
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
 from nanovllm_kernels.attention.work_list import Rule, make_work_list
 from nanovllm_kernels.ladder.attention import KEY_DIM, LATENT_DIM, ROPE_DIM, VALUE_DIM
@@ -17,7 +18,7 @@ from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 # Block tables are as wide as the longest request that the engine admits.
 MAX_SEQ_LEN = 131_072
-PAGE_SIZE = 16
+PAGE_SIZE = COPIED_PAGE_SIZE
 # Qwen3-0.6B's.
 FEW_HEADS = (16, 8)
 # A request: its queries, and all its tokens.
