@@ -30,7 +30,7 @@ PAGE_SIZES = (16, 32, 64, 128)
 GIB = 1 << 30
 # Longest times of a step of prompts alone, and of one beside decodes by default, in seconds. Shorter ones cost prompts
 # throughput: of a CPU's long prompt 250 ms took 44 % and 400 ms 6 %; of a GPU's prompts 60 ms took 2.5 %.
-PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.12}
+PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
 MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 
 

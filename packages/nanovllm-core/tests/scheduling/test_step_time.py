@@ -98,3 +98,14 @@ def test_calibration_is_short_and_finds_the_cost_of_prompts(seconds_a_token):
     assert sum(taken) < 0.5
     work = StepWork(4000, 0, attention_pairs(0, 4000))
     assert model.predict(work) == pytest.approx(seconds_a_token * (4000 + 800) + 1e-3, rel=0.25)
+
+
+def test_only_steps_that_take_longer_than_predicted_count_as_excess(fitted):
+    work = StepWork(1000, 0, attention_pairs(0, 1000))
+    before = fitted.excess
+    fitted.observe(work, 0.8 * fitted.predict(work))
+    assert fitted.excess < before
+    fitted.observe(work, 1.2 * fitted.predict(work))
+    assert fitted.excess > before
+    fitted.forget_error()
+    assert fitted.excess == fitted.error == 0

@@ -7,9 +7,9 @@ from nanovllm_core.scheduling.policy import DECODE_STEPS
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds, attention_pairs
 
-# The part of a limit that stays unused: so many times the model's mean error, as some steps err more, but at most so
-# much.
-_MARGIN_ERRORS = 3
+# The part of a limit that stays unused: this multiple of the mean time by which steps exceed their predictions, as some
+# exceed it by more, but at most _MAX_MARGIN.
+_MARGIN_EXCESSES = 6
 _MAX_MARGIN = 0.2
 # A chunk that attends for at least this share of its time is cut where it would leave, on average, more than that share
 # of the device idle.
@@ -58,7 +58,7 @@ class StepBudget:
         # With the pairs of all chunks, none in whole rounds.
         self._work = decodes
         self._chunks: list[tuple[int, int]] = []
-        used = 1 - min(_MARGIN_ERRORS * model.error, _MAX_MARGIN)
+        used = 1 - min(_MARGIN_EXCESSES * model.excess, _MAX_MARGIN)
         self._limit_s = used * limits.seconds(decodes.num_tokens, model.decode_step_s)
         # A chunk that does not end its prompt delays the prompts that the step ends no more than it delays decodes.
         self._shared_limit_s = min(self._limit_s, used * limits.seconds(1, model.decode_step_s))

@@ -80,7 +80,7 @@ class StepTimeModel:
         self._prompt_steps, self._decode_steps = _Moments(), _Moments()
         self._coefficients = StepTimeCoefficients()
         self._is_stale = False
-        self._error = 0.0
+        self._error = self._excess = 0.0
         self._decode_step_s = 0.0
         self._num_decode_steps = 0
 
@@ -96,6 +96,11 @@ class StepTimeModel:
     def error(self) -> float:
         """Mean relative error of recent predictions for steps with prompts."""
         return self._error
+
+    @property
+    def excess(self) -> float:
+        """Mean relative time by which recent steps with prompts took longer than predicted; 0 for shorter ones."""
+        return self._excess
 
     @property
     def decode_step_s(self) -> float:
@@ -127,7 +132,7 @@ class StepTimeModel:
 
     def forget_error(self) -> None:
         """Start to measure the error anew: predictions before the first few observations say nothing of later ones."""
-        self._error = 0.0
+        self._error = self._excess = 0.0
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step of `work` that took `seconds`."""
@@ -141,7 +146,9 @@ class StepTimeModel:
         self._prompt_steps.add(work, seconds, scale)
         self._is_stale = True
         if expected > 0:
-            self._error += (1 - _ERROR_KEPT) * (min(abs(seconds - expected) / scale, 1.0) - self._error)
+            error = (seconds - expected) / scale
+            self._error += (1 - _ERROR_KEPT) * (min(abs(error), 1.0) - self._error)
+            self._excess += (1 - _ERROR_KEPT) * (min(max(error, 0.0), 1.0) - self._excess)
 
     def _observe_decodes(self, work: StepWork, seconds: float) -> None:
         usual = self._decode_step_s
