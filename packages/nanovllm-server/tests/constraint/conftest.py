@@ -11,9 +11,9 @@ import pytest
 from nanovllm_core.grammar.compiler import Compiler, Grammar
 from nanovllm_models import default_model_path, load_tokenizer
 from nanovllm_models.vocabulary import read_vocabulary
+from nanovllm_server.chat.detokenizing import Detokenizer, Vocabulary
+from nanovllm_server.chat.model_format import Dialect
 from nanovllm_server.constraint.constraint import constrain
-from nanovllm_server.detokenize import Detokenizer, Vocabulary
-from nanovllm_server.dialect import Dialect
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ContentText, ReasoningText
 from nanovllm_server.protocol.answer import parse_answer
 from nanovllm_server.protocol.fields import Fields

@@ -2,8 +2,8 @@
 
 import itertools
 
-from nanovllm_server.encoding_exchange import EncodingExchange
-from nanovllm_server.rings import RingMemory
+from nanovllm_server.processes.encoding_exchange import EncodingExchange
+from nanovllm_server.processes.rings import RingMemory
 
 
 def payload_of(number: int) -> bytes:

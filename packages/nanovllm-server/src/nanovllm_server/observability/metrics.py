@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_server.shared import Sheet, Tally
+from nanovllm_server.processes.shared_counters import Sheet, Tally
 
 PREFIX = "nanovllm:"
 
