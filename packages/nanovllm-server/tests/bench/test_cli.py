@@ -71,11 +71,12 @@ def test_nonsense_is_refused(arguments, capsys):
     assert "usage: nanovllm-bench" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", ["throughput", "serve", "kernels"])
-def test_a_plot_without_matplotlib_names_the_extra(program, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("arguments", [["throughput"], ["serve"], ["trace", "steps.json"], ["kernels"]])
+def test_missing_packages_of_the_extra_name_what_to_install(arguments, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main([program, "--plot", str(tmp_path / "plot.png")]) == 1
-    assert "nanovllm-server[bench]" in capsys.readouterr().err
+    assert cli.main(arguments) == 1
+    expected = "nanovllm-bench: matplotlib, tqdm not found: pip install 'nanovllm-server[bench]'\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
