@@ -22,7 +22,8 @@ from nanovllm_server.http.admission import Gate
 from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
-from nanovllm_server.protocol.error import ApiError, invalid_grammar, show, unavailable, unsupported
+from nanovllm_server.protocol.error import ApiError, invalid_grammar, unavailable, unsupported
+from nanovllm_server.protocol.json import show
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from nanovllm_server.protocol.error import ApiError, show, unsupported
+from nanovllm_server.protocol.error import ApiError, unsupported
 from nanovllm_server.protocol.fields import Fields
-from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.json import JSON, show
 
 MAX_MESSAGES = 10_000
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from nanovllm_server.protocol.error import show
-from nanovllm_server.protocol.json import JSON
-from nanovllm_server.schemas import regex
-from nanovllm_server.schemas.document import SchemaError, Spot, escaped
-from nanovllm_server.schemas.library import Library, key_of
-from nanovllm_server.schemas.shapes import (
+from nanovllm_core.grammar.schemas import regex
+from nanovllm_core.grammar.schemas.document import SchemaError, Spot, escaped
+from nanovllm_core.grammar.schemas.json_values import JSON, show
+from nanovllm_core.grammar.schemas.library import Library, key_of
+from nanovllm_core.grammar.schemas.shapes import (
     FREE,
     NEVER,
     Array,

@@ -12,11 +12,11 @@ from itertools import combinations, permutations
 from math import ceil, comb, floor, perm
 from typing import TypeAlias
 
-from nanovllm_server.protocol.json import JSON
-from nanovllm_server.schemas import keys
-from nanovllm_server.schemas.document import SchemaError
-from nanovllm_server.schemas.library import Library
-from nanovllm_server.schemas.shapes import (
+from nanovllm_core.grammar.schemas import keys
+from nanovllm_core.grammar.schemas.document import SchemaError
+from nanovllm_core.grammar.schemas.json_values import JSON
+from nanovllm_core.grammar.schemas.library import Library
+from nanovllm_core.grammar.schemas.shapes import (
     FREE,
     NEVER,
     Array,
@@ -30,7 +30,7 @@ from nanovllm_server.schemas.shapes import (
     higher,
     where,
 )
-from nanovllm_server.schemas.strings import as_text, format_pattern
+from nanovllm_core.grammar.schemas.strings import as_text, format_pattern
 
 # Of constants that stand for a keyword that has no other form.
 MAX_WRITTEN_OUT = 2_000

@@ -6,7 +6,7 @@ This room must not know what keywords other than those for references mean.
 from dataclasses import dataclass
 from urllib.parse import unquote, urldefrag, urljoin
 
-from nanovllm_server.protocol.json import JSON
+from nanovllm_core.grammar.schemas.json_values import JSON
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64

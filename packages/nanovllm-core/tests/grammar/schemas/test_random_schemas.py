@@ -10,8 +10,8 @@ import xgrammar
 
 from nanovllm_core import GrammarSpec
 from nanovllm_core.grammar.compiler import compile_json
-from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.schema import check_schema
+from nanovllm_core.grammar.schemas.conversion import convert_schema
+from nanovllm_core.grammar.schemas.document import SchemaError
 
 END = 256
 VOCABULARY = [bytes([byte]) for byte in range(256)] + [b"<end>"]
@@ -104,8 +104,8 @@ def test_what_is_permitted_is_valid():
     while accepted < 1000:
         schema = a_schema(rng, rng.choice([1, 2, 2, 3]))
         try:
-            written = check_schema(schema, "schema")
-        except ApiError:
+            written = convert_schema(schema, "schema")
+        except SchemaError:
             continue
         accepted += 1
         grammar = compile_json(compiler, GrammarSpec("json_schema", json.dumps(written)))

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from nanovllm_server.schemas.characters import CLASSES, MAX_CODE_POINT, NO_DOT, PLAIN, Ranges, common, invert, normal
+from nanovllm_core.grammar.schemas.characters import (
+    CLASSES,
+    MAX_CODE_POINT,
+    NO_DOT,
+    PLAIN,
+    Ranges,
+    common,
+    invert,
+    normal,
+)
 
 MAX_PATTERN = 4096
 MAX_NESTING = 40

@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 from nanovllm_core.grammar.lengths import read as read_bounded
-from nanovllm_server.schemas.characters import MAX_CODE_POINT, Ranges
-from nanovllm_server.schemas.regex import EMPTY, Alt, Chars, Node, RegexError, Repeat, Seq
+from nanovllm_core.grammar.schemas.characters import MAX_CODE_POINT, Ranges
+from nanovllm_core.grammar.schemas.regex import EMPTY, Alt, Chars, Node, RegexError, Repeat, Seq
 
 # Nothing, said outside of ASCII.
 BY_RULES = "é{0,0}"

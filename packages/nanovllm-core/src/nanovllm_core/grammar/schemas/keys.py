@@ -1,11 +1,11 @@
 """The names of properties that are not declared, as patterns. This room must not know how values are written."""
 
-from nanovllm_server.schemas import regex, search
-from nanovllm_server.schemas.document import SchemaError
-from nanovllm_server.schemas.library import Library
-from nanovllm_server.schemas.shapes import NEVER, Conj, Constant, Object, Text, where
-from nanovllm_server.schemas.spelling import write
-from nanovllm_server.schemas.strings import all_but, as_tree
+from nanovllm_core.grammar.schemas import regex, search
+from nanovllm_core.grammar.schemas.document import SchemaError
+from nanovllm_core.grammar.schemas.library import Library
+from nanovllm_core.grammar.schemas.shapes import NEVER, Conj, Constant, Object, Text, where
+from nanovllm_core.grammar.schemas.spelling import write
+from nanovllm_core.grammar.schemas.strings import all_but, as_tree
 
 
 def others(

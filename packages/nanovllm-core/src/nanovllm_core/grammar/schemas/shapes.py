@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Literal as Kind
 from typing import TypeAlias
 
-from nanovllm_server.protocol.json import JSON
+from nanovllm_core.grammar.schemas.json_values import JSON
 
 # Which schemas all apply, by their numbers in a Library, in order. () is none, and so anything.
 Conj: TypeAlias = tuple[int, ...]

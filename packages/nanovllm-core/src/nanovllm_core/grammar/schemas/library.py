@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 import orjson
 
-from nanovllm_server.protocol.json import JSON
-from nanovllm_server.schemas import regex, search
-from nanovllm_server.schemas.document import Document, SchemaError, Spot
-from nanovllm_server.schemas.shapes import (
+from nanovllm_core.grammar.schemas import regex, search
+from nanovllm_core.grammar.schemas.document import Document, SchemaError, Spot
+from nanovllm_core.grammar.schemas.json_values import JSON
+from nanovllm_core.grammar.schemas.shapes import (
     FREE,
     NEVER,
     Array,

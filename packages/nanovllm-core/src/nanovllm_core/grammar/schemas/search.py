@@ -1,7 +1,7 @@
 """Where patterns match: in a string, and how much. This room must not know how patterns are spelled."""
 
-from nanovllm_server.schemas.characters import Ranges
-from nanovllm_server.schemas.regex import Alt, Anchor, Chars, Look, Node, Repeat, Seq
+from nanovllm_core.grammar.schemas.characters import Ranges
+from nanovllm_core.grammar.schemas.regex import Alt, Anchor, Chars, Look, Node, Repeat, Seq
 
 
 def found(tree: Node, text: str) -> bool:

@@ -10,11 +10,11 @@ import pytest
 import xgrammar
 
 from nanovllm_core.grammar import lengths
-from nanovllm_server.schemas import regex, search
-from nanovllm_server.schemas.characters import PLAIN
-from nanovllm_server.schemas.formats import FORMATS
-from nanovllm_server.schemas.spelling import MAX_COUNTED, write, write_value
-from nanovllm_server.schemas.strings import all_but, format_pattern, limit
+from nanovllm_core.grammar.schemas import regex, search
+from nanovllm_core.grammar.schemas.characters import PLAIN
+from nanovllm_core.grammar.schemas.formats import FORMATS
+from nanovllm_core.grammar.schemas.spelling import MAX_COUNTED, write, write_value
+from nanovllm_core.grammar.schemas.strings import all_but, format_pattern, limit
 
 ALPHABET = "abc 1.^-${}/"
 PATTERNS = [

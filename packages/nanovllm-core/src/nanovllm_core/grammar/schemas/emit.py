@@ -6,11 +6,11 @@ This room must not know what the schema was that it comes from.
 from collections.abc import Iterator
 from fractions import Fraction
 
-from nanovllm_server.protocol.json import JSON
-from nanovllm_server.schemas.document import SchemaError
-from nanovllm_server.schemas.library import Library
-from nanovllm_server.schemas.plan import Constants, Items, Members, Numbers, Plan, Texts, plans
-from nanovllm_server.schemas.shapes import Conj
+from nanovllm_core.grammar.schemas.document import SchemaError
+from nanovllm_core.grammar.schemas.json_values import JSON
+from nanovllm_core.grammar.schemas.library import Library
+from nanovllm_core.grammar.schemas.shapes import Conj
+from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Members, Numbers, Plan, Texts, plans
 
 # Of different schemas inside one.
 MAX_PARTS = 5_000

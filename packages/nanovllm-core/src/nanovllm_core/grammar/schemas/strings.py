@@ -3,13 +3,13 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from nanovllm_server.schemas import regex, search
-from nanovllm_server.schemas.characters import PLAIN, invert, normal
-from nanovllm_server.schemas.document import SchemaError
-from nanovllm_server.schemas.formats import FORMATS
-from nanovllm_server.schemas.regex import Alt, Chars, Node, Repeat, Seq, narrow, parse, whole
-from nanovllm_server.schemas.shapes import Text, where
-from nanovllm_server.schemas.spelling import write, write_value
+from nanovllm_core.grammar.schemas import regex, search
+from nanovllm_core.grammar.schemas.characters import PLAIN, invert, normal
+from nanovllm_core.grammar.schemas.document import SchemaError
+from nanovllm_core.grammar.schemas.formats import FORMATS
+from nanovllm_core.grammar.schemas.regex import Alt, Chars, Node, Repeat, Seq, narrow, parse, whole
+from nanovllm_core.grammar.schemas.shapes import Text, where
+from nanovllm_core.grammar.schemas.spelling import write, write_value
 
 MAX_LENGTH = 1_000_000
 # Of the characters of a string that is left out, and of the beginnings of all of them.
