@@ -134,7 +134,7 @@ async def test_only_a_given_seed_repeats_the_texts(job, url, engine):
 
 
 async def test_failed_requests_are_counted_and_set_the_exit_status(job, url, service, tmp_path, capsys):
-    service.gate.capacity = 2
+    service.admission.capacity = 2
     file = tmp_path / "figures.json"
     arguments = ["interference", f"{url}/v1", "--cases=decodes-beside-long", f"--json={file}", *SIZES]
     assert await asyncio.to_thread(cli.main, arguments) == 1
@@ -188,7 +188,7 @@ async def test_stream_without_tokens_ends_the_wait_at_the_time_limit(client, eng
 
 
 async def test_stream_whose_request_fails_does_not_block_the_others(client, service):
-    service.gate.capacity = 0
+    service.admission.capacity = 0
     async with decoding(client, [HELLO, HELLO], 50) as streams:
         await streams.wait_until_decoding()
         await streams.wait_for_pieces_after(time.perf_counter())

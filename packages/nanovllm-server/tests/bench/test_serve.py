@@ -12,7 +12,7 @@ from nanovllm_server.bench import serve
 from nanovllm_server.bench.client import ExchangeError, list_models, parse_base_url, stream_chat
 from nanovllm_server.bench.report import BenchError, Results
 from nanovllm_server.bench.serve import ServeJob, spread
-from nanovllm_server.bench.workload import Lengths, Shape
+from nanovllm_server.bench.workload import Lengths, WorkloadShape
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n"
 
@@ -22,7 +22,7 @@ def job(url) -> ServeJob:
     return ServeJob(
         endpoint=parse_base_url(f"{url}/v1", None),
         model=None,
-        shape=Shape(6, Lengths(3, 5), Lengths(8, 8)),
+        shape=WorkloadShape(6, Lengths(3, 5), Lengths(8, 8)),
         rates=[None],
         concurrencies=[None],
         temperature=0.0,
@@ -108,7 +108,7 @@ async def test_rate_spreads_the_requests(job, engine):
 
 async def test_failures_are_counted_and_left_out(job, service, engine, capsys):
     engine.endless, engine.delay = True, 0.005
-    service.gate.capacity = 2
+    service.admission.capacity = 2
     _, (point,) = await serve.measure(job)
     assert point.failed == 4
     assert point.output_tokens == 16
@@ -131,7 +131,7 @@ async def test_dies_in_mid_stream(job, engine):
     engine.endless, engine.delay = True, 0.005
     asyncio.get_running_loop().call_later(0.1, engine.die, "out of memory")
     with pytest.raises(BenchError, match="out of memory"):
-        await serve.measure(replace(job, shape=Shape(3, Lengths(3, 3), Lengths(400, 400))))
+        await serve.measure(replace(job, shape=WorkloadShape(3, Lengths(3, 3), Lengths(400, 400))))
 
 
 async def test_pieces_are_what_has_content():

@@ -3,18 +3,18 @@
 from nanovllm_server.bench.workload import (
     WORDS,
     Lengths,
-    Shape,
+    WorkloadShape,
     arrivals,
     random_chats,
     random_prompts,
     random_works,
 )
 
-SHAPE = Shape(50, Lengths(3, 9), Lengths(2, 5), prefix=4)
+SHAPE = WorkloadShape(50, Lengths(3, 9), Lengths(2, 5), prefix=4)
 
 
 def test_nano_bench_makes_the_number_of_tokens_it_is_known_for():
-    works = random_works(Shape(256, Lengths(100, 1024), Lengths(100, 1024)), vocab_size=151_936)
+    works = random_works(WorkloadShape(256, Lengths(100, 1024), Lengths(100, 1024)), vocab_size=151_936)
     assert sum(work.max_tokens for work in works) == 133_966
     assert max(max(work.prompt) for work in works) == 10_000
 

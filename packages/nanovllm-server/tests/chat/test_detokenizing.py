@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm_models.token_bytes import VocabularyError
-from nanovllm_server.chat.detokenizing import Detokenizer, Vocabulary
+from nanovllm_server.chat.detokenizing import Detokenizer, TextVocabulary
 
 TEXT = st.text(alphabet=st.sampled_from("abé😀 \n"), max_size=30)
 
@@ -57,7 +57,7 @@ def test_sentencepiece_with_byte_fallback():
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    pieces = run(Vocabulary(tokenizer), [0, 1, 2, 3])
+    pieces = run(TextVocabulary(tokenizer), [0, 1, 2, 3])
     assert pieces == ["Hi", " you", "", "é", ""]
     assert "".join(pieces) == tokenizer.decode([0, 1, 2, 3])
 
@@ -66,4 +66,4 @@ def test_other_tokenizers_are_refused():
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(VocabularyError, match="WordPiece"):
-        Vocabulary(tokenizer)
+        TextVocabulary(tokenizer)

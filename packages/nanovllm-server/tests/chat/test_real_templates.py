@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import pick_format
-from nanovllm_server.chat.detokenizing import Vocabulary
-from nanovllm_server.chat.model_format import Dialect
+from nanovllm_server.chat.detokenizing import TextVocabulary
+from nanovllm_server.chat.model_format import ModelFormat
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ReasoningText
-from nanovllm_server.protocol.messages import Message, ToolCall
+from nanovllm_server.protocol.messages import Message, PastToolCall
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ CALLING = Message(
     role="assistant",
     content=None,
     reasoning="I had better look.",
-    tool_calls=(ToolCall("call_0", "get_weather", json.dumps(ARGUMENTS)),),
+    tool_calls=(PastToolCall("call_0", "get_weather", json.dumps(ARGUMENTS)),),
 )
 RESULT = Message(role="tool", content="Rain.", tool_call_id="call_0")
 
@@ -84,14 +84,14 @@ async def test_what_is_picked(model):
 
 async def test_a_call_of_the_history_is_what_the_parser_reads(model, backend):
     name, template, renderer = model
-    dialect = Dialect(pick_format(None, template), Vocabulary(backend))
+    model_format = ModelFormat(pick_format(None, template), TextVocabulary(backend))
     asked = (await renderer.render([QUESTION], [TOOL])).text
     answered = (await renderer.render([QUESTION, CALLING, RESULT], [TOOL])).text
     assert "Rain." in answered
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
     # Where one begins to reason and the other to call, both have the brackets of their tags.
     same -= asked[:same].endswith("<")
-    parser = dialect.parser(asked[:same], {"get_weather": SCHEMA})
+    parser = model_format.parser(asked[:same], {"get_weather": SCHEMA})
     events = parser.push(answered[same:]) + parser.finish()
     names = [event.name for event in events if isinstance(event, CallBegun)]
     assert names == ([] if name in NO_HISTORY else ["get_weather"])

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from nanovllm_models.chat_formats import DEEPSEEK_R1, HERMES, LLAMA, MINIMAX_M2, QWEN3_CODER, THINK, ChatFormat
-from nanovllm_server.chat.model_format import Dialect
+from nanovllm_server.chat.model_format import ModelFormat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -47,7 +47,7 @@ def speak(engine, service, vocabulary):
     """Let the model write in a format."""
 
     def speak(form, reply):
-        service.dialect = Dialect(form, vocabulary)
+        service.model_format = ModelFormat(form, vocabulary)
         engine.reply = [*reply.encode()]
 
     return speak
@@ -312,7 +312,7 @@ async def test_special_tokens_that_are_tags_are_read(ask, engine, speak, service
     # A tokenizer may have a tag as one special token, which is no text otherwise.
     speak(ChatFormat(None, LLAMA), '{"name": "other", "parameters": {}}')
     tag = {**{name: getattr(LLAMA, name) for name in LLAMA.__slots__}, "begin": "<|start|>"}
-    service.dialect = Dialect(ChatFormat(None, type(LLAMA)(**tag)), service.vocabulary)
+    service.model_format = ModelFormat(ChatFormat(None, type(LLAMA)(**tag)), service.vocabulary)
     engine.reply = [258, *engine.reply]
     choice, _ = await ask()
     assert choice["message"]["tool_calls"] == [called("other", "{}")]

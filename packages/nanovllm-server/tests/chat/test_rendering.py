@@ -11,7 +11,7 @@ from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.parsing.events import CallArguments, CallBegun
 from nanovllm_server.parsing.parser import Parser
 from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.messages import Message, ToolCall
+from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 CONVERSATION = (Message(role="developer", content="be brief"), Message(role="user", content="hi"))
@@ -57,7 +57,9 @@ async def test_developer_is_system_unless_the_template_knows_better(template, ex
 
 CALLS = (
     Message(role="user", content="hi"),
-    Message(role="assistant", content=None, tool_calls=(ToolCall("1", "f", '{"x": 1}'), ToolCall("2", "g", ""))),
+    Message(
+        role="assistant", content=None, tool_calls=(PastToolCall("1", "f", '{"x": 1}'), PastToolCall("2", "g", ""))
+    ),
     Message(role="tool", content="4", tool_call_id="1"),
 )
 
@@ -112,7 +114,7 @@ async def test_calls_go_in_as_the_template_takes_them(write_call, expected):
 
 
 async def test_a_call_that_was_cut_off_goes_in_as_it_is_or_is_refused():
-    cut = Message(role="assistant", content="", tool_calls=(ToolCall("1", "f", '{"x'),))
+    cut = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", '{"x'),))
     renderer = Renderer(CallTokenizer(as_json))
     assert (await renderer.render([cut])).text == r';[f "{\"x"]'
     renderer.close()
@@ -146,7 +148,11 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 ASKED = (Message(role="user", content="hi"),)
 CALLED = (
     *ASKED,
-    Message(role="assistant", content=None, tool_calls=(ToolCall("1", "look", '{"x": "y"}'), ToolCall("2", "f", "{"))),
+    Message(
+        role="assistant",
+        content=None,
+        tool_calls=(PastToolCall("1", "look", '{"x": "y"}'), PastToolCall("2", "f", "{")),
+    ),
     Message(role="tool", content="4", tool_call_id="1"),
     Message(role="tool", content="5", tool_call_id="2"),
 )

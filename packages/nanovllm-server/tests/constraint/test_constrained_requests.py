@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.request import Budget, GrammarSpec
 from nanovllm_models.chat_formats import HERMES, LLAMA, THINK, ChatFormat
-from nanovllm_server.chat.model_format import Dialect
+from nanovllm_server.chat.model_format import ModelFormat
 
 SCHEMA = {
     "type": "object",
@@ -30,7 +30,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_ca
 @pytest.fixture
 def speak(engine, service, vocabulary):
     def speak(form, reply="ok"):
-        service.dialect = Dialect(form, vocabulary)
+        service.model_format = ModelFormat(form, vocabulary)
         engine.reply = [*reply.encode()]
 
     return speak
@@ -235,7 +235,7 @@ async def test_a_grammar_that_is_none_is_refused_by_its_field(post, engine, serv
     assert "more than 10 s" in error["message"]
     assert param in error["message"]
     assert engine.requests == []
-    assert service.gate.active == 0
+    assert service.admission.active == 0
 
 
 async def test_too_many_tools_are_refused(post, engine, speak):
@@ -258,9 +258,9 @@ async def test_who_leaves_while_a_grammar_compiles_leaves_nothing_behind(url, en
         async with asyncio.timeout(5):
             while not engine.num_compiling:
                 await asyncio.sleep(0.01)
-            assert service.gate.active == 1
+            assert service.admission.active == 1
             asking.cancel()
-            while service.gate.active or engine.num_compiling:
+            while service.admission.active or engine.num_compiling:
                 await asyncio.sleep(0.01)
     assert engine.requests == []
     assert not service.running
@@ -288,5 +288,5 @@ async def test_a_grammar_that_fails_later_is_refused_by_its_field(post, engine, 
     error = json.loads(data)["error"]
     assert (error["param"], error["code"]) == ("structured_outputs.regex", "invalid_grammar")
     async with asyncio.timeout(5):
-        while engine.num_active > 1 or service.gate.active:
+        while engine.num_active > 1 or service.admission.active:
             await asyncio.sleep(0.01)

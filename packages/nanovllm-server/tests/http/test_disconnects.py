@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from nanovllm_models.chat_formats import HERMES, THINK, ChatFormat
-from nanovllm_server.chat.model_format import Dialect
+from nanovllm_server.chat.model_format import ModelFormat
 
 LEAVERS = 300
 AT_ONCE = 30
@@ -22,8 +22,8 @@ MOMENTS = (None, b"HTTP/1.1", b'"reasoning"', b'"content":"L', b'"tool_calls"', 
 
 @pytest.fixture
 def talkative(service, engine, vocabulary):
-    service.dialect = Dialect(ChatFormat(THINK, HERMES), vocabulary)
-    service.gate.capacity = 3 * AT_ONCE
+    service.model_format = ModelFormat(ChatFormat(THINK, HERMES), vocabulary)
+    service.admission.capacity = 3 * AT_ONCE
     engine.reply, engine.delay = [*SPOKEN], 0.0005
     return service
 
@@ -80,9 +80,9 @@ async def test_nothing_stays_of_those_who_left(url, talkative, engine):
 
     await asyncio.gather(*(one(rng.random()) for _ in range(LEAVERS)))
     async with asyncio.timeout(20):
-        while asyncio.all_tasks() - before or talkative.gate.active or talkative.running or engine.num_active:
+        while asyncio.all_tasks() - before or talkative.admission.active or talkative.running or engine.num_active:
             await asyncio.sleep(0.02)
-    assert talkative.gate.empty.is_set()
+    assert talkative.admission.empty.is_set()
     finished = talkative.metrics.finished
     assert all(finished[reason] for reason in ("tool_calls", "abort"))
     codes = {status for (_, status), count in talkative.metrics.http.items() if count}

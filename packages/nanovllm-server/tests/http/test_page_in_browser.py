@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat
-from nanovllm_server.chat.model_format import Dialect
+from nanovllm_server.chat.model_format import ModelFormat
 
 # The first test that runs may have to fetch the browser.
 pytestmark = pytest.mark.timeout(180)
@@ -104,7 +104,7 @@ async def test_an_answer_grows_and_is_stopped(tab, engine, service, tokenizer, h
     assert await texts(tab, ".note") == ["stopped"]
     assert await tab.value("$('send').textContent") == "Send"
     async with asyncio.timeout(5):
-        while service.gate.active or engine.num_active:
+        while service.admission.active or engine.num_active:
             await asyncio.sleep(0.01)
     # What there is of it stays part of the conversation.
     engine.endless = False
@@ -117,7 +117,7 @@ async def test_an_answer_grows_and_is_stopped(tab, engine, service, tokenizer, h
 
 
 async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
-    service.dialect = Dialect(ChatFormat(REASONING_FORMATS["think"], None), vocabulary)
+    service.model_format = ModelFormat(ChatFormat(REASONING_FORMATS["think"], None), vocabulary)
     engine.reply = [*b"<think>\nLet me see.\n</think>\n\nIt is 4."]
     await ask(tab, "2 + 2?")
     await answered(tab)
@@ -135,7 +135,7 @@ async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
 async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabulary, tokenizer, monkeypatch):
     # The scripted template has no tools; this one shows what it is given.
     monkeypatch.setattr(tokenizer, "render_chat", lambda messages, **_: tokenizer.rendered.append([*messages]) or "x")
-    service.dialect = Dialect(ChatFormat(None, TOOL_CALL_FORMATS["hermes"]), vocabulary)
+    service.model_format = ModelFormat(ChatFormat(None, TOOL_CALL_FORMATS["hermes"]), vocabulary)
     calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Paris", "Oslo")]
     written = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
     engine.reply = [*f"Let me look.\n{written}".encode()]

@@ -92,7 +92,7 @@ async def test_a_deadline_before_the_first_token_is_a_504(post, engine, service,
     assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
     assert "0.1 s" in error["message"]
     assert engine.aborted == [engine.requests[0].key]
-    assert service.gate.active == 0
+    assert service.admission.active == 0
     assert service.running == set()
 
 
@@ -104,7 +104,7 @@ async def test_a_deadline_in_mid_stream_is_an_error_event(post, engine, service)
     assert error.startswith("event: error\ndata: ")
     assert json.loads(error.split("data: ")[1])["error"]["code"] == "deadline_exceeded"
     assert done == "data: [DONE]"
-    assert service.gate.active == 0
+    assert service.admission.active == 0
     assert engine.num_active == 0
 
 
@@ -131,7 +131,7 @@ async def test_a_reader_who_takes_nothing_is_dropped(app, service, engine, serve
             sock, raw(stream=True, logprobs=True, top_logprobs=20, max_tokens=10**8)
         )
         await until(lambda: engine.requests)
-        await until(lambda: service.gate.active == 0)
+        await until(lambda: service.admission.active == 0)
         assert engine.num_active == 0
         assert engine.aborted == [engine.requests[0].key]
         assert service.metrics.http["/v1/chat/completions", 499] == 1
@@ -209,7 +209,7 @@ async def test_who_never_ends_a_body_is_answered_and_cut_off(app, service, serve
         assert data.startswith(b"HTTP/1.1 408")
         assert b'"error"' in data
         writer.close()
-    assert service.gate.active == 0
+    assert service.admission.active == 0
 
 
 @pytest.mark.parametrize(("length", "alone"), [(40, True), (5, False)])
@@ -240,7 +240,7 @@ async def test_leaving_while_the_others_wait_frees_everything(url, engine, servi
     writer.write(raw(stream=True, n=4, messages=[{"role": "user", "content": "x" * 40}]))
     await until(lambda: len(engine.requests) == (1 if when == "before" else 4))
     writer.close()
-    await until(lambda: service.gate.active == 0, seconds=1)
+    await until(lambda: service.admission.active == 0, seconds=1)
     assert engine.num_active == 0
     assert len(engine.aborted) == len(engine.requests)
 

@@ -100,7 +100,7 @@ async def test_disconnect_aborts_at_once(url, engine, service, stream, n):
     if stream:
         await reader.readuntil(b"content")
     writer.close()
-    await until(lambda: service.gate.active == 0, seconds=1)
+    await until(lambda: service.admission.active == 0, seconds=1)
     assert sorted(engine.aborted) == sorted(request.key for request in engine.requests)
     assert engine.num_active == 0
     assert service.metrics.http["/v1/chat/completions", 499] == 1
@@ -115,7 +115,7 @@ async def test_disconnect_before_the_first_token(url, engine, service):
     await until(lambda: engine.requests)
     writer.close()
     await until(lambda: engine.aborted, seconds=1)
-    await until(lambda: service.gate.active == 0, seconds=1)
+    await until(lambda: service.admission.active == 0, seconds=1)
 
 
 async def test_reset_in_the_middle_of_a_body(url, service, sdk):
@@ -222,9 +222,9 @@ async def test_early_refusal_of_a_large_body_reaches_a_client_that_is_still_send
 
 
 async def test_many_at_once(sdk, service):
-    service.gate.capacity = 100
+    service.admission.capacity = 100
     answers = await asyncio.gather(
         *(sdk.chat.completions.create(model="scripted", messages=MESSAGES) for _ in range(50))
     )
     assert {answer.choices[0].message.content for answer in answers} == {"Hello"}
-    assert service.gate.active == 0
+    assert service.admission.active == 0

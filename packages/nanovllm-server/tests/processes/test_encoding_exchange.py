@@ -11,7 +11,7 @@ import pytest
 from exchange_peer import publish
 
 from nanovllm_models import default_model_path, load_tokenizer
-from nanovllm_server.processes.encoding_exchange import RING_BYTES, EncodingExchange, allocate_rings
+from nanovllm_server.processes.encoding_exchange import RING_BYTES, RingEncodingExchange, allocate_rings
 from nanovllm_server.processes.rings import RingMemory
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -24,10 +24,10 @@ def ids(*token_ids):
 
 def pair(ring_bytes=RING_BYTES):
     memory = RingMemory(2, ring_bytes)
-    return [EncodingExchange(memory, index, NUM_TOKEN_IDS) for index in range(2)]
+    return [RingEncodingExchange(memory, index, NUM_TOKEN_IDS) for index in range(2)]
 
 
-class CountingExchange(EncodingExchange):
+class CountingExchange(RingEncodingExchange):
     """Counts the segments that its worker had to encode itself."""
 
     num_encoded = 0
@@ -110,14 +110,14 @@ def test_a_worker_receives_what_others_published_once_and_nothing_of_its_own():
 
 def test_a_replaced_worker_receives_what_it_and_others_had_published_and_is_heard_again():
     memory = RingMemory(2, RING_BYTES)
-    other = EncodingExchange(memory, 0, NUM_TOKEN_IDS)
+    other = RingEncodingExchange(memory, 0, NUM_TOKEN_IDS)
     other.receive()
     lost = SPAWN.Process(target=publish, args=(memory, 1, {"of the lost worker": ids(1)}))
     lost.start()
     lost.join()
     assert lost.exitcode == 0
     other.publish({"of the other": ids(2)})
-    replacement = EncodingExchange(memory, 1, NUM_TOKEN_IDS)
+    replacement = RingEncodingExchange(memory, 1, NUM_TOKEN_IDS)
     assert replacement.receive() == {"of the lost worker": ids(1), "of the other": ids(2)}
     replacement.publish({"of the replacement": ids(3)})
     assert other.receive() == {"of the lost worker": ids(1), "of the replacement": ids(3)}

@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm_models.chat_formats import HERMES, LLAMA, REASONING_FORMATS, THINK, TOOL_CALL_FORMATS, ChatFormat
 from nanovllm_server import cli
-from nanovllm_server.processes.worker import chat_format
+from nanovllm_server.processes.worker import select_chat_format
 
 
 def test_the_flags_name_every_format():
@@ -28,8 +28,8 @@ def test_the_flags_name_every_format():
 def test_flags_go_before_the_model(tmp_path, arguments, expected):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     settings = cli.settings(cli.parser().parse_args([str(tmp_path), *arguments]))
-    assignment = SimpleNamespace(model=tmp_path, settings=settings)
-    assert chat_format(assignment, "{{ messages }}") == expected
+    arguments = SimpleNamespace(model=tmp_path, settings=settings)
+    assert select_chat_format(arguments, "{{ messages }}") == expected
 
 
 def test_other_names_are_refused(capsys):

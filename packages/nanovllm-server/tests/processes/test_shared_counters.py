@@ -3,46 +3,46 @@
 import pytest
 
 from nanovllm_core import EngineStats
-from nanovllm_server.http.admission import Gate
+from nanovllm_server.http.admission import AdmissionControl
 from nanovllm_server.observability.metrics import Metrics
-from nanovllm_server.processes.shared_counters import COLUMNS, Sheet, allocate
+from nanovllm_server.processes.shared_counters import COLUMNS, SharedCounters, allocate_counters
 from nanovllm_server.protocol.error import ApiError
 
 
 def test_the_queue_is_one_for_all_workers():
-    memory = allocate(3)
-    gates = [Gate(5, Sheet(memory, index)) for index in range(3)]
-    leave = [gates[0].admit(2), gates[1].admit(2), gates[2].admit(1)]
-    assert [gate.active for gate in gates] == [5, 5, 5]
-    for gate in gates:
+    memory = allocate_counters(3)
+    admissions = [AdmissionControl(5, SharedCounters(memory, index)) for index in range(3)]
+    leave = [admissions[0].admit(2), admissions[1].admit(2), admissions[2].admit(1)]
+    assert [admission.active for admission in admissions] == [5, 5, 5]
+    for admission in admissions:
         with pytest.raises(ApiError, match="5 sequences of at most 5"):
-            gate.admit(1)
+            admission.admit(1)
     leave[1]()
-    assert gates[1].empty.is_set()
-    assert not gates[0].empty.is_set()
+    assert admissions[1].empty.is_set()
+    assert not admissions[0].empty.is_set()
     with pytest.raises(ApiError):
-        gates[0].admit(3)
-    gates[0].admit(2)
-    assert gates[2].active == 5
+        admissions[0].admit(3)
+    admissions[0].admit(2)
+    assert admissions[2].active == 5
 
 
 def test_what_a_dead_worker_had_let_in_is_given_back():
-    memory = allocate(2)
-    first, second = Gate(4, Sheet(memory, 0)), Gate(4, Sheet(memory, 1))
+    memory = allocate_counters(2)
+    first, second = AdmissionControl(4, SharedCounters(memory, 0)), AdmissionControl(4, SharedCounters(memory, 1))
     first.admit(1)
     second.admit(3)
-    replacement = Gate(4, Sheet(memory, 1))
+    replacement = AdmissionControl(4, SharedCounters(memory, 1))
     assert first.active == replacement.active == 1
     replacement.admit(3)
 
 
 def test_any_worker_tells_the_metrics_of_all(engine):
-    memory = allocate(2)
+    memory = allocate_counters(2)
 
     def metrics(index: int) -> Metrics:
-        sheet = Sheet(memory, index)
-        Gate(1, sheet)
-        return Metrics("m", engine.info, EngineStats, sheet)
+        counters = SharedCounters(memory, index)
+        AdmissionControl(1, counters)
+        return Metrics("m", engine.info, EngineStats, counters)
 
     one, two = metrics(0), metrics(1)
     one.count_http("/health", 200)
@@ -65,7 +65,7 @@ def test_any_worker_tells_the_metrics_of_all(engine):
 
 
 def test_a_sheet_has_an_end():
-    sheet = Sheet(allocate(1))
-    sheet.claim(COLUMNS)
+    counters = SharedCounters(allocate_counters(1))
+    counters.claim(COLUMNS)
     with pytest.raises(ValueError, match="too few"):
-        sheet.claim(1)
+        counters.claim(1)

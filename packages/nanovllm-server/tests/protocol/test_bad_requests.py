@@ -273,7 +273,7 @@ async def test_bad_field(post, engine, service, fields, param):
     # The message says it too, in a request with several mistakes that's what people read.
     assert param.split("[")[0].split(".")[-1] in error["message"]
     assert engine.requests == []
-    assert service.gate.active == 0
+    assert service.admission.active == 0
     assert (await post()).status_code == 200
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm_server.protocol.description import describe
 from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.openapi import DESCRIPTIONS, EXAMPLES
 from nanovllm_server.protocol.request import Limits, SamplingDefaults, read_chat_request
 
@@ -139,7 +139,7 @@ def test_what_the_schema_refuses_the_reader_refuses(document, name, steps, value
         here = here[step]
     here[steps[-1]] = value
     try:
-        read_chat_request(Fields(example), LIMITS, DEFAULTS)
+        read_chat_request(FieldReader(example), LIMITS, DEFAULTS)
     except ApiError:
         return
     validator(document, "ChatCompletionRequest").validate(example)

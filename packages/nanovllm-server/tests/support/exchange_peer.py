@@ -2,7 +2,7 @@
 
 import itertools
 
-from nanovllm_server.processes.encoding_exchange import EncodingExchange
+from nanovllm_server.processes.encoding_exchange import RingEncodingExchange
 from nanovllm_server.processes.rings import RingMemory
 
 
@@ -18,4 +18,4 @@ def write_until_killed(memory: RingMemory, index: int) -> None:
 
 
 def publish(memory: RingMemory, worker: int, encoded: dict[str, bytes]) -> None:
-    EncodingExchange(memory, worker, 1000).publish(encoded)
+    RingEncodingExchange(memory, worker, 1000).publish(encoded)

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import xgrammar
 
-from nanovllm_core.grammar import lengths
+from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.characters import PLAIN
 from nanovllm_core.grammar.schemas.formats import FORMATS
@@ -204,7 +204,7 @@ def test_lengths_of_strings(low, high):
 def test_lengths_of_values_are_left_to_the_engine(low, high):
     tree = limit(regex.narrow(regex.ANYTHING, PLAIN), low, high)
     written = write_value(tree)
-    bounded = lengths.read(written)
+    bounded = parse_bounded_pattern(written)
     assert (bounded.low, bounded.high) == (low, high)
     again = regex.narrow(regex.parse(written.removeprefix("^").removesuffix("$")), PLAIN)
     assert write_value(again) == written
@@ -213,7 +213,7 @@ def test_lengths_of_values_are_left_to_the_engine(low, high):
 @pytest.mark.parametrize(("pattern", "low", "high"), [("^[a-z]*$", 33, 500), ("^a[a-z]*$", 0, 500), ("^a*$", 3, None)])
 def test_other_values_are_not(pattern, low, high):
     tree = limit(whole(pattern), low, high)
-    assert lengths.read(write_value(tree)) is None
+    assert parse_bounded_pattern(write_value(tree)) is None
     assert write_value(tree) == write(tree)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm_server.bench.flag_types import DEFAULT_URL, assignment, at_least_two, lengths, positive, rate, whole
 from nanovllm_server.bench.interference import flags as interference_flags
-from nanovllm_server.bench.workload import Lengths, Shape
+from nanovllm_server.bench.workload import Lengths, WorkloadShape
 from nanovllm_server.cli import GRAPH_MODES, STATE_DTYPES
 
 if TYPE_CHECKING:
@@ -280,8 +280,8 @@ def _results(options: argparse.Namespace) -> "Results":
     return Results(options.json, options.plot)
 
 
-def _shape(options: argparse.Namespace) -> Shape:
-    return Shape(options.num_requests, options.input_len, options.output_len, options.prefix_len)
+def _shape(options: argparse.Namespace) -> WorkloadShape:
+    return WorkloadShape(options.num_requests, options.input_len, options.output_len, options.prefix_len)
 
 
 def _add_shape(program: argparse.ArgumentParser, inputs: Lengths, outputs: Lengths, about_prefix: str) -> None:

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from nanovllm_models.token_bytes import TokenBytes
 
 
-class Vocabulary:
-    """The bytes that each token of a tokenizer stands for. specials: those that stand for no text.
+class TextVocabulary:
+    """The vocabulary of a tokenizer as text: the bytes of each token. specials: tokens that stand for no text.
 
     Raises VocabularyError as `TokenBytes` does.
     """
@@ -53,7 +53,7 @@ class Vocabulary:
 class Detokenizer:
     """The text of one choice. tags: special tokens that are part of it all the same."""
 
-    def __init__(self, vocabulary: Vocabulary, tags: frozenset[int] = frozenset()):
+    def __init__(self, vocabulary: TextVocabulary, tags: frozenset[int] = frozenset()):
         self._vocabulary = vocabulary
         self._tags = tags
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core import Engine, EngineDeadError, GrammarError, OpenRequest, PromptLogprobs, Request, RequestOutput
-from nanovllm_server.chat.output_assembler import Choice
+from nanovllm_server.chat.output_assembler import OutputAssembler
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import timed_out
 from nanovllm_server.protocol.response import Delta, Usage
@@ -20,45 +20,45 @@ from nanovllm_server.protocol.response import Delta, Usage
 IDLE_S = 15.0
 
 
-class Bell:
-    """Wakes the one reader of an answer when any of its choices has something new."""
+class OutputNotifier:
+    """Wakes the one reader of an answer when the engine has new outputs for any of its choices, or has failed."""
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._rung = False
+        self._has_outputs = False
 
     def wake(self) -> None:
-        """Learn that there is something new."""
-        self._rung = True
-        self.look()
+        """Called by the engine: there are new outputs."""
+        self._has_outputs = True
+        self.wake_reader()
 
     def fail(self, reason: str) -> None:
-        """Learn that the engine died."""
-        self.give_up(EngineDeadError(reason))
+        """Called by the engine: it died."""
+        self.raise_in_reader(EngineDeadError(reason))
 
-    def give_up(self, failure: Exception) -> None:
+    def raise_in_reader(self, failure: Exception) -> None:
         """Make the reader raise `failure`."""
         self._failure = failure
-        self.look()
+        self.wake_reader()
 
-    def look(self) -> None:
-        """Let the reader look, even if there is nothing."""
+    def wake_reader(self) -> None:
+        """Let the reader's `wait` return, even if there are no new outputs."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Sleep until there is something, or one should look whether there is."""
-        if not self._rung and self._failure is None:
+        """Wait for new outputs or `wake_reader`. Raises the failure that was passed to `fail` or `raise_in_reader`."""
+        if not self._has_outputs and self._failure is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        self._rung = False
+        self._has_outputs = False
         if self._failure is not None:
             raise self._failure
 
 
 class Generation:
-    """One answer in the making: its requests, one a choice, and their choices.
+    """One answer while it is made: a request and an output assembler for each of its choices.
 
     timeout_s: what it may take, from the arrival of its requests; None for as long as it does. refuse: what to raise,
     given the reason, for a grammar that turns out to be none while answers are made. first_token_s: what its first
@@ -69,7 +69,7 @@ class Generation:
         self,
         engine: Engine,
         requests: Sequence[Request],
-        choices: Sequence[Choice],
+        assemblers: Sequence[OutputAssembler],
         metrics: Metrics,
         *,
         timeout_s: float | None = None,
@@ -80,13 +80,13 @@ class Generation:
         self._timeout_s = timeout_s
         self._engine = engine
         self._requests = requests
-        self._choices = choices
+        self._assemblers = assemblers
         self._metrics = metrics
         self._refuse = refuse
-        self._bell = Bell()
+        self._notifier = OutputNotifier()
         self._cached_tokens = 0
-        self._last: list[float | None] = [None] * len(choices)
-        # By choice.
+        self._last: list[float | None] = [None] * len(assemblers)
+        # By index of the choice.
         self._opened: dict[int, OpenRequest] = {}
         self._timers: list[asyncio.TimerHandle | asyncio.Task[None]] = []
         self._closed = False
@@ -98,8 +98,8 @@ class Generation:
         return Usage(
             prompt_tokens,
             self._cached_tokens,
-            sum(choice.num_tokens for choice in self._choices),
-            sum(choice.num_reasoning_tokens for choice in self._choices),
+            sum(assembler.num_tokens for assembler in self._assemblers),
+            sum(assembler.num_reasoning_tokens for assembler in self._assemblers),
         )
 
     @property
@@ -110,11 +110,11 @@ class Generation:
     @property
     def finish_reasons(self) -> list[str]:
         """Why each choice ended; "abort" for one that has not."""
-        return [choice.finish_reason or "abort" for choice in self._choices]
+        return [assembler.finish_reason or "abort" for assembler in self._assemblers]
 
     def fail(self, failure: Exception) -> None:
         """End it from outside: whoever reads the deltas gets `failure`."""
-        self._bell.give_up(failure)
+        self._notifier.raise_in_reader(failure)
 
     async def deltas(self, idle_s: float = IDLE_S) -> AsyncGenerator[list[Delta], None]:
         """What became known since the last time; nothing once in `idle_s` seconds while nothing does.
@@ -124,24 +124,24 @@ class Generation:
         """
         self._begin(idle_s)
         try:
-            self._open(range(1 if self._shares_prompt else len(self._choices)))
-            unfinished = len(self._choices)
+            self._open(range(1 if self._shares_prompt else len(self._assemblers)))
+            unfinished = len(self._assemblers)
             while unfinished:
-                await self._bell.wait()
+                await self._notifier.wait()
                 outputs = self._outputs()
                 if not outputs:
                     yield []
                     continue
-                if len(self._opened) < len(self._choices):
-                    self._open(range(1, len(self._choices)))
+                if len(self._opened) < len(self._assemblers):
+                    self._open(range(1, len(self._assemblers)))
                 deltas: list[Delta] = []
                 for index, output in outputs.items():
-                    if self._choices[index].finish_reason is not None:
+                    if self._assemblers[index].finish_reason is not None:
                         continue
                     delta = self._take(index, output)
                     if delta is not None:
                         deltas.append(delta)
-                    if self._choices[index].finish_reason is not None:
+                    if self._assemblers[index].finish_reason is not None:
                         unfinished -= 1
                         # It may have been a stop string; the engine need not go on until the other choices end.
                         self._opened[index].close()
@@ -183,7 +183,7 @@ class Generation:
 
     def _open(self, indices: Iterable[int]) -> None:
         for index in indices:
-            self._opened[index] = self._engine.open(self._requests[index], self._bell)
+            self._opened[index] = self._engine.open(self._requests[index], self._notifier)
 
     def _outputs(self) -> dict[int, RequestOutput]:
         try:
@@ -197,7 +197,7 @@ class Generation:
             if output.prompt_logprobs is not None:
                 self.prompt_logprobs = output.prompt_logprobs
         self._observe(index, len(output.new_token_ids))
-        return self._choices[index].take(output)
+        return self._assemblers[index].take(output)
 
     def _observe(self, index: int, num_tokens: int) -> None:
         if not num_tokens:
@@ -213,13 +213,13 @@ class Generation:
             self._metrics.inter_token_latency.observe((now - last) / num_tokens, num_tokens)
 
     def _count(self) -> None:
-        for request, choice, reason in zip(self._requests, self._choices, self.finish_reasons, strict=True):
+        for request, assembler, reason in zip(self._requests, self._assemblers, self.finish_reasons, strict=True):
             self._metrics.finished.count(reason)
             self._metrics.e2e_latency.observe_since(request.arrival_time)
             self._metrics.prompt_tokens.observe(request.num_prompt_tokens)
-            self._metrics.generation_tokens.observe(choice.num_tokens)
+            self._metrics.generation_tokens.observe(assembler.num_tokens)
 
     async def _tick(self, idle_s: float) -> None:
         while True:
             await asyncio.sleep(idle_s)
-            self._bell.look()
+            self._notifier.wake_reader()

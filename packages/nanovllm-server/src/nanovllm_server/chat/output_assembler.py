@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from nanovllm_core.request import RequestOutput, SamplingParams, TokenLogprobs
-from nanovllm_server.chat.detokenizing import Detokenizer, Vocabulary
+from nanovllm_server.chat.detokenizing import Detokenizer, TextVocabulary
 from nanovllm_server.chat.stop_strings import StopMatcher
 from nanovllm_server.parsing.events import CallArguments, CallBegun, CallEnded, ContentText, Event, ReasoningText
 from nanovllm_server.parsing.parser import Parser
@@ -18,9 +18,16 @@ from nanovllm_server.protocol.response import CallDelta, Delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What a request wants of each choice. tags: special tokens that are part of its text. include_stop: what stops it
-    too. named: it named the function to call, so that a call is no reason of its own to end.
+class ChoiceOptions:
+    """Options that apply to every choice of a request.
+
+    stops: stop strings.
+    include_stop: the text includes the stop string or stop token that ended it.
+    tags: special tokens that are part of the text, for the parser to see.
+    include_reasoning: deltas include reasoning.
+    parallel_calls: the model may make several calls; otherwise the choice ends with its first call.
+    token_ids: deltas include token ids.
+    named: `tool_choice` names a function; finish_reason is then "stop" instead of "tool_calls" (as OpenAI does).
     """
 
     stops: tuple[str, ...] = ()
@@ -32,32 +39,37 @@ class Wishes:
     named: bool = False
 
 
-class Choice:
-    """The state of one choice. `num_tokens` counts what it has of the engine's tokens, up to a stop string."""
+class OutputAssembler:
+    """Assembles the deltas of one choice from the engine's outputs: detokenizes, parses, and finds stop strings.
 
-    def __init__(self, index: int, vocabulary: Vocabulary, sampling: SamplingParams, parser: Parser, wishes: Wishes):
+    num_tokens: the choice's tokens so far, up to a stop string.
+    """
+
+    def __init__(
+        self, index: int, vocabulary: TextVocabulary, sampling: SamplingParams, parser: Parser, options: ChoiceOptions
+    ):
         self.index = index
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.finish_reason: Finish | None = None
         self._vocabulary = vocabulary
-        self._detokenizer = Detokenizer(vocabulary, wishes.tags)
+        self._detokenizer = Detokenizer(vocabulary, options.tags)
         self._parser = parser
-        self._stops = StopMatcher(wishes.stops) if wishes.stops else None
+        self._stops = StopMatcher(options.stops) if options.stops else None
         # Like an end-of-sequence token, a stop string counts only after that many tokens.
         self._min_tokens = sampling.min_tokens
         self._stop_token_ids = sampling.stop_token_ids
-        self._include_reasoning = wishes.include_reasoning
-        self._parallel_calls = wishes.parallel_calls
-        self._include_stop = wishes.include_stop
-        self._named = wishes.named
+        self._include_reasoning = options.include_reasoning
+        self._parallel_calls = options.parallel_calls
+        self._include_stop = options.include_stop
+        self._named = options.named
         self._top = sampling.logprobs
         self._reasoning_ended = False
         # Ended by what it says: a stop string, or the one call that it may make.
         self._over = False
         # Of tokens whose text has not come out yet.
         self._entries: list[TokenLogprob] = []
-        self._token_ids: list[int] | None = [] if wishes.token_ids else None
+        self._token_ids: list[int] | None = [] if options.token_ids else None
         self._reasoning: list[str] = []
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
@@ -167,13 +179,13 @@ def _joined(calls: list[CallDelta]) -> Iterator[CallDelta]:
             yield from group
 
 
-def logprob_entry(vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs, top: int) -> TokenLogprob:
+def logprob_entry(vocabulary: TextVocabulary, token: int, logprobs: TokenLogprobs, top: int) -> TokenLogprob:
     """OpenAI's object for one token: its text, its true bytes and its `top` likeliest alternatives."""
     others = [_one(vocabulary, other, logprob) for other, logprob in logprobs.top[:top]]
     return {**_one(vocabulary, token, logprobs.logprob), "top_logprobs": others}
 
 
-def _one(vocabulary: Vocabulary, token: int, logprob: float) -> TopLogprob:
+def _one(vocabulary: TextVocabulary, token: int, logprob: float) -> TopLogprob:
     piece = vocabulary.piece(token)
     return {
         "token": piece.decode(errors="replace"),

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 import orjson
 
 from nanovllm_core.request import PromptLogprobs
-from nanovllm_server.chat.detokenizing import Vocabulary
+from nanovllm_server.chat.detokenizing import TextVocabulary
 from nanovllm_server.chat.output_assembler import LEAST_LOGPROB
 from nanovllm_server.protocol.bodies import PromptLogprob
 
 
-def write_prompt_logprobs(vocabulary: Vocabulary, token_ids: Sequence[int], found: PromptLogprobs) -> orjson.Fragment:
+def write_prompt_logprobs(
+    vocabulary: TextVocabulary, token_ids: Sequence[int], found: PromptLogprobs
+) -> orjson.Fragment:
     """The field `prompt_logprobs` of an answer, as JSON. found: of the prompt `token_ids`, but for its first.
 
     For a thread of its own: of 32,000 tokens with 20 others each it is 50 MB, and takes a second. Written one token at
@@ -24,7 +26,7 @@ def write_prompt_logprobs(vocabulary: Vocabulary, token_ids: Sequence[int], foun
 
 
 def prompt_entries(
-    vocabulary: Vocabulary, token_ids: Sequence[int], found: PromptLogprobs
+    vocabulary: TextVocabulary, token_ids: Sequence[int], found: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
     """Of each token of a prompt what is known of it, and of the likeliest in its place, by token id.
 

@@ -18,7 +18,7 @@ from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.chat.tool_prompt import with_history_as_text, with_tools
 from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.messages import Message, ToolCall
+from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 NUM_THREADS = 2
@@ -126,7 +126,7 @@ class Renderer:
 
         # Most templates write the arguments of a call as they see fit, some only put them in as text.
         def written(*, as_text: bool) -> bool:
-            call = _plain_call(ToolCall("call_0", "f", '{"key": "valued"}'), as_text=as_text)
+            call = _plain_call(PastToolCall("call_0", "f", '{"key": "valued"}'), as_text=as_text)
             rendered = self._rendered(
                 {"role": "user", "content": "."},
                 {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -179,7 +179,7 @@ class Renderer:
         return plain
 
 
-def _plain_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
+def _plain_call(call: PastToolCall, *, as_text: bool) -> dict[str, Any]:
     # Some clients send nothing for a call without arguments.
     arguments: Any = call.arguments or "{}"
     if not as_text:

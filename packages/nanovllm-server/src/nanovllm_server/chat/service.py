@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
-from nanovllm_server.chat.detokenizing import Vocabulary
+from nanovllm_server.chat.detokenizing import TextVocabulary
 from nanovllm_server.chat.generation import Generation
-from nanovllm_server.chat.model_format import Dialect
-from nanovllm_server.chat.output_assembler import Choice, Wishes
+from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.chat.output_assembler import ChoiceOptions, OutputAssembler
 from nanovllm_server.chat.rendering import Prompt, Renderer
-from nanovllm_server.constraint.constraint import Constraint, constrain
-from nanovllm_server.http.admission import Gate
+from nanovllm_server.constraint.answer_constraint import AnswerConstraint, constrain
+from nanovllm_server.http.admission import AdmissionControl
 from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
@@ -37,10 +37,10 @@ class Service:
 
     engine: Engine
     renderer: Renderer
-    vocabulary: Vocabulary
-    dialect: Dialect
+    vocabulary: TextVocabulary
+    model_format: ModelFormat
     names: tuple[str, ...]
-    gate: Gate
+    admission: AdmissionControl
     metrics: Metrics
     logger: Logger
     api_keys: tuple[str, ...] = ()
@@ -55,11 +55,11 @@ class Service:
     def limits(self) -> Limits:
         """What requests are checked against."""
         info = self.engine.info
-        return Limits(info.max_model_len, info.vocab_size, self.gate.capacity)
+        return Limits(info.max_model_len, info.vocab_size, self.admission.capacity)
 
     def unhealthy(self) -> str | None:
         """Why nothing can be served; None when it can."""
-        return f"the engine is dead: {self.engine.dead}" if self.engine.dead is not None else self.gate.closed
+        return f"the engine is dead: {self.engine.dead}" if self.engine.dead is not None else self.admission.closed
 
     async def begin(self, chat: ChatRequest, exchange: Exchange) -> Generation:
         """Let a request in and make it ready for the engine; all it holds is given back at the exchange's end.
@@ -78,30 +78,30 @@ class Service:
             )
         if self.engine.dead is not None:
             raise unavailable(f"the engine is dead: {self.engine.dead}", "engine_dead")
-        if chat.tools is not None and not self.dialect.has_calls:
+        if chat.tools is not None and not self.model_format.has_calls:
             raise unsupported(
                 "tools",
                 "tools are not supported: nothing is known of how this model calls them; a server started with "
                 "--tool-call-parser is told",
             )
-        exchange.on_end.append(self.gate.admit(chat.n))
+        exchange.on_end.append(self.admission.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
         prompt = await self.renderer.render(chat.messages, definitions, chat.template)
         prompt, budget = await self._reasoning_budget(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
-        constraint = constrain(chat.answer, chat.tools, self.dialect, self.dialect.opening(prompt.text))
+        constraint = constrain(chat.answer, chat.tools, self.model_format, self.model_format.opening(prompt.text))
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, budget=budget)
         requests = self._requests(chat, self._truncated(chat, prompt.token_ids), sampling, exchange.arrival)
-        choices = self._choices(chat, prompt, apart=constraint is not None and constraint.apart)
+        assemblers = self._assemblers(chat, prompt, apart=constraint is not None and constraint.apart)
         timeout_s = self._timeout(chat)
         if constraint is None:
-            generation = Generation(self.engine, requests, choices, self.metrics, timeout_s=timeout_s)
+            generation = Generation(self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s)
         else:
             await self._compile(constraint)
             refuse = partial(invalid_grammar, constraint.path)
-            generation = Generation(self.engine, requests, choices, self.metrics, timeout_s=timeout_s, refuse=refuse)
+            generation = Generation(self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s, refuse=refuse)
         self.running.add(generation)
         exchange.on_end.append(lambda: self._end(generation, exchange))
         self.metrics.queue_time.observe_since(exchange.arrival)
@@ -122,10 +122,10 @@ class Service:
 
     async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, Budget | None]:
         """What closes the reasoning, and the prompt: with a budget the model does reason, so that there is an end."""
-        form, opening = self.dialect.form.reasoning, self.dialect.opening(prompt.text)
+        form, opening = self.model_format.chat_format.reasoning, self.model_format.opening(prompt.text)
         if chat.max_reasoning_tokens is None or form is None or opening == "over":
             return prompt, None
-        end = self.dialect.reasoning_end
+        end = self.model_format.reasoning_end
         if end is None:
             raise unsupported(
                 "max_reasoning_tokens",
@@ -136,14 +136,14 @@ class Service:
         # Longer than any answer is as good as no budget, and an integer that the engine takes.
         return prompt, Budget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end,))
 
-    async def _compile(self, constraint: Constraint) -> None:
+    async def _compile(self, constraint: AnswerConstraint) -> None:
         """Have the grammar of a request compiled. Raises ApiError (400), which names the field that is to blame."""
         try:
             await self.engine.compile(constraint.spec)
         except GrammarError as error:
             raise await self._blamed(constraint, error) from error
 
-    async def _blamed(self, constraint: Constraint, error: GrammarError) -> ApiError:
+    async def _blamed(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
         for path, spec in constraint.parts if len(constraint.parts) > 1 else ():
             try:
                 await self.engine.compile(spec)
@@ -164,19 +164,22 @@ class Service:
             finish_reason=",".join(generation.finish_reasons),
         )
 
-    def _choices(self, chat: ChatRequest, prompt: Prompt, *, apart: bool) -> list[Choice]:
+    def _assemblers(self, chat: ChatRequest, prompt: Prompt, *, apart: bool) -> list[OutputAssembler]:
         tools = None if chat.tools is None else chat.tools.schemas
-        wishes = Wishes(
+        options = ChoiceOptions(
             stops=chat.stop,
             include_stop=chat.include_stop,
-            tags=self.dialect.tags(tools) if chat.skip_special_tokens else self.vocabulary.specials,
+            tags=self.model_format.tags(tools) if chat.skip_special_tokens else self.vocabulary.specials,
             include_reasoning=chat.include_reasoning,
             parallel_calls=chat.tools is None or chat.tools.parallel,
             token_ids=chat.return_token_ids,
             named=chat.tools is not None and chat.tools.mode == "named",
         )
-        parsers = [self.dialect.parser(prompt.text, tools, apart=apart) for _ in range(chat.n)]
-        return [Choice(index, self.vocabulary, chat.sampling, parser, wishes) for index, parser in enumerate(parsers)]
+        parsers = [self.model_format.parser(prompt.text, tools, apart=apart) for _ in range(chat.n)]
+        return [
+            OutputAssembler(index, self.vocabulary, chat.sampling, parser, options)
+            for index, parser in enumerate(parsers)
+        ]
 
     def _requests(
         self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, arrival: float

@@ -1,30 +1,28 @@
-"""Who may come in: the key, the size and type of the body, the room in the queue. Everything before a request is read.
-
-This room must not know what requests ask for.
-"""
+"""Checks before a request is read: API key, content type, and the number of sequences in the server."""
 
 import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Sequence
 
-from nanovllm_server.processes.shared_counters import Sheet
+from nanovllm_server.processes.shared_counters import SharedCounters
 from nanovllm_server.protocol.error import ApiError, unavailable
 
 
-class Gate:
-    """Counts the sequences in the server, all its workers together, and refuses more than `capacity`.
+class AdmissionControl:
+    """Counts the sequences in the server, over all workers, and refuses more than `capacity`.
 
-    Refuses any once `closed` has a reason. `empty` is about this worker's own.
+    closed: once set, the reason for which all requests are refused.
+    empty: set while this worker has no sequences.
     """
 
-    def __init__(self, capacity: int, sheet: Sheet):
+    def __init__(self, capacity: int, counters: SharedCounters):
         self.capacity = capacity
         self.empty = asyncio.Event()
         self.empty.set()
         self.closed: str | None = None
-        self._active = sheet.claim(1)
-        # Whatever a worker that died in this one's place had let in is gone.
+        self._active = counters.claim(1)
+        # If this worker replaces a dead one, the sequences of the dead one are gone.
         self._active.clear()
 
     @property
@@ -33,7 +31,7 @@ class Gate:
         return int(self._active.total(0))
 
     def admit(self, num_sequences: int) -> Callable[[], None]:
-        """Take room for that many sequences; returns what gives it back. Raises ApiError (429, 503)."""
+        """Count in that many sequences. Returns a function that counts them out. Raises ApiError (429, 503)."""
         if self.closed is not None:
             raise unavailable(self.closed, "draining")
         # First taken, then looked at: two workers that do so at once may both refuse, but never both admit too many.

@@ -21,8 +21,8 @@ def allocate_rings(num_workers: int) -> RingMemory | None:
     return RingMemory(num_workers, RING_BYTES) if num_workers > 1 else None
 
 
-class EncodingExchange:
-    """A worker's end of the exchange, as `nanovllm_models.segments.EncodingExchange` describes it.
+class RingEncodingExchange:
+    """A worker's end of the exchange, over rings; implements `nanovllm_models.segments.EncodingExchange`.
 
     A message that is lost is only a cache miss: the text of a segment decides its token ids.
     """

@@ -1,4 +1,4 @@
-"""The model and the engine's settings as the engine's own process makes them. Imports torch there and only there."""
+"""What the engine's process calls to make the model and the engine's configuration. Only the call imports torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +14,8 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What `EngineProcess` wants. dtype: None for the checkpoint's own; `engine` says nothing of it."""
+class EngineRecipe:
+    """The argument of `EngineProcess`. dtype: replaces that of `engine`; None for the checkpoint's."""
 
     model: Path
     load_format: LoadFormat

@@ -19,8 +19,8 @@ from nanovllm_models import default_model_path
 from nanovllm_server import __version__
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.processes.encoding_exchange import allocate_rings
-from nanovllm_server.processes.engine_recipe import Recipe
-from nanovllm_server.processes.shared_counters import allocate
+from nanovllm_server.processes.engine_recipe import EngineRecipe
+from nanovllm_server.processes.shared_counters import allocate_counters
 from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import Settings, SettingsError, read_template, sampling_defaults
@@ -120,8 +120,8 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     model = settings.model or await asyncio.to_thread(default_model_path)
     defaults = sampling_defaults(model)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
-    process = EngineProcess(Recipe(model, settings.load_format, settings.dtype, settings.engine))
-    counters = allocate(len(listeners))
+    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.dtype, settings.engine))
+    counters = allocate_counters(len(listeners))
     rings = allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.
     workers = WorkerPool(

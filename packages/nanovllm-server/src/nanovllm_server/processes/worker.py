@@ -17,17 +17,17 @@ import nanovllm_models
 from nanovllm_core import ConfigError, Engine, EngineClient, EngineDeadError
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS
 from nanovllm_models.token_bytes import VocabularyError
-from nanovllm_server.chat.detokenizing import Vocabulary
-from nanovllm_server.chat.model_format import Dialect
+from nanovllm_server.chat.detokenizing import TextVocabulary
+from nanovllm_server.chat.model_format import ModelFormat
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.admission import Gate
+from nanovllm_server.http.admission import AdmissionControl
 from nanovllm_server.http.app import create_app
 from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.metrics import Metrics
-from nanovllm_server.processes.encoding_exchange import EncodingExchange
-from nanovllm_server.processes.shared_counters import Sheet
+from nanovllm_server.processes.encoding_exchange import RingEncodingExchange
+from nanovllm_server.processes.shared_counters import SharedCounters
 from nanovllm_server.processes.worker_protocol import Order, StartFailure, WorkerArguments
 from nanovllm_server.protocol.error import unavailable
 
@@ -105,25 +105,25 @@ async def _start(arguments: WorkerArguments) -> Service:
     connecting = asyncio.create_task(EngineClient.connect(arguments.engine))
     try:
         tokenizer = await asyncio.to_thread(_load_tokenizer, arguments)
-        vocabulary = Vocabulary(tokenizer.backend)
-        form = chat_format(arguments, tokenizer.chat_template)
-        dialect = Dialect(form, vocabulary)
-        renderer = Renderer(tokenizer, form.tool_calls)
+        vocabulary = TextVocabulary(tokenizer.backend)
+        chat_format = select_chat_format(arguments, tokenizer.chat_template)
+        model_format = ModelFormat(chat_format, vocabulary)
+        renderer = Renderer(tokenizer, chat_format.tool_calls)
         engine: Engine = await connecting
     except BaseException:
         connecting.cancel()
         await asyncio.wait((connecting,))
         raise
     names = settings.names or (engine.info.model,)
-    sheet = Sheet(arguments.counters, arguments.index)
+    counters = SharedCounters(arguments.counters, arguments.index)
     return Service(
         engine=engine,
         renderer=renderer,
         vocabulary=vocabulary,
-        dialect=dialect,
+        model_format=model_format,
         names=names,
-        gate=Gate(engine.info.max_num_seqs + settings.max_queue, sheet),
-        metrics=Metrics(names[0], engine.info, lambda: engine.stats, sheet),
+        admission=AdmissionControl(engine.info.max_num_seqs + settings.max_queue, counters),
+        metrics=Metrics(names[0], engine.info, lambda: engine.stats, counters),
         logger=get_logger("nanovllm"),
         api_keys=settings.api_keys,
         max_body_bytes=settings.max_body_bytes,
@@ -137,12 +137,15 @@ def _load_tokenizer(arguments: WorkerArguments) -> nanovllm_models.Tokenizer:
     tokenizer = nanovllm_models.load_tokenizer(arguments.model, chat_template=arguments.template)
     if arguments.rings is not None:
         num_token_ids = max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        tokenizer.share_encodings(EncodingExchange(arguments.rings, arguments.index, num_token_ids))
+        tokenizer.share_encodings(RingEncodingExchange(arguments.rings, arguments.index, num_token_ids))
     return tokenizer
 
 
-def chat_format(arguments: WorkerArguments, template: str) -> nanovllm_models.ChatFormat:
-    """What the model writes, given its chat template: as the settings say, else as it is. Raises ModelError."""
+def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_models.ChatFormat:
+    """The model's chat format: the parsers that the settings name, else those found for its template.
+
+    Raises ModelError.
+    """
     found = nanovllm_models.find_format(arguments.model, template)
     # No table has "none".
     reasoning, calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser
@@ -170,8 +173,8 @@ async def _serve(service: Service, arguments: WorkerArguments, parent: ParentPip
 
 async def _drain(service: Service, parent: ParentPipe) -> None:
     await parent.wait("drain")
-    service.gate.closed = SHUTTING_DOWN
-    await service.gate.empty.wait()
+    service.admission.closed = SHUTTING_DOWN
+    await service.admission.empty.wait()
     parent.report("drained")
 
 

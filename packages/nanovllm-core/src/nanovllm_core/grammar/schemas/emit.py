@@ -10,7 +10,7 @@ from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.schemas.library import Library
 from nanovllm_core.grammar.schemas.shapes import Conj
-from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Members, Numbers, Plan, Texts, plans
+from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plans
 
 # Of different schemas inside one.
 MAX_PARTS = 5_000
@@ -53,7 +53,7 @@ def _inner(plan: Plan) -> Iterator[Conj]:
         case Items(prefix, rest):
             yield from prefix
             yield rest
-        case Members(named, others):
+        case Properties(named, others):
             yield from (conj for _, conj, _ in named)
             yield from (conj for _, conj in others)
         case _:
@@ -80,7 +80,7 @@ def _ends(plan: Plan, finite: set[Conj]) -> bool:
         case Items(prefix, rest, low):
             head = all(conj in finite for conj in prefix[:low])
             return head and (low <= len(prefix) or rest in finite)
-        case Members(named, others, low):
+        case Properties(named, others, low):
             count = sum(conj in finite for _, conj, _ in named)
             more = any(conj in finite for _, conj in others)
             return all(conj in finite for _, conj, needed in named if needed) and (low <= count or more)
@@ -102,7 +102,7 @@ def _needed(plan: Plan) -> list[Conj]:
     match plan:
         case Items(prefix, rest, low):
             return [*prefix[:low], *([rest] if low > len(prefix) else [])]
-        case Members(named):
+        case Properties(named):
             return [conj for _, conj, needed in named if needed]
         case _:
             return []
@@ -166,7 +166,7 @@ class _Writer:
                 return {"type": "string", "pattern": pattern}
             case Items():
                 return self.items(plan)
-            case Members():
+            case Properties():
                 return self.members(plan)
 
     def constants(self, values: tuple[JSON, ...]) -> dict[str, JSON]:
@@ -198,7 +198,7 @@ class _Writer:
             schema["maxItems"] = high
         return schema
 
-    def members(self, plan: Members) -> dict[str, JSON]:
+    def members(self, plan: Properties) -> dict[str, JSON]:
         named = [(name, conj, needed) for name, conj, needed in plan.named if conj in self.finite]
         others = [(pattern, conj) for pattern, conj in plan.others if conj in self.finite]
         schema: dict[str, JSON] = {"type": "object"}

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from nanovllm_core.grammar.lengths import read as read_bounded
+from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
 from nanovllm_core.grammar.schemas.characters import MAX_CODE_POINT, Ranges
 from nanovllm_core.grammar.schemas.regex import EMPTY, Alt, Chars, Node, RegexError, Repeat, Seq
 
@@ -34,7 +34,9 @@ def write(node: Node) -> str:
 def write_value(node: Node) -> str:
     """The same for the value of a JSON string: its length is bounded by rules of the engine's, where it has some."""
     match node:
-        case Repeat(Chars(ranges), low, high) if read_bounded(written := _repeated(ranges, low, high)) is not None:
+        case Repeat(Chars(ranges), low, high) if (
+            parse_bounded_pattern(written := _repeated(ranges, low, high)) is not None
+        ):
             return written
         case _:
             return write(node)

@@ -83,7 +83,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class Properties:
     """Objects: named properties in this order (with whether they are required), and others by a pattern of names.
 
     A pattern that is None is any name.
@@ -95,7 +95,7 @@ class Members:
     high: int | None
 
 
-Plan: TypeAlias = Constants | Numbers | Texts | Items | Members
+Plan: TypeAlias = Constants | Numbers | Texts | Items | Properties
 
 
 def plans(library: Library, conj: Conj) -> tuple[Plan, ...] | None:
@@ -362,4 +362,4 @@ def _objects(library: Library, shape: Object, place: str) -> list[Plan]:
         high = None
     if high == 0:
         named, others, high = [], [], None
-    return [Members(tuple(named), tuple(others), low, high)]
+    return [Properties(tuple(named), tuple(others), low, high)]

@@ -16,10 +16,10 @@ from nanovllm_server.protocol.json import JSON
 ANYTHING: dict[str, JSON] = {}
 
 
-class Fields:
-    """The fields of one object at `path` ("" for the body itself), and which of them have been read.
+class FieldReader:
+    """Reads the fields of one object at `path` ("" for the body itself), and notes which of them have been read.
 
-    What a reader is told by JSON Schemas is for whoever describes the object.
+    The JSON Schemas that its methods take are for subclasses that describe the object.
     """
 
     def __init__(self, values: dict[str, JSON], path: str = ""):
@@ -37,7 +37,7 @@ class Fields:
         return self._values.get(name)
 
     def unknown(self) -> list[str]:
-        """Fields that nobody has read."""
+        """Names of the fields that have not been read."""
         return [self.path(name) for name in self._values if name not in self._known]
 
     def wrong(self, name: str, right: str) -> ApiError:
@@ -101,21 +101,21 @@ class Fields:
             raise self.wrong(name, right)
         return value
 
-    def child(self, name: str) -> "Fields | None":
+    def child(self, name: str) -> "FieldReader | None":
         """An object."""
         value = self.raw(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.wrong(name, "an object")
-        return Fields(value, self.path(name))
+        return FieldReader(value, self.path(name))
 
-    def element(self, name: str, index: int, value: JSON, right: str) -> "Fields":
+    def element(self, name: str, index: int, value: JSON, right: str) -> "FieldReader":
         """The object `value`, described by `right`, which is at `index` of the array `name`."""
         path = f"{self.path(name)}[{index}]"
         if not isinstance(value, dict):
             raise bad_field(path, right, value)
-        return Fields(value, path)
+        return FieldReader(value, path)
 
 
 def is_deeper(value: JSON, most: int) -> bool:

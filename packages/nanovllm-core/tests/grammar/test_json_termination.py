@@ -7,7 +7,14 @@ import pytest
 
 from nanovllm_core import GrammarSpec
 from nanovllm_core.grammar.compiler import Compiler, Grammar
-from nanovllm_core.grammar.endings import MAX_DEPTH, MAX_INTEGER, MAX_NUMBER, MAX_REPEATED, MAX_STRING, MAX_STUCK
+from nanovllm_core.grammar.json_termination import (
+    MAX_DEPTH,
+    MAX_INTEGER,
+    MAX_NUMBER,
+    MAX_REPEATED,
+    MAX_STRING,
+    MAX_STUCK,
+)
 
 # Every byte, the end, and a few of several bytes, as vocabularies have them.
 END = 256

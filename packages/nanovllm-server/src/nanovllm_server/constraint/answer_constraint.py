@@ -10,7 +10,7 @@ import orjson
 
 from nanovllm_core.request import GrammarSpec
 from nanovllm_models.chat_formats import ToolCallFormat
-from nanovllm_server.chat.model_format import Dialect, Opening
+from nanovllm_server.chat.model_format import ModelFormat, Opening
 from nanovllm_server.constraint.call_grammar import MAX_CALLS, Callee, begins, calls, is_bare, text_with_calls
 from nanovllm_server.constraint.structure import (
     Part,
@@ -36,7 +36,7 @@ ANY_OBJECT: JSON = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
+class AnswerConstraint:
     """What an answer is held to. parts: what of it each field of the request wants, by the field's path, alone.
 
     apart: an answer that doesn't begin with a call has none.
@@ -52,17 +52,19 @@ class Constraint:
         return self.parts[0][0] if len(self.parts) == 1 else "tools"
 
 
-def constrain(answer: Answer | None, tools: Toolbox | None, dialect: Dialect, opening: Opening) -> Constraint | None:
+def constrain(
+    answer: Answer | None, tools: Toolbox | None, model_format: ModelFormat, opening: Opening
+) -> AnswerConstraint | None:
     """What the answer to a prompt that ends with that `opening` is held to; None if it is free.
 
     Raises ApiError (400) for what the model's format of calls can't say, and for too much of it.
     """
-    form = dialect.form.tool_calls if tools is not None else None
+    form = model_format.chat_format.tool_calls if tools is not None else None
     if tools is None or form is None or not (tools.constrains or answer is not None):
         if answer is None:
             return None
         if opening == "over":
-            return _checked(Constraint(_alone(answer), ((answer.path, _alone(answer)),), apart=False))
+            return _checked(AnswerConstraint(_alone(answer), ((answer.path, _alone(answer)),), apart=False))
         content, parts, apart = _part(answer), [(answer.path, _alone(answer))], False
     else:
         callees = [
@@ -73,8 +75,8 @@ def constrain(answer: Answer | None, tools: Toolbox | None, dialect: Dialect, op
         parts = [(callee.path, _json_spec(callee.schema)) for callee in callees]
         if answer is not None and tools.mode == "auto":
             parts.append((answer.path, _alone(answer)))
-    whole = sequence(*_reasoning(dialect, opening, form), content)
-    return _checked(Constraint(_tag_spec(whole), tuple(parts), apart))
+    whole = sequence(*_reasoning(model_format, opening, form), content)
+    return _checked(AnswerConstraint(_tag_spec(whole), tuple(parts), apart))
 
 
 def _content(
@@ -93,8 +95,8 @@ def _content(
             return either([calls(form, callees, most), _part(answer)]), True
 
 
-def _reasoning(dialect: Dialect, opening: Opening, calls_form: ToolCallFormat | None) -> Iterator[Part]:
-    form = dialect.form.reasoning
+def _reasoning(model_format: ModelFormat, opening: Opening, calls_form: ToolCallFormat | None) -> Iterator[Part]:
+    form = model_format.chat_format.reasoning
     if form is None or opening == "over":
         return
     # A call would end it, and be under no constraint.
@@ -137,7 +139,7 @@ def _tag_spec(part: Part) -> GrammarSpec:
     return GrammarSpec("structural_tag", orjson.dumps({"type": "structural_tag", "format": part}).decode())
 
 
-def _checked(constraint: Constraint) -> Constraint:
+def _checked(constraint: AnswerConstraint) -> AnswerConstraint:
     for path, spec in (*constraint.parts, (constraint.path, constraint.spec)):
         size = len(spec.source.encode())
         if size > MAX_SOURCE:

@@ -1,9 +1,8 @@
-"""Ends strings, numbers and nesting of JSON that would go on for ever, where the grammar lets them end.
+"""Ends strings, numbers and nesting of JSON that would never end, where the grammar lets them end.
 
 Small models, once they repeat themselves, do so until no token is left. A grammar that counts would stop them at a
 length that suits nobody, and xgrammar takes half a second a token to count to 16,384; so it is looked at what was
-written. What ends is still what the grammar allows. This room must not know schemas, nor grammars but by their masks.
-"""
+written. What ends is still what the grammar allows."""
 
 import re
 from collections.abc import Sequence
@@ -38,14 +37,23 @@ _END = re.compile(rb"[-+.0-9eE]*$")
 _LONG = re.compile(rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER - 1, MAX_NUMBER, MAX_EXPONENT))
 
 
-class Alphabet:
-    """What of a vocabulary tells where in a JSON text an answer is, and what leads on from there.
+class JsonTokenClasses:
+    """Tokens of a vocabulary, classified by what they do in a JSON text.
 
-    Made at once, as whoever asks is in the middle of a step. tokens: the bytes of each. marked: the tokens in which a
-    string, an array or an object may begin or end. numeric: those that a number may be made of. All others are masks,
-    int32 [num_words]; blank: of the tokens of whitespace, behind which everything is as before; opening: in which an
-    array or an object may begin; quote: the one that closes a string; letter: one that begins no value; bracket: the
-    one that begins an array; line_break: one that stands in no string; number: those that a number may go on with.
+    Computed at construction, since a step waits for the first use.
+
+    tokens: the bytes of each token.
+    marked: ids of tokens in which a string, an array or an object may begin or end.
+    numeric: ids of tokens of which a number may consist.
+
+    All others are masks, int32 [num_words]:
+    blank: whitespace, which changes nothing.
+    opening: tokens in which an array or an object may begin.
+    quote: the token that closes a string.
+    letter: a token that begins no value.
+    bracket: the token that begins an array.
+    line_break: a token that no string contains.
+    number: tokens with which a number may continue.
     """
 
     def __init__(self, tokens: Sequence[bytes], num_words: int):
@@ -67,13 +75,15 @@ class Alphabet:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-class Endings:
-    """What one answer has written since the last quotation mark, which is what a string or number of it is within, and
-    how deep that is. Quotation marks in text before the JSON, if there is any, may mislead about the depth alone.
+class JsonTerminator:
+    """Follows the tokens of one answer, and narrows masks to what ends a string, a number or nesting that is too long.
+
+    Keeps the tokens since the last quotation mark and the depth of nesting. Quotation marks in text before the JSON can
+    only make the depth wrong.
     """
 
-    def __init__(self, alphabet: Alphabet):
-        self._alphabet = alphabet
+    def __init__(self, token_classes: JsonTokenClasses):
+        self._token_classes = token_classes
         self._escaped = False
         self._in_string = False
         self._depth = 0
@@ -84,10 +94,10 @@ class Endings:
     def accept(self, token: int) -> None:
         """Take in the next token."""
         self._written.append(token)
-        self._numeric = self._numeric + 1 if token in self._alphabet.numeric else 0
-        if token not in self._alphabet.marked and not self._escaped:
+        self._numeric = self._numeric + 1 if token in self._token_classes.numeric else 0
+        if token not in self._token_classes.marked and not self._escaped:
             return
-        for byte in self._alphabet.tokens[token]:
+        for byte in self._token_classes.tokens[token]:
             if self._escaped:
                 self._escaped = False
             elif byte == _BACKSLASH:
@@ -103,8 +113,8 @@ class Endings:
     def narrow(self, mask: NDArray[np.int32]) -> None:
         """Leave in a mask, int32 [words], only what ends what has to end and may."""
         if self._depth >= MAX_DEPTH:
-            flat = mask & ~self._alphabet.opening
-            if (flat & ~self._alphabet.blank).any():
+            flat = mask & ~self._token_classes.opening
+            if (flat & ~self._token_classes.blank).any():
                 mask[:] = flat
         if self._numeric >= MIN_NUMERIC:
             self._end_number(mask)
@@ -114,24 +124,24 @@ class Endings:
                 self._end_string(mask, period)
 
     def _end_number(self, mask: NDArray[np.int32]) -> None:
-        alphabet = self._alphabet
-        if (mask & (alphabet.letter | alphabet.quote)).any():
+        token_classes = self._token_classes
+        if (mask & (token_classes.letter | token_classes.quote)).any():
             return
         # With what stands before it in the same token.
         last = self._written[-min(self._numeric, MAX_NUMBER) - 1 :]
-        text = b"".join([alphabet.tokens[token] for token in last])[-MAX_NUMBER:]
+        text = b"".join([token_classes.tokens[token] for token in last])[-MAX_NUMBER:]
         number = _END.search(text)
-        ends = mask & ~alphabet.number
+        ends = mask & ~token_classes.number
         if number is not None and _LONG.fullmatch(number[0]) and ends.any():
             mask[:] = ends
 
     def _end_string(self, mask: NDArray[np.int32], period: int) -> None:
-        alphabet = self._alphabet
-        if (mask & alphabet.line_break).any():
+        token_classes = self._token_classes
+        if (mask & token_classes.line_break).any():
             return
         # Where a value may begin a quotation mark would open a string.
-        within = (mask & alphabet.letter).any() or not (mask & alphabet.bracket).any()
-        ends = mask & alphabet.quote
+        within = (mask & token_classes.letter).any() or not (mask & token_classes.bracket).any()
+        ends = mask & token_classes.quote
         if not within:
             return
         if ends.any():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from nanovllm_core import GrammarSpec
+from nanovllm_core.grammar.bounded_strings import BLOCK, MAX_LEAST, MIN_TAIL, BoundedString, parse_bounded_pattern
 from nanovllm_core.grammar.compiler import Compiler, Grammar
-from nanovllm_core.grammar.lengths import BLOCK, MAX_LEAST, MIN_TAIL, Bounded, read
 
 ANY = r"[ -!#-\[\]-\u{7ff}]|[\u{800}-\u{d7ff}\u{e000}-\u{ffff}]|[\u{10000}-\u{10ffff}]"
 CHARACTERS = ("a", " ", "\x7f", "é", "\u07ff", "\u0800", "\ud7ff", "\uffff", "😀", "\U0010ffff")
@@ -98,7 +98,7 @@ def test_masks_are_what_fits(compiler, low, high):
     rng = random.Random(high)
     mask = np.zeros((1, len(grammar.possible)), np.int32)
     for turn in range(6):
-        # Without `endings`, which close what repeats itself.
+        # Without the terminator, which closes what repeats itself.
         matcher, written = grammar.start().inner, b'{"a":"'
         assert all(matcher.accept_token(byte) for byte in written)
         while not matcher.is_completed():
@@ -137,8 +137,8 @@ def test_strings_within_a_structural_tag(compiler, style):
 
 
 def test_only_patterns_that_bound_a_length_are_taken():
-    assert read("^(?:[a-z]){0,3}$") == Bounded(r"[\U00000061-\U0000007a]", 0, 3)
-    assert read(r"^(?:[a\-\u{2d}]|\.){1,500}$") == Bounded(
+    assert parse_bounded_pattern("^(?:[a-z]){0,3}$") == BoundedString(r"[\U00000061-\U0000007a]", 0, 3)
+    assert parse_bounded_pattern(r"^(?:[a\-\u{2d}]|\.){1,500}$") == BoundedString(
         r"[\U00000061-\U00000061\U0000002d-\U0000002d\U0000002d-\U0000002d\U0000002e-\U0000002e]", 1, 500
     )
     for other in (
@@ -146,7 +146,7 @@ def test_only_patterns_that_bound_a_length_are_taken():
         f"^(?:[a-z]){{{MAX_LEAST + 1},99}}$", r"^(?:[!-#]){0,3}$", r"^(?:\\){0,3}$", r"^(?:[\u{1}-a]){0,3}$",
         r"^(?:[\u{d000}-\u{e000}]){0,3}$", "^(?:[a-z]){0,3}$x",
     ):  # fmt: skip
-        assert read(other) is None, other
+        assert parse_bounded_pattern(other) is None, other
 
 
 def test_what_only_looks_like_a_bounded_string_is_as_it_was(compiler):

@@ -39,56 +39,60 @@ _NAMED = ("properties", "patternProperties", "$defs")
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded:
-    """`low` to `high` characters of a class, which is spelled as EBNF spells it."""
+class BoundedString:
+    """A string of `low` to `high` characters of one class. characters: the class in EBNF."""
 
     characters: str
     low: int
     high: int
 
 
-class Lengths:
-    """The bounded strings of one JSON text: taken out of its schemas, and put into the rules made of them.
+class BoundedStrings:
+    """The bounded strings of one JSON text: marked in its schemas, then replaced by rules in the grammar.
 
-    source: of the schemas, so that the marks are nothing that occurs there.
+    source: the text of the schemas; no mark occurs in it.
     """
 
     def __init__(self, source: str):
         self._mark = "marked"
         while self._mark in source:
             self._mark += "x"
-        self._found: dict[Bounded, int] = {}
+        self._found: dict[BoundedString, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def take_out(self, schema: Any) -> Any:
-        """`schema` with marks for patterns that only say which characters, and how many of them."""
+    def mark_patterns(self, schema: Any) -> Any:
+        """`schema` with marks in place of the patterns that only bound a string's characters and their number."""
         if not isinstance(schema, dict):
             return schema
         written = dict(cast("dict[str, Any]", schema))
         pattern = written.get("pattern")
-        if isinstance(pattern, str) and (bounded := read(pattern)) is not None:
+        if isinstance(pattern, str) and (bounded := parse_bounded_pattern(pattern)) is not None:
             number = self._found.setdefault(bounded, len(self._found))
             written["pattern"] = f"^{self._mark}{number}[ab]$"
         for keyword in _ONE:
             if keyword in written:
-                written[keyword] = self.take_out(written[keyword])
+                written[keyword] = self.mark_patterns(written[keyword])
         for keyword in _LIST:
             if isinstance(some := written.get(keyword), list):
-                written[keyword] = [self.take_out(each) for each in cast("list[Any]", some)]
+                written[keyword] = [self.mark_patterns(each) for each in cast("list[Any]", some)]
         for keyword in _NAMED:
             if isinstance(some := written.get(keyword), dict):
-                written[keyword] = {name: self.take_out(each) for name, each in cast("dict[str, Any]", some).items()}
+                written[keyword] = {
+                    name: self.mark_patterns(each) for name, each in cast("dict[str, Any]", some).items()
+                }
         return written
 
-    def put_in(self, rules: str) -> str:
-        """`rules`, as xgrammar writes those of marked schemas, with the bounded strings. Raises ValueError."""
+    def insert_rules(self, rules: str) -> str:
+        """`rules`, which xgrammar writes for marked schemas, with rules in place of the marks. Raises ValueError."""
         prefix = "bounded"
         while prefix in rules:
             prefix += "_"
         classes = dict.fromkeys(bounded.characters for bounded in self._found)
-        shared = {characters: _Shared(characters, f"{prefix}_{index}_") for index, characters in enumerate(classes)}
+        shared = {
+            characters: _SharedRules(characters, f"{prefix}_{index}_") for index, characters in enumerate(classes)
+        }
         bodies = [shared[bounded.characters].body(bounded) for bounded in self._found]
         line = re.compile(rf'^(\S+ ::=) Regex\("\^{self._mark}(\d+)\[ab\]\$", json_string=true\)$', re.MULTILINE)
         written = line.sub(lambda found: f"{found[1]} {bodies[int(found[2])]}", rules)
@@ -98,7 +102,7 @@ class Lengths:
         return "\n".join([written, *(rule for each in shared.values() for rule in each.rules())])
 
 
-class _Shared:
+class _SharedRules:
     """The rules that all strings of one class share; their names begin with `prefix`."""
 
     def __init__(self, characters: str, prefix: str):
@@ -107,7 +111,7 @@ class _Shared:
         self._sizes: set[int] = set()
         self._longest = 0
 
-    def body(self, bounded: Bounded) -> str:
+    def body(self, bounded: BoundedString) -> str:
         """What one string is, between its quotation marks."""
         free = bounded.high - bounded.low
         blocks = max(free - MIN_TAIL, 0) // BLOCK
@@ -154,8 +158,11 @@ def _sizes(number: int) -> list[int]:
     return sizes
 
 
-def read(pattern: str) -> Bounded | None:
-    """A pattern `^(?:[..]|[..]){low,high}$`; None for any other, and where this room has no quick rules for it."""
+def parse_bounded_pattern(pattern: str) -> BoundedString | None:
+    """A pattern `^(?:[..]|[..]){low,high}$` as a BoundedString.
+
+    None for all other patterns, and for those that the rules here would not make faster.
+    """
     found = _BOUNDED.fullmatch(pattern)
     if found is None:
         return None
@@ -163,7 +170,7 @@ def read(pattern: str) -> Bounded | None:
     ranges = [(_point(each[1]), _point(each[2] or each[1])) for each in _RANGE.finditer(_without_brackets(found[1]))]
     if not low <= high or low > MAX_LEAST or not all(_is_plain(*each) for each in ranges):
         return None
-    return Bounded(f"[{''.join(f'{_escaped(a)}-{_escaped(b)}' for a, b in ranges)}]", low, high)
+    return BoundedString(f"[{''.join(f'{_escaped(a)}-{_escaped(b)}' for a, b in ranges)}]", low, high)
 
 
 def _without_brackets(classes: str) -> str:
