@@ -28,8 +28,8 @@ def test_the_flags_name_every_format():
 def test_flags_go_before_the_model(tmp_path, arguments, expected):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     settings = cli.settings(cli.parser().parse_args([str(tmp_path), *arguments]))
-    arguments = SimpleNamespace(model=tmp_path, settings=settings)
-    assert select_chat_format(arguments, "{{ messages }}") == expected
+    worker_arguments = SimpleNamespace(model=tmp_path, settings=settings)
+    assert select_chat_format(worker_arguments, "{{ messages }}") == expected
 
 
 def test_other_names_are_refused(capsys):

@@ -239,6 +239,7 @@ HOSTILE = {
     "many combinations": {"allOf": [{"anyOf": [objects({f"p{i}{j}": INTEGER}) for j in range(9)]} for i in range(9)]},
     "many dependencies": objects({}, dependentRequired={f"a{i}": [f"b{i}"] for i in range(200)}),
     "overlapping branches": {"oneOf": [objects({f"p{i}": INTEGER}) for i in range(60)]},
+    "many patterns of which one must match": {"oneOf": [{**STRING, "pattern": f"^a{i}"} for i in range(1000)]},
     "nested counts": {**STRING, "pattern": "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"},
     "deep groups": {**STRING, "pattern": "(" * 2000 + ")" * 2000},
     "slow for backtracking": {"enum": ["a" * 2000 + "!"], "pattern": "^(a+)+$"},
@@ -255,6 +256,16 @@ def test_hostile_schemas_are_refused_quickly(name):
         convert_schema(HOSTILE[name], "schema")
     assert time.perf_counter() - begin < 3
     assert len(str(caught.value)) < 1000
+
+
+def test_conversion_that_takes_too_many_steps_is_refused():
+    with pytest.raises(SchemaError, match="^schema at here takes more than 400000 steps") as caught:
+        convert_schema(HOSTILE["many patterns of which one must match"], "here")
+    assert not caught.value.wrong
+
+
+def test_long_enumeration_by_one_of_is_converted():
+    convert_schema({"oneOf": [{"const": index} for index in range(600)]}, "schema")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""JSON values as a type, and how error messages show them."""
+"""JSON values: their type, how they are compared, and how error messages show them."""
 
 from typing import TypeAlias
 
@@ -23,3 +23,18 @@ def show(value: JSON) -> str:
         case _:
             text = orjson.dumps(value).decode()
             return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+
+
+def key_of(value: JSON) -> str:
+    """A text that equal values share and others do not: 1 and 1.0 are equal, 1 and true are not."""
+    match value:
+        case dict():
+            return "{" + ",".join(f"{key_of(name)}:{key_of(value[name])}" for name in sorted(value)) + "}"
+        case list():
+            return "[" + ",".join(key_of(item) for item in value) + "]"
+        case float() if value.is_integer():
+            return str(int(value))
+        case int() if not isinstance(value, bool):
+            return str(value)
+        case _:
+            return orjson.dumps(value).decode()

@@ -9,8 +9,8 @@ from fractions import Fraction
 
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.document import SchemaError, Spot, escaped
-from nanovllm_core.grammar.schemas.json_values import JSON, show
-from nanovllm_core.grammar.schemas.library import Library, key_of
+from nanovllm_core.grammar.schemas.json_values import JSON, key_of, show
+from nanovllm_core.grammar.schemas.library import Library
 from nanovllm_core.grammar.schemas.shapes import (
     FREE,
     NEVER,

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeAlias
 
-import orjson
-
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import Document, SchemaError, Spot
-from nanovllm_core.grammar.schemas.json_values import JSON
+from nanovllm_core.grammar.schemas.json_values import JSON, key_of
 from nanovllm_core.grammar.schemas.shapes import (
     FREE,
     NEVER,
@@ -34,6 +32,9 @@ from nanovllm_core.grammar.schemas.shapes import (
     meet_texts,
 )
 
+# Steps of one conversion, of about 2 us each; schemas that people write take less than a tenth. Quadratic work on a few
+# kilobytes of `oneOf` would otherwise take seconds.
+MAX_STEPS = 400_000
 # Of what a value may be, written out.
 MAX_SHAPES = 4096
 MAX_PAIRS = 200_000
@@ -64,6 +65,7 @@ class Library:
         self._numbers: dict[int | Negation, int] = {}
         self._shapes: dict[Conj, tuple[Shape, ...]] = {(): FREE, (NEVER,): ()}
         self._reading: list[Conj] = []
+        self._num_steps = 0
 
     def number(self, spot: Spot) -> Conj:
         """The schema at `spot`, as a set of one."""
@@ -96,6 +98,13 @@ class Library:
                     if keyword in entry.schema:
                         return f"{entry.place}/{keyword}", keyword
         return self.place(conj), "schema"
+
+    def count_steps(self, number: int = 1) -> None:
+        """Count steps of the conversion. Raises SchemaError after `MAX_STEPS`."""
+        self._num_steps += number
+        if self._num_steps > MAX_STEPS:
+            root = self.document.root.place
+            raise SchemaError(root, "schema", f"takes more than {MAX_STEPS} steps to convert: use fewer alternatives")
 
     def place(self, conj: Conj) -> str:
         """Where the first of these schemas stands."""
@@ -136,6 +145,7 @@ class Library:
 
     def meet(self, one: Sequence[Shape], other: Sequence[Shape], place: str) -> tuple[Shape, ...]:
         """The shapes of what is in both. place: for the refusal of what is too much."""
+        self.count_steps()
         if one is FREE:
             return tuple(other)
         if other is FREE:
@@ -161,6 +171,7 @@ class Library:
         return tuple(met)
 
     def _meet(self, one: Shape, other: Shape, place: str) -> Shape | None:
+        self.count_steps()
         match one, other:
             case Number(), Number():
                 return meet_numbers(one, other)
@@ -199,6 +210,7 @@ class Library:
 
     def property(self, shape: Object, name: str) -> Conj:
         """What the property of that name meets in objects of that shape."""
+        self.count_steps(1 + len(shape.properties) // 32)
         said = [conj for known, conj in shape.properties if known == name]
         said += [conj for pattern, conj in shape.patterns if self.found(pattern, name, shape)]
         if not said:
@@ -227,6 +239,7 @@ class Library:
         return any(self._admits(shape, value) for shape in self.shapes(conj))
 
     def _admits(self, shape: Shape, value: JSON) -> bool:
+        self.count_steps()
         match shape, value:
             case Constant(), _:
                 return shape.key == key_of(value)
@@ -334,6 +347,7 @@ class Library:
         return any(self._possible(shape, depth) for shape in shapes)
 
     def _possible(self, shape: Shape, depth: int) -> bool:
+        self.count_steps()
         match shape:
             case Object() if depth:
                 if shape.high is not None and shape.high < len(shape.required):
@@ -381,18 +395,3 @@ def _opposite_texts(shape: Text) -> list[Shape]:
     opposite += [Text(absent=frozenset({pattern})) for pattern in shape.found]
     opposite += [Text(found=frozenset({pattern})) for pattern in shape.absent]
     return opposite + [Constant(text, key_of(text)) for text in shape.excluded]
-
-
-def key_of(value: JSON) -> str:
-    """What tells a value from others: 1 and 1.0 are the same, 1 and true are not."""
-    match value:
-        case dict():
-            return "{" + ",".join(f"{key_of(name)}:{key_of(value[name])}" for name in sorted(value)) + "}"
-        case list():
-            return "[" + ",".join(key_of(item) for item in value) + "]"
-        case float() if value.is_integer():
-            return str(int(value))
-        case int() if not isinstance(value, bool):
-            return str(value)
-        case _:
-            return orjson.dumps(value).decode()
