@@ -1,8 +1,12 @@
-"""Imports go downward only: between the packages, and between the rooms of core."""
+"""Imports go downward only between the packages and within core, and no modules import one another in a cycle."""
 
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import grimp
+import pytest
 
 
 def test_every_import_contract_holds():
@@ -10,3 +14,10 @@ def test_every_import_contract_holds():
     done = subprocess.run([program], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize("package", ["nanovllm_core", "nanovllm_models", "nanovllm_server"])
+def test_no_modules_import_one_another_in_a_cycle(package):
+    graph = grimp.build_graph(package, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()

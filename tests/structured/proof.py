@@ -14,9 +14,9 @@ from corpora import Case
 from refusals import names_keyword
 from walks import Walker, hints
 
+from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.schema import check_schema
-from nanovllm_server.schemas.formats import FORMATS
 
 # Seconds to compile that are worth a line.
 SLOW = 2.0

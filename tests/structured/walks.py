@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from nanovllm_core import GrammarSpec
 from nanovllm_core.grammar.compiler import compile_json
+from nanovllm_core.grammar.schemas import regex
+from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_models.default_model import default_model_path
-from nanovllm_server.schemas import regex
-from nanovllm_server.schemas.formats import FORMATS
 
 # Walks that are this long are steered to their end; those that are `MAX_TOKENS` long never end.
 STEER_AFTER = 60

@@ -21,18 +21,18 @@ from nanovllm_core.request import GrammarError, GrammarSpec, PromptLogprobs, Req
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
-from nanovllm_server.admission import Gate
-from nanovllm_server.app import create_app
-from nanovllm_server.connections import serve
-from nanovllm_server.detokenize import Vocabulary
-from nanovllm_server.dialect import Dialect
+from nanovllm_server.chat.detokenizing import TextVocabulary
+from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.chat.rendering import Renderer
+from nanovllm_server.chat.service import Service
+from nanovllm_server.http.admission import AdmissionControl
+from nanovllm_server.http.app import create_app
+from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.observability.metrics import Metrics
-from nanovllm_server.render import Renderer
-from nanovllm_server.serve import bind
-from nanovllm_server.service import Service
-from nanovllm_server.shared import Sheet, allocate
-from nanovllm_server.worker import http_config
+from nanovllm_server.processes.server import bind
+from nanovllm_server.processes.shared_counters import SharedCounters, allocate_counters
+from nanovllm_server.processes.worker import http_config
 
 EOS = 259
 VOCAB_SIZE = 320
@@ -213,8 +213,8 @@ def backend() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def vocabulary(backend: Tokenizer) -> Vocabulary:
-    return Vocabulary(backend)
+def vocabulary(backend: Tokenizer) -> TextVocabulary:
+    return TextVocabulary(backend)
 
 
 @pytest.fixture
@@ -228,16 +228,16 @@ def tokenizer(backend: Tokenizer) -> ScriptedTokenizer:
 
 
 @pytest.fixture
-def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Vocabulary) -> Iterator[Service]:
-    sheet = Sheet(allocate(1))
+def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: TextVocabulary) -> Iterator[Service]:
+    counters = SharedCounters(allocate_counters(1))
     service = Service(
         engine=engine,
         renderer=Renderer(tokenizer),
         vocabulary=vocabulary,
-        dialect=Dialect(ChatFormat(None, None), vocabulary),
+        model_format=ModelFormat(ChatFormat(None, None), vocabulary),
         names=("scripted", "alias"),
-        gate=Gate(8, sheet),
-        metrics=Metrics("scripted", engine.info, lambda: engine.stats, sheet),
+        admission=AdmissionControl(8, counters),
+        metrics=Metrics("scripted", engine.info, lambda: engine.stats, counters),
         logger=get_logger("nanovllm"),
     )
     yield service

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from nanovllm_core import ConfigError, EngineDeadError
     from nanovllm_models.errors import ModelError
     from nanovllm_server.observability.logs import configure_logs
-    from nanovllm_server.serve import run
+    from nanovllm_server.processes.server import run
     from nanovllm_server.settings import SettingsError
 
     configure_logs(options.log_format, options.log_level)

@@ -9,9 +9,9 @@ import orjson
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.request import RequestError, SamplingParams
 from nanovllm_server.observability.logs import LogFormat
+from nanovllm_server.processes.engine_recipe import DType, LoadFormat
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import SamplingDefaults
-from nanovllm_server.recipe import DType, LoadFormat
 
 
 class SettingsError(ValueError):

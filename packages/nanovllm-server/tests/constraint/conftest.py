@@ -11,12 +11,12 @@ import pytest
 from nanovllm_core.grammar.compiler import Compiler, Grammar
 from nanovllm_models import default_model_path, load_tokenizer
 from nanovllm_models.vocabulary import read_vocabulary
-from nanovllm_server.constraint.constraint import constrain
-from nanovllm_server.detokenize import Detokenizer, Vocabulary
-from nanovllm_server.dialect import Dialect
+from nanovllm_server.chat.detokenizing import Detokenizer, TextVocabulary
+from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.constraint.answer_constraint import constrain
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ContentText, ReasoningText
 from nanovllm_server.protocol.answer import parse_answer
-from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.tools import parse_tools
 
 END = 2
@@ -42,7 +42,7 @@ class Walker:
 
     def __init__(self, path):
         self.tokenizer = load_tokenizer(path)
-        self.vocabulary = Vocabulary(self.tokenizer.backend)
+        self.vocabulary = TextVocabulary(self.tokenizer.backend)
         tokens, _ = read_vocabulary(path, (END,))
         self.vocab_size = len(tokens)
         # Different requests often ask for the same.
@@ -98,18 +98,18 @@ def tell(walker):
     """Draw answers to a request, and say what the parser reads in each."""
 
     def tell(form, prompt="", *, count, seed=0, goals=(), **fields):
-        dialect = Dialect(form, walker.vocabulary)
-        body = Fields(fields)
+        model_format = ModelFormat(form, walker.vocabulary)
+        body = FieldReader(fields)
         tools = parse_tools(body)
-        constraint = constrain(parse_answer(body), tools, dialect, dialect.opening(prompt))
+        constraint = constrain(parse_answer(body), tools, model_format, model_format.opening(prompt))
         assert constraint is not None
         random = Random(seed)
         grammar = walker.compile(constraint.spec)
         for _ in range(count):
             tokens, finished = walker.draw(grammar, random, goals)
             schemas = None if tools is None else tools.schemas
-            parser = dialect.parser(prompt, schemas, apart=constraint.apart)
-            detokenizer = Detokenizer(walker.vocabulary, dialect.tags(schemas))
+            parser = model_format.parser(prompt, schemas, apart=constraint.apart)
+            detokenizer = Detokenizer(walker.vocabulary, model_format.tags(schemas))
             pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]
             told = Told("".join(pieces), finished)
             for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():

@@ -2,8 +2,8 @@
 
 import itertools
 
-from nanovllm_server.encoding_exchange import EncodingExchange
-from nanovllm_server.rings import RingMemory
+from nanovllm_server.processes.encoding_exchange import RingEncodingExchange
+from nanovllm_server.processes.rings import RingMemory
 
 
 def payload_of(number: int) -> bytes:
@@ -18,4 +18,4 @@ def write_until_killed(memory: RingMemory, index: int) -> None:
 
 
 def publish(memory: RingMemory, worker: int, encoded: dict[str, bytes]) -> None:
-    EncodingExchange(memory, worker, 1000).publish(encoded)
+    RingEncodingExchange(memory, worker, 1000).publish(encoded)

@@ -16,11 +16,11 @@ import time
 from multiprocessing.connection import Connection
 
 from nanovllm_models import Tokenizer, default_model_path, load_tokenizer
-from nanovllm_server.crew import NUM_ENCODING_THREADS, give_memory_back
-from nanovllm_server.encoding_exchange import EncodingExchange, allocate_rings
+from nanovllm_server.chat.rendering import Renderer
+from nanovllm_server.processes.encoding_exchange import RingEncodingExchange, allocate_rings
+from nanovllm_server.processes.rings import RingMemory
+from nanovllm_server.processes.worker_main import NUM_ENCODING_THREADS, give_memory_back
 from nanovllm_server.protocol.messages import Message
-from nanovllm_server.render import Renderer
-from nanovllm_server.rings import RingMemory
 
 NUM_MESSAGES = 80
 WORDS_PER_MESSAGE = 300
@@ -28,7 +28,7 @@ WORDS = ["the", "model", "answers", "every", "question", "about", "scheduling,",
 TICK_S = 0.0002
 
 
-class TimedExchange(EncodingExchange):
+class TimedExchange(RingEncodingExchange):
     """Notes how long calls take."""
 
     def __init__(self, memory: RingMemory, worker: int, num_token_ids: int):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.grammar.endings import Alphabet, Endings
-from nanovllm_core.grammar.lengths import Lengths
+from nanovllm_core.grammar.bounded_strings import BoundedStrings
+from nanovllm_core.grammar.json_termination import JsonTerminator, JsonTokenClasses
 from nanovllm_core.request import GrammarError, GrammarMatcher, GrammarSpec
 
 if TYPE_CHECKING:
@@ -37,28 +37,27 @@ class Matcher:
     """Where an answer stands in its grammar; see `nanovllm_core.request.GrammarMatcher`.
 
     possible: int32 [words], the mask of tokens that can come at all: those that are text, and ends. xgrammar allows
-    more, of which it takes none. endings: what sees to it that strings and numbers of JSON end; None where there are
-    none.
+    more, of which it takes none. terminator: ends strings, numbers and nesting of JSON; None for grammars without JSON.
     """
 
     inner: "xgrammar.GrammarMatcher"
     possible: NDArray[np.int32]
     end_ids: frozenset[int]
-    endings: Endings | None
+    terminator: JsonTerminator | None
 
     def accept(self, token: int) -> bool:
         """Go on by one token. False, and nothing changed, when the grammar doesn't allow it here."""
         accepted = self.inner.accept_token(token)
-        if accepted and self.endings is not None:
-            self.endings.accept(token)
+        if accepted and self.terminator is not None:
+            self.terminator.accept(token)
         return accepted
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
         """Write which tokens may come next to masks[index]."""
         self.inner.fill_next_token_bitmask(masks, index)
         masks[index] &= self.possible
-        if self.endings is not None:
-            self.endings.narrow(masks[index])
+        if self.terminator is not None:
+            self.terminator.narrow(masks[index])
 
     @staticmethod
     def accept_all(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
@@ -68,8 +67,8 @@ class Matcher:
         each = cast("Sequence[Matcher]", matchers)
         accepted = xgrammar.BatchGrammarMatcher.batch_accept_token([matcher.inner for matcher in each], list(tokens))
         for matcher, token, took in zip(each, tokens, accepted, strict=True):
-            if took and matcher.endings is not None:
-                matcher.endings.accept(token)
+            if took and matcher.terminator is not None:
+                matcher.terminator.accept(token)
         return accepted
 
     @staticmethod
@@ -84,8 +83,8 @@ class Matcher:
         )
         masks[: len(each)] &= each[0].possible
         for index, matcher in enumerate(each):
-            if matcher.endings is not None:
-                matcher.endings.narrow(masks[index])
+            if matcher.terminator is not None:
+                matcher.terminator.narrow(masks[index])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +95,7 @@ class Grammar:
     possible: NDArray[np.int32]
     end_ids: frozenset[int]
     # None where there is no JSON in it.
-    alphabet: Alphabet | None
+    token_classes: JsonTokenClasses | None
 
     @property
     def num_bytes(self) -> int:
@@ -107,8 +106,8 @@ class Grammar:
         """A matcher that stands at the beginning."""
         import xgrammar
 
-        endings = None if self.alphabet is None else Endings(self.alphabet)
-        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible, self.end_ids, endings)
+        terminator = None if self.token_classes is None else JsonTerminator(self.token_classes)
+        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible, self.end_ids, terminator)
 
 
 class Compiler:
@@ -141,12 +140,12 @@ class Compiler:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     @cached_property
-    def _alphabet(self) -> Alphabet:
-        return Alphabet(self._tokens, len(self._possible))
+    def _token_classes(self) -> JsonTokenClasses:
+        return JsonTokenClasses(self._tokens, len(self._possible))
 
     def warm(self) -> None:
         """Import and build what every grammar needs, which takes seconds."""
-        _ = self._inner, self._possible, self._alphabet
+        _ = self._inner, self._possible, self._token_classes
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Compile. Raises GrammarError."""
@@ -159,8 +158,8 @@ class Compiler:
                     compiled = inner.compile_regex(spec.source)
                 case "ebnf":
                     compiled = inner.compile_grammar(spec.source)
-            alphabet = self._alphabet if spec.kind in ("json_schema", "structural_tag") else None
-            grammar = Grammar(compiled, self._possible, self._end_ids, alphabet)
+            token_classes = self._token_classes if spec.kind in ("json_schema", "structural_tag") else None
+            grammar = Grammar(compiled, self._possible, self._end_ids, token_classes)
             first = np.zeros((1, len(self._possible)), np.int32)
             grammar.start().fill(first, 0)
         # What C++ throws comes as one of these, by its kind; only its text tells what is wrong.
@@ -188,38 +187,38 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
     """Compile a JSON schema or a structural tag. Raises ValueError, RuntimeError, TypeError and RecursionError."""
     import xgrammar
 
-    text, lengths = prepare(spec)
+    text, bounded_strings = prepare(spec)
     if spec.kind == "structural_tag":
-        if not lengths:
+        if not bounded_strings:
             return compiler.compile_structural_tag(text)
         grammar = xgrammar.Grammar.from_structural_tag(text)
     else:
-        if not lengths:
+        if not bounded_strings:
             return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
         grammar = xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
-    return compiler.compile_grammar(lengths.put_in(str(grammar)))
+    return compiler.compile_grammar(bounded_strings.insert_rules(str(grammar)))
 
 
-def prepare(spec: GrammarSpec) -> tuple[str, Lengths]:
+def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     """A JSON schema or a structural tag as xgrammar is to have it, and the bounded strings that are only marked there.
 
     Raises ValueError when it is no JSON, or no object where it must be one.
     """
     # What is no JSON is said in fewer words here than by xgrammar, which quotes all of it.
     source: Any = json.loads(spec.source)
-    lengths = Lengths(spec.source)
+    bounded_strings = BoundedStrings(spec.source)
     if spec.kind == "json_schema":
-        marked = lengths.take_out(source)
-        return (json.dumps(marked) if lengths else spec.source), lengths
+        marked = bounded_strings.mark_patterns(source)
+        return (json.dumps(marked) if bounded_strings else spec.source), bounded_strings
     if not isinstance(source, dict):
         raise ValueError("a structural tag must be a JSON object")
     for part in _json_parts(cast("dict[str, Any]", source).get("format")):
         # In other styles patterns are written out letter by letter, and a mark would stay.
         if part.get("style", "json") == "json":
-            part["json_schema"] = lengths.take_out(part.get("json_schema"))
+            part["json_schema"] = bounded_strings.mark_patterns(part.get("json_schema"))
         if part.get("max_whitespace_cnt") is None:
             part["max_whitespace_cnt"] = MAX_WHITESPACE
-    return json.dumps(source), lengths
+    return json.dumps(source), bounded_strings
 
 
 def _json_parts(part: Any) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm_server.bench.engine import Timing
-from nanovllm_server.bench.workload import Lengths, Shape, Work, random_prompts, random_works
+from nanovllm_server.bench.workload import Lengths, Work, WorkloadShape, random_prompts, random_works
 
 OfflineProgram = Literal["throughput", "latency", "prefill"]
 
@@ -41,7 +41,7 @@ class Program:
     cases: list[Case]
 
 
-def throughput(shape: Shape, vocab_size: int) -> Program:
+def throughput(shape: WorkloadShape, vocab_size: int) -> Program:
     """Many requests at once: tokens made, over the whole of it."""
 
     def rate(timing: Timing) -> float:
@@ -72,7 +72,7 @@ def latency(batches: Sequence[int], input_len: int, output_len: int, vocab_size:
 
 def prefill(num_requests: int, input_len: int, vocab_size: int) -> Program:
     """Prompts and one token each: tokens of prompt, over the whole of it."""
-    shape = Shape(num_requests, Lengths(input_len, input_len), Lengths(1, 1))
+    shape = WorkloadShape(num_requests, Lengths(input_len, input_len), Lengths(1, 1))
     works = random_works(shape, vocab_size)
 
     def rate(timing: Timing) -> float:

@@ -4,6 +4,7 @@ Imports little, so that --help and a wrong flag are answered at once.
 """
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm_server.bench.flag_types import DEFAULT_URL, assignment, at_least_two, lengths, positive, rate, whole
 from nanovllm_server.bench.interference import flags as interference_flags
-from nanovllm_server.bench.workload import Lengths, Shape
+from nanovllm_server.bench.workload import Lengths, WorkloadShape
 from nanovllm_server.cli import GRAPH_MODES, STATE_DTYPES
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 PEERS = ("vllm", "transformers", "llamacpp", "none")
 NANO_BENCH = Lengths(100, 1024)
+# Of the extra `bench`, those that no other dependency of the server is sure to bring.
+EXTRA_MODULES = ("matplotlib", "tqdm")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -110,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from nanovllm_server.bench.report import BenchError
 
     try:
+        _check_extra()
         if options.program == "serve":
             _serve(options)
         elif options.program == "grammars":
@@ -134,6 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _check_extra() -> None:
+    from nanovllm_server.bench.report import BenchError
+
+    missing = [name for name in EXTRA_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BenchError(f"{', '.join(missing)} not found: pip install 'nanovllm-server[bench]'")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -263,15 +275,13 @@ def _gguf(options: argparse.Namespace, model: Path) -> "GGUF | None":
 
 
 def _results(options: argparse.Namespace) -> "Results":
-    from nanovllm_server.bench import plot
     from nanovllm_server.bench.report import Results
 
-    plot.check(options.plot)
     return Results(options.json, options.plot)
 
 
-def _shape(options: argparse.Namespace) -> Shape:
-    return Shape(options.num_requests, options.input_len, options.output_len, options.prefix_len)
+def _shape(options: argparse.Namespace) -> WorkloadShape:
+    return WorkloadShape(options.num_requests, options.input_len, options.output_len, options.prefix_len)
 
 
 def _add_shape(program: argparse.ArgumentParser, inputs: Lengths, outputs: Lengths, about_prefix: str) -> None:
@@ -335,7 +345,7 @@ def _add_results(program: argparse.ArgumentParser, *, repeat: int) -> None:
     add = program.add_argument_group("results").add_argument
     add("--repeat", type=positive, default=repeat, help="runs; the medians count")
     add("--json", type=Path, metavar="FILE", help="write all figures here")
-    add("--plot", type=Path, metavar="FILE", help="draw them here, as a PNG; needs nanovllm-server[bench]")
+    add("--plot", type=Path, metavar="FILE", help="draw them here, as a PNG")
 
 
 def _fail(error: Exception, status: int) -> int:

@@ -15,7 +15,7 @@ import uvloop
 from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, chat_request, list_models, stream_chat
 from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, show
 from nanovllm_server.bench.serve import Spread, spread
-from nanovllm_server.bench.workload import Lengths, Shape, random_chats
+from nanovllm_server.bench.workload import Lengths, WorkloadShape, random_chats
 from nanovllm_server.protocol.json import JSON
 
 MIXES = ("free", "half held", "held, others compile")
@@ -143,7 +143,7 @@ async def measure(job: GrammarsJob) -> tuple[str, list[Mix]]:
 async def _measure_round(job: GrammarsJob, model: str, name: str, seed: str, numbers: "count[int]") -> _Round:
     half = job.num_streams // 2
     lengths = Lengths(32, 32)
-    works = random_chats(Shape(job.num_streams, lengths, Lengths(job.output_len, job.output_len)), seed)
+    works = random_chats(WorkloadShape(job.num_streams, lengths, Lengths(job.output_len, job.output_len)), seed)
     # Those that are held in other mixes are free in this one, but nobody's figures.
     schema = None if name == MIXES[0] else people()
     ending = asyncio.Event()

@@ -1,25 +1,16 @@
 """Results as pictures. This room must not know how they were come by.
 
-matplotlib is an extra, imported only when a picture is wanted.
+Imports matplotlib only when a picture is wanted.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from nanovllm_server.bench.report import BenchError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
-
-
-def check(path: Path | None) -> None:
-    """Refuse a wish for a picture that could not be drawn, before anything is measured. Raises BenchError."""
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: install nanovllm-server[bench]")
 
 
 def bars(path: Path, title: str, unit: str, cases: Sequence[str], series: dict[str, list[float]]) -> None:

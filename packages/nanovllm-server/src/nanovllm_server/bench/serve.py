@@ -19,7 +19,7 @@ from tqdm import tqdm
 from nanovllm_server.bench import plot
 from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, chat_request, list_models, stream_chat
 from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, percentile, show
-from nanovllm_server.bench.workload import ChatWork, Shape, arrivals, random_chats
+from nanovllm_server.bench.workload import ChatWork, WorkloadShape, arrivals, random_chats
 from nanovllm_server.protocol.json import JSON
 
 PERCENTILES = (50, 90, 99)
@@ -37,7 +37,7 @@ class ServeJob:
 
     endpoint: Endpoint
     model: str | None
-    shape: Shape
+    shape: WorkloadShape
     rates: Sequence[float | None]
     concurrencies: Sequence[int | None]
     temperature: float

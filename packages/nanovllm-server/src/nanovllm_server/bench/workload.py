@@ -39,7 +39,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WorkloadShape:
     """How many requests, and how long: all prompts begin with the same `prefix` tokens, which `input` doesn't count."""
 
     num_requests: int
@@ -74,7 +74,7 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[tuple[int, 
     return [tuple(random.randrange(vocab_size) for _ in range(length)) for _ in range(count)]
 
 
-def random_works(shape: Shape, vocab_size: int) -> list[Work]:
+def random_works(shape: WorkloadShape, vocab_size: int) -> list[Work]:
     """Work of that shape. 256 requests of 100..1024 tokens in and out, the shape of nano-bench, make 133,966 tokens."""
     random = Random(0)
     top = min(TOP_TOKEN, vocab_size - 1)
@@ -86,7 +86,7 @@ def random_works(shape: Shape, vocab_size: int) -> list[Work]:
     return [Work(prompt, shape.output.draw(random)) for prompt in prompts]
 
 
-def random_chats(shape: Shape, seed: int | str) -> list[ChatWork]:
+def random_chats(shape: WorkloadShape, seed: int | str) -> list[ChatWork]:
     """Messages of that shape in words of one token. The lengths are always the same; `seed` decides the words."""
     lengths, words = Random(0), Random(seed)
 

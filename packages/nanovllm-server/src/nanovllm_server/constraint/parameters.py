@@ -4,6 +4,9 @@ Strings stand as they are, other values as JSON. Nothing within a value may look
 what stands around the parameters.
 """
 
+from nanovllm_core.grammar.schemas.characters import PLAIN, common, invert
+from nanovllm_core.grammar.schemas.regex import NOTHING, Node, narrow, parse
+from nanovllm_core.grammar.schemas.spelling import write, write_value
 from nanovllm_models.chat_formats import XmlCalls
 from nanovllm_server.constraint.structure import (
     Part,
@@ -20,9 +23,6 @@ from nanovllm_server.parsing.source import MAX_NAME
 from nanovllm_server.parsing.typed import resolved, types_of
 from nanovllm_server.protocol.error import ApiError, unsupported
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.schemas.characters import PLAIN, common, invert
-from nanovllm_server.schemas.regex import NOTHING, Node, narrow, parse
-from nanovllm_server.schemas.spelling import write, write_value
 
 # Of a function whose parameters have no names.
 MAX_UNNAMED = 16

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_server.shared import Sheet, Tally
+from nanovllm_server.processes.shared_counters import KeyedCounters, SharedCounters
 
 PREFIX = "nanovllm:"
 
@@ -34,18 +34,18 @@ STATUSES = range(100, 600)
 class Histogram:
     """Counts of observations by upper bound. Cheap enough to be fed once a token; only for one thread."""
 
-    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], sheet: Sheet):
+    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], counters: SharedCounters):
         self.name = name
         self.help_text = help_text
         self._bounds = bounds
         # The last of them is the sum.
-        self._cells = sheet.claim(len(bounds) + 2)
+        self._counters = counters.claim(len(bounds) + 2)
         self._sum = len(bounds) + 1
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value`, `times` times."""
-        self._cells.add(bisect_left(self._bounds, value), times)
-        self._cells.add(self._sum, value * times)
+        self._counters.add(bisect_left(self._bounds, value), times)
+        self._counters.add(self._sum, value * times)
 
     def observe_since(self, start: float) -> None:
         """Count the seconds from `start`, a time of `time.monotonic`, until now."""
@@ -54,16 +54,16 @@ class Histogram:
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Cumulated counts by upper bound, and the sum of what was observed; over all workers."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        counts = accumulate(map(self._cells.total, range(len(bounds))))
-        return list(zip(bounds, counts, strict=True)), self._cells.total(self._sum)
+        counts = accumulate(map(self._counters.total, range(len(bounds))))
+        return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum)
 
 
 class Metrics(Collector):
     """All metrics of one server. `stats` gives the engine's latest numbers; `model` labels everything."""
 
-    def __init__(self, model: str, info: EngineInfo, stats: Callable[[], EngineStats], sheet: Sheet):
+    def __init__(self, model: str, info: EngineInfo, stats: Callable[[], EngineStats], counters: SharedCounters):
         def histogram(name: str, help_text: str, bounds: tuple[float, ...]) -> Histogram:
-            return Histogram(name, help_text, bounds, sheet)
+            return Histogram(name, help_text, bounds, counters)
 
         self._model = model
         self._info = info
@@ -76,8 +76,8 @@ class Metrics(Collector):
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKENS)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens of a request's output.", TOKENS)
-        self.finished: Tally[str] = Tally(sheet, ("stop", "length", "tool_calls", "abort"))
-        self.http = Tally(sheet, tuple(product((*PATHS, OTHER_PATH), STATUSES)))
+        self.finished: KeyedCounters[str] = KeyedCounters(counters, ("stop", "length", "tool_calls", "abort"))
+        self.http = KeyedCounters(counters, tuple(product((*PATHS, OTHER_PATH), STATUSES)))
         self._registry = CollectorRegistry()
         self._registry.register(self)
 

@@ -4,7 +4,7 @@ Takes any text without an exception. This room must not know stop strings, token
 """
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat
-from nanovllm_server.parsing.calls import Tools, make_reader
+from nanovllm_server.parsing.call_parser import Tools, make_reader
 from nanovllm_server.parsing.events import ContentText, Event, Report
 from nanovllm_server.parsing.source import Reading, Source
 

@@ -11,7 +11,7 @@ from typing import cast
 import orjson
 
 from nanovllm_server.protocol.error import ApiError, bad_field
-from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import check_schema
 
@@ -70,7 +70,7 @@ class TagAnswer:
 Answer = JsonAnswer | RegexAnswer | ChoiceAnswer | GrammarAnswer | TagAnswer
 
 
-def parse_answer(body: Fields) -> Answer | None:
+def parse_answer(body: FieldReader) -> Answer | None:
     """What a request wants of its answer; None for free text. Raises ApiError."""
     response_format = _response_format(body)
     structured = _structured_outputs(body)
@@ -79,7 +79,7 @@ def parse_answer(body: Fields) -> Answer | None:
     return response_format or structured
 
 
-def _response_format(body: Fields) -> Answer | None:
+def _response_format(body: FieldReader) -> Answer | None:
     fields = body.child("response_format")
     if fields is None:
         return None
@@ -98,7 +98,7 @@ def _response_format(body: Fields) -> Answer | None:
             raise fields.wrong("type", "one of " + ", ".join(f'"{name}"' for name in RESPONSE_FORMATS))
 
 
-def _json_schema(fields: Fields) -> JsonAnswer:
+def _json_schema(fields: FieldReader) -> JsonAnswer:
     form = fields.child("json_schema")
     if form is None:
         raise fields.wrong("json_schema", "an object with name and schema")
@@ -119,11 +119,11 @@ def _object(path: str) -> JsonAnswer:
     return JsonAnswer(path, check_schema({"type": "object"}, path))
 
 
-def _structured_outputs(body: Fields) -> Answer | None:
+def _structured_outputs(body: FieldReader) -> Answer | None:
     fields = body.child("structured_outputs")
     if fields is None:
         return None
-    readers: dict[str, Callable[[Fields], Answer | None]] = {
+    readers: dict[str, Callable[[FieldReader], Answer | None]] = {
         "json": _json,
         "regex": _regex,
         "choice": _choice,
@@ -140,7 +140,7 @@ def _structured_outputs(body: Fields) -> Answer | None:
     return answers[0]
 
 
-def _json(fields: Fields) -> JsonAnswer | None:
+def _json(fields: FieldReader) -> JsonAnswer | None:
     schema = _decoded(fields, "json", "object", "boolean")
     if schema is None:
         return None
@@ -150,14 +150,14 @@ def _json(fields: Fields) -> JsonAnswer | None:
     return JsonAnswer(path, check_schema(schema, path))
 
 
-def _regex(fields: Fields) -> RegexAnswer | None:
+def _regex(fields: FieldReader) -> RegexAnswer | None:
     pattern = fields.text("regex", MAX_REGEX, {"minLength": 1})
     if pattern == "":
         raise fields.wrong("regex", "a regular expression")
     return None if pattern is None else RegexAnswer(fields.path("regex"), pattern)
 
 
-def _choice(fields: Fields) -> ChoiceAnswer | None:
+def _choice(fields: FieldReader) -> ChoiceAnswer | None:
     right = f"an array of 1 to {MAX_CHOICES} strings"
     one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_CHOICE}
     choices = fields.array("choice", right, MAX_CHOICES, one)
@@ -173,29 +173,29 @@ def _choice(fields: Fields) -> ChoiceAnswer | None:
     return ChoiceAnswer(fields.path("choice"), tuple(texts))
 
 
-def _grammar(fields: Fields) -> GrammarAnswer | None:
+def _grammar(fields: FieldReader) -> GrammarAnswer | None:
     grammar = fields.text("grammar", MAX_GRAMMAR)
     if grammar is not None and not grammar.strip():
         raise fields.wrong("grammar", "a grammar in EBNF")
     return None if grammar is None else GrammarAnswer(fields.path("grammar"), grammar)
 
 
-def _structural_tag(fields: Fields) -> TagAnswer | None:
+def _structural_tag(fields: FieldReader) -> TagAnswer | None:
     tag = _decoded(fields, "structural_tag", "object")
     if tag is None:
         return None
     if not isinstance(tag, dict):
         raise fields.wrong("structural_tag", "a structural tag: an object with format, or one in a string")
-    inner = Fields(tag, fields.path("structural_tag"))
+    inner = FieldReader(tag, fields.path("structural_tag"))
     inner.one_of("type", ("structural_tag",))
     return TagAnswer(inner.path("format"), _tag_format(inner))
 
 
-def _json_object(fields: Fields) -> JsonAnswer | None:
+def _json_object(fields: FieldReader) -> JsonAnswer | None:
     return _object(fields.path("json_object")) if fields.boolean("json_object") else None
 
 
-def _decoded(fields: Fields, name: str, *kinds: str) -> JSON:
+def _decoded(fields: FieldReader, name: str, *kinds: str) -> JSON:
     """A field whose JSON, of one of these kinds, may come in a string."""
     value = fields.raw(name, {"type": [*kinds, "string"]})
     if not isinstance(value, str):
@@ -208,7 +208,7 @@ def _decoded(fields: Fields, name: str, *kinds: str) -> JSON:
         raise ApiError(400, message, param=path, code="invalid_json") from error
 
 
-def _tag_format(fields: Fields) -> dict[str, JSON]:
+def _tag_format(fields: FieldReader) -> dict[str, JSON]:
     form = fields.raw("format", {"type": "object"})
     if not isinstance(form, dict):
         raise fields.wrong("format", "the format of a structural tag, an object with type")

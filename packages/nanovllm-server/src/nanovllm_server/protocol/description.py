@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
 from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.fields import ANYTHING, Fields
+from nanovllm_server.protocol.field_reader import ANYTHING, FieldReader
 from nanovllm_server.protocol.json import JSON
 
 Schema: TypeAlias = dict[str, JSON]
-Read: TypeAlias = Callable[[Fields], object]
+Read: TypeAlias = Callable[[FieldReader], object]
 
 
 def describe(read: Read, examples: Sequence[dict[str, JSON]]) -> Schema:
@@ -78,8 +78,8 @@ class _Node:
         return {**inner, **accepts} if kinds == "object" else accepts
 
 
-class _Listening(Fields):
-    """Fields that pass on what their readers are asked for."""
+class _Listening(FieldReader):
+    """A field reader that passes on what it is asked for."""
 
     def __init__(self, values: dict[str, JSON], node: _Node, path: str = ""):
         super().__init__(values, path)
@@ -120,7 +120,7 @@ class _Listening(Fields):
         self._node.note(name, accepts)
         return super().array(name, right, max_items)
 
-    def child(self, name: str) -> Fields | None:
+    def child(self, name: str) -> FieldReader | None:
         self._node.note(name, {"type": "object"})
         inner = super().child(name)
         value = self._values.get(name)
@@ -128,7 +128,7 @@ class _Listening(Fields):
             return None
         return _Listening(value, self._node.child(name), self.path(name))
 
-    def element(self, name: str, index: int, value: JSON, right: str) -> Fields:
+    def element(self, name: str, index: int, value: JSON, right: str) -> FieldReader:
         super().element(name, index, value, right)
         return _Listening(cast(dict[str, JSON], value), self._node.child(name), f"{self.path(name)}[{index}]")
 
@@ -167,7 +167,7 @@ def _is_missed(read: Read, example: dict[str, JSON], steps: tuple[str | int, ...
     del cast(dict[str, JSON], _at(without, steps[:-1]))[str(steps[-1])]
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
     try:
-        read(Fields(without))
+        read(FieldReader(without))
     except ApiError as error:
         return error.param == path
     return False

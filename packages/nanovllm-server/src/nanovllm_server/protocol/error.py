@@ -5,12 +5,8 @@ This room must not know who raises or who sends it.
 
 from collections.abc import Mapping
 
-import orjson
-
 from nanovllm_server.protocol.bodies import Error
-from nanovllm_server.protocol.json import JSON
-
-SHOWN_CHARACTERS = 80
+from nanovllm_server.protocol.json import JSON, show
 
 
 class ApiError(Exception):
@@ -68,19 +64,3 @@ def timed_out(seconds: float) -> ApiError:
 def internal_error(request_id: str) -> ApiError:
     """A 500 that tells no more than the id under which the log has the rest."""
     return ApiError(500, f"internal server error; the log has it as {request_id}", kind="server_error", code="internal")
-
-
-def show(value: JSON) -> str:
-    """`value` as JSON, shortened to what fits into a sentence."""
-    match value:
-        case dict() if value:
-            return "an object"
-        # What lies in it may be deeper than what can be written.
-        case list() if len(value) > 4 or any(isinstance(item, dict | list) for item in value):
-            return f"an array of {len(value)} {'items' if len(value) > 1 else 'item'}"
-        case str() if len(value) > SHOWN_CHARACTERS:
-            text = orjson.dumps(value[:SHOWN_CHARACTERS]).decode()
-            return f'{text[:-1]}..." ({len(value)} characters)'
-        case _:
-            text = orjson.dumps(value).decode()
-            return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -1,5 +1,5 @@
-"""What JSON can say, as a type. This room must not know what any of it means."""
+"""JSON values as a type, and how error messages show them."""
 
-from typing import TypeAlias
+from nanovllm_core.grammar.schemas.json_values import JSON, show
 
-JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
+__all__ = ["JSON", "show"]

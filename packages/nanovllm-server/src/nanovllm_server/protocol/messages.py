@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-from nanovllm_server.protocol.error import ApiError, show, unsupported
-from nanovllm_server.protocol.fields import Fields
-from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.error import ApiError, unsupported
+from nanovllm_server.protocol.field_reader import FieldReader
+from nanovllm_server.protocol.json import JSON, show
 
 MAX_MESSAGES = 10_000
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class PastToolCall:
     """A call that the assistant made earlier in the conversation. `arguments` is JSON in a string."""
 
     id: str | None
@@ -28,10 +28,10 @@ class Message:
     name: str | None = None
     reasoning: str | None = None
     tool_call_id: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[PastToolCall, ...] = ()
 
 
-def parse_messages(body: Fields) -> tuple[tuple[Message, ...], list[str]]:
+def parse_messages(body: FieldReader) -> tuple[tuple[Message, ...], list[str]]:
     """The messages of a request, and the paths of fields in them that nobody knows. Raises ApiError."""
     right = f"an array of 1 to {MAX_MESSAGES} messages"
     items = body.array("messages", right, MAX_MESSAGES)
@@ -46,7 +46,7 @@ def parse_messages(body: Fields) -> tuple[tuple[Message, ...], list[str]]:
     return tuple(messages), unknown
 
 
-def _message(fields: Fields) -> Message:
+def _message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
@@ -66,7 +66,7 @@ def _message(fields: Fields) -> Message:
     return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 
 
-def _content(fields: Fields, *, optional: bool) -> str | None:
+def _content(fields: FieldReader, *, optional: bool) -> str | None:
     content = fields.raw("content", {"type": ["string", "array"], "minItems": 1})
     if isinstance(content, str) or (content is None and optional):
         return content
@@ -77,7 +77,7 @@ def _content(fields: Fields, *, optional: bool) -> str | None:
     return "\n".join(_part(fields.element("content", index, part, right)) for index, part in enumerate(content))
 
 
-def _part(fields: Fields) -> str:
+def _part(fields: FieldReader) -> str:
     kind = fields.raw("type", {"const": "text"})
     if kind != "text":
         raise _bad_kind(fields, kind)
@@ -87,16 +87,16 @@ def _part(fields: Fields) -> str:
     return text
 
 
-def _bad_kind(fields: Fields, kind: JSON) -> ApiError:
+def _bad_kind(fields: FieldReader, kind: JSON) -> ApiError:
     if not isinstance(kind, str):
         return fields.wrong("type", '"text"')
     path = fields.path("type")
     return unsupported(path, f'{path} must be "text", not {show(kind)}: this server takes text only')
 
 
-def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
+def _tool_calls(fields: FieldReader) -> tuple[PastToolCall, ...]:
     items = fields.array("tool_calls", "an array of tool calls") or []
-    calls: list[ToolCall] = []
+    calls: list[PastToolCall] = []
     for index, item in enumerate(items):
         call = fields.element("tool_calls", index, item, "an object with id, type and function")
         call.one_of("type", ("function",))
@@ -108,5 +108,5 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
             raise function.wrong("name", "a non-empty string")
         if arguments is None:
             raise function.wrong("arguments", "a string of JSON")
-        calls.append(ToolCall(call.text("id"), name, arguments))
+        calls.append(PastToolCall(call.text("id"), name, arguments))
     return tuple(calls)

@@ -12,7 +12,7 @@ import orjson
 from nanovllm_core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_server.protocol.answer import Answer, parse_answer
 from nanovllm_server.protocol.error import ApiError, bad_field
-from nanovllm_server.protocol.fields import Fields, is_number
+from nanovllm_server.protocol.field_reader import FieldReader, is_number
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.messages import Message, parse_messages
 from nanovllm_server.protocol.template import TemplateOptions, parse_template
@@ -91,7 +91,7 @@ def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) 
     return read_chat_request(_body(data), limits, defaults)
 
 
-def read_chat_request(body: Fields, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
+def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """The same, of a body that is known to be a JSON object."""
     model = body.text("model", accepts={"minLength": 1})
     if not model:
@@ -130,18 +130,18 @@ def read_chat_request(body: Fields, limits: Limits, defaults: SamplingDefaults) 
     )
 
 
-def _body(data: bytes) -> Fields:
+def _body(data: bytes) -> FieldReader:
     try:
         body = cast(JSON, orjson.loads(data))
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return Fields(body)
+    return FieldReader(body)
 
 
-def _accept_unused(body: Fields) -> None:
-    """Fields that are part of the contract but change nothing here: looked at, so that mistakes are still named."""
+def _accept_unused(body: FieldReader) -> None:
+    """Check fields that are part of the contract but change nothing here, so that mistakes are still named."""
     body.text("user")
     body.child("metadata")
     body.boolean("store")
@@ -151,7 +151,7 @@ def _accept_unused(body: Fields) -> None:
     body.boolean("spaces_between_special_tokens")
 
 
-def _sampling(body: Fields, limits: Limits, defaults: SamplingDefaults) -> tuple[SamplingParams, str]:
+def _sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> tuple[SamplingParams, str]:
     max_tokens, max_tokens_field = _max_tokens(body)
     min_tokens = body.integer("min_tokens", 0) or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -182,7 +182,7 @@ def _sampling(body: Fields, limits: Limits, defaults: SamplingDefaults) -> tuple
     return sampling, max_tokens_field
 
 
-def _max_tokens(body: Fields) -> tuple[int | None, str]:
+def _max_tokens(body: FieldReader) -> tuple[int | None, str]:
     older, newer = body.integer("max_tokens", 1), body.integer("max_completion_tokens", 1)
     if newer is None:
         return older, "max_tokens"
@@ -191,7 +191,7 @@ def _max_tokens(body: Fields) -> tuple[int | None, str]:
     return newer, "max_completion_tokens"
 
 
-def _logprobs(body: Fields) -> int | None:
+def _logprobs(body: FieldReader) -> int | None:
     wanted = body.boolean("logprobs") or False
     top = body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     if top and not wanted:
@@ -199,7 +199,7 @@ def _logprobs(body: Fields) -> int | None:
     return top if wanted else None
 
 
-def _prompt_logprobs(body: Fields) -> int | None:
+def _prompt_logprobs(body: FieldReader) -> int | None:
     top = body.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
     # No event of a stream has a place for them.
     if top is not None and body.boolean("stream"):
@@ -207,7 +207,7 @@ def _prompt_logprobs(body: Fields) -> int | None:
     return top
 
 
-def _logit_bias(body: Fields, vocab_size: int) -> dict[int, float]:
+def _logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
     right = f"an object of at most {MAX_LOGIT_BIAS} token ids"
     accepted: dict[str, JSON] = {
         "type": "object",
@@ -237,7 +237,7 @@ def _logit_bias(body: Fields, vocab_size: int) -> dict[int, float]:
     return biases
 
 
-def _stop(body: Fields) -> tuple[str, ...]:
+def _stop(body: FieldReader) -> tuple[str, ...]:
     right = f"a non-empty string or an array of at most {MAX_STOPS}, each of at most {MAX_STOP_LENGTH} characters"
     one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
     value = body.raw("stop", {"anyOf": [one, {"type": "array", "items": one, "maxItems": MAX_STOPS}]})
@@ -255,7 +255,7 @@ def _stop(body: Fields) -> tuple[str, ...]:
     return tuple(checked)
 
 
-def _bad_words(body: Fields) -> tuple[str, ...]:
+def _bad_words(body: FieldReader) -> tuple[str, ...]:
     right = f"an array of at most {MAX_BAD_WORDS} strings"
     one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH, "pattern": "\\S"}
     words: list[str] = []
@@ -267,14 +267,14 @@ def _bad_words(body: Fields) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _truncate_prompt_tokens(body: Fields, limits: Limits) -> int | None:
+def _truncate_prompt_tokens(body: FieldReader, limits: Limits) -> int | None:
     value = body.integer("truncate_prompt_tokens", -1, limits.max_model_len - 1)
     if value == 0:
         raise body.wrong("truncate_prompt_tokens", f"an integer from 1 to {limits.max_model_len - 1}, or -1")
     return value
 
 
-def _stop_token_ids(body: Fields, vocab_size: int) -> tuple[int, ...]:
+def _stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
     right = f"an array of at most {MAX_STOP_TOKENS} token ids"
     one: dict[str, JSON] = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     values = body.array("stop_token_ids", right, MAX_STOP_TOKENS, one) or []
@@ -286,7 +286,7 @@ def _stop_token_ids(body: Fields, vocab_size: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _request_id(body: Fields) -> str | None:
+def _request_id(body: FieldReader) -> str | None:
     value = body.text("request_id", accepts={"pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
     # It goes back in a header.
     if value is not None and not (value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
@@ -294,7 +294,7 @@ def _request_id(body: Fields) -> str | None:
     return value
 
 
-def _include_usage(body: Fields, stream: bool) -> bool:
+def _include_usage(body: FieldReader, stream: bool) -> bool:
     options = body.child("stream_options")
     if options is None:
         return False

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from nanovllm_server.protocol.error import ApiError, bad_field
-from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 
 EFFORTS = ("none", "minimal", "low", "medium", "high")
@@ -23,7 +23,7 @@ class TemplateOptions:
     continue_final_message: bool = False
 
 
-def parse_template(body: Fields) -> TemplateOptions:
+def parse_template(body: FieldReader) -> TemplateOptions:
     """The options of a request. Raises ApiError."""
     continued = body.boolean("continue_final_message") or False
     begin_turn = body.boolean("add_generation_prompt")
@@ -43,7 +43,7 @@ def parse_template(body: Fields) -> TemplateOptions:
     )
 
 
-def _values(body: Fields) -> dict[str, JSON]:
+def _values(body: FieldReader) -> dict[str, JSON]:
     effort = body.one_of("reasoning_effort", EFFORTS)
     values: dict[str, JSON] = {}
     if effort is not None:
@@ -55,7 +55,7 @@ def _values(body: Fields) -> dict[str, JSON]:
     return {**values, **(own or {})}
 
 
-def _documents(body: Fields) -> tuple[dict[str, JSON], ...] | None:
+def _documents(body: FieldReader) -> tuple[dict[str, JSON], ...] | None:
     items = body.array("documents", "an array of objects", items={"type": "object"})
     if items is None:
         return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from nanovllm_server.protocol.error import bad_field
-from nanovllm_server.protocol.fields import Fields, is_deeper
+from nanovllm_server.protocol.field_reader import FieldReader, is_deeper
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import check_schema
 
@@ -65,7 +65,7 @@ class _Choice:
     names: tuple[str, ...] | None = None
 
 
-def parse_tools(body: Fields) -> Toolbox | None:
+def parse_tools(body: FieldReader) -> Toolbox | None:
     """The tools of a request; None when none may be called. Raises ApiError."""
     right = f"left out or an array of 1 to {MAX_TOOLS} tools"
     items = body.array("tools", right, MAX_TOOLS)
@@ -103,7 +103,7 @@ def parse_tools(body: Fields) -> Toolbox | None:
     )
 
 
-def _tool_choice(body: Fields, names: Collection[str]) -> _Choice:
+def _tool_choice(body: FieldReader, names: Collection[str]) -> _Choice:
     choice = body.child("tool_choice") if isinstance(body.raw("tool_choice"), dict) else None
     if choice is None:
         match body.one_of("tool_choice", CHOICES):
@@ -121,7 +121,7 @@ def _tool_choice(body: Fields, names: Collection[str]) -> _Choice:
     return _allowed(choice, names)
 
 
-def _allowed(choice: Fields, names: Collection[str]) -> _Choice:
+def _allowed(choice: FieldReader, names: Collection[str]) -> _Choice:
     allowed = choice.child("allowed_tools")
     if allowed is None:
         raise choice.wrong("allowed_tools", "an object with mode and tools")
@@ -140,7 +140,7 @@ def _allowed(choice: Fields, names: Collection[str]) -> _Choice:
     return _Choice("auto" if mode == "auto" else "required", tuple(dict.fromkeys(chosen)))
 
 
-def _named(tool: Fields, names: Collection[str]) -> str:
+def _named(tool: FieldReader, names: Collection[str]) -> str:
     function = tool.child("function")
     if function is None:
         raise tool.wrong("function", "an object with name")
@@ -150,7 +150,7 @@ def _named(tool: Fields, names: Collection[str]) -> str:
     return name
 
 
-def _function(tool: Fields) -> Function:
+def _function(tool: FieldReader) -> Function:
     if tool.raw("type", {"const": "function"}) != "function":
         raise tool.wrong("type", '"function"')
     function = tool.child("function")

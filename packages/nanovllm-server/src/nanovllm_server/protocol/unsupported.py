@@ -5,7 +5,7 @@ the server does anyway) is let through. This room must not know any other field.
 """
 
 from nanovllm_server.protocol.error import unsupported
-from nanovllm_server.protocol.fields import Fields
+from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 
 NOTHING: tuple[JSON, ...] = ()
@@ -41,7 +41,7 @@ SUCCESSORS: dict[str, str] = {
 }
 
 
-def refuse_unsupported(body: Fields) -> None:
+def refuse_unsupported(body: FieldReader) -> None:
     """Raise an ApiError for the first field that asks for what is not done here."""
     for name, successor in SUCCESSORS.items():
         if body.raw(name, {"enum": [None]}) is not None:

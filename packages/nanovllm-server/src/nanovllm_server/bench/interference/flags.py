@@ -62,14 +62,14 @@ def job_from(options: argparse.Namespace, key: str | None) -> "InterferenceJob":
     """What the flags ask for. key: API key of all servers. Raises BenchError if a URL is not a base URL."""
     from nanovllm_server.bench.client import parse_base_url
     from nanovllm_server.bench.interference.program import InterferenceJob
-    from nanovllm_server.bench.interference.situations import Settings
+    from nanovllm_server.bench.interference.situations import InterferenceSettings
 
     seed = options.seed if options.seed is not None else secrets.randbits(32)
     return InterferenceJob(
         endpoints=[(label, parse_base_url(url, key)) for label, url in map(_labelled, options.url or [DEFAULT_URL])],
         model=options.served_model,
         cases=options.cases,
-        settings=Settings(
+        settings=InterferenceSettings(
             sizes=Sizes(**{field.name: getattr(options, field.name) for field in fields(Sizes)}),
             seed=str(seed),
             temperature=options.temperature,

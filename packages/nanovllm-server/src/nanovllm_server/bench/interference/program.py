@@ -11,7 +11,7 @@ import uvloop
 
 from nanovllm_server.bench.client import Endpoint
 from nanovllm_server.bench.interference.chats import Target, connect
-from nanovllm_server.bench.interference.situations import CaseResult, Settings, Situations
+from nanovllm_server.bench.interference.situations import CaseResult, InterferenceSettings, Situations
 from nanovllm_server.bench.report import BenchError, keep, machine, one_line, show
 
 
@@ -26,7 +26,7 @@ class InterferenceJob:
     endpoints: Sequence[tuple[str, Endpoint]]
     model: str | None
     cases: Sequence[str]
-    settings: Settings
+    settings: InterferenceSettings
     json: Path | None
 
 

@@ -20,7 +20,7 @@ HIT_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class InterferenceSettings:
     """How to measure. seed: decides all texts and arrival times. timeout_s: limit of one request."""
 
     sizes: Sizes
@@ -68,7 +68,7 @@ def ttft_s(answer: Answer) -> float:
 class Situations:
     """Measures the cases on one server."""
 
-    def __init__(self, target: Target, settings: Settings):
+    def __init__(self, target: Target, settings: InterferenceSettings):
         self._target = target
         self._settings = settings
         self._sizes = settings.sizes

@@ -1,0 +1,177 @@
+"""One JSON schema as it came: its size, its places, and where references in it lead.
+
+This room must not know what keywords other than those for references mean.
+"""
+
+from dataclasses import dataclass
+from urllib.parse import unquote, urldefrag, urljoin
+
+from nanovllm_core.grammar.schemas.json_values import JSON
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 64
+MAX_VALUES = 50_000
+
+# What holds a schema, what an array of them, what an object of them.
+ONE = (
+    *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
+    *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
+)
+LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+
+
+class SchemaError(ValueError):
+    """What is wrong with a schema: the keyword at `place` (a JSON pointer), and what is said of it."""
+
+    def __init__(self, place: str, keyword: str, problem: str, *, wrong: bool = False):
+        super().__init__(f"{keyword} at {place} {problem}")
+        self.place = place
+        self.keyword = keyword
+        self.problem = problem
+        # Whether it is no schema at all, rather than one that can't be enforced.
+        self.wrong = wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A schema, its place, and the URI that references in it are relative to."""
+
+    schema: JSON
+    place: str
+    base: str
+
+
+class Document:
+    """A whole schema at `place`, and its parts that can be referred to. Raises SchemaError when it is too large."""
+
+    def __init__(self, schema: JSON, place: str):
+        _check_size(schema, place)
+        self.root = Spot(schema, place, "")
+        self._resources: dict[str, Spot] = {}
+        self._anchors: dict[tuple[str, str], Spot] = {}
+        self._dynamic: dict[str, list[Spot]] = {}
+        self._bases: dict[int, str] = {}
+        self._index()
+
+    def _index(self) -> None:
+        self._resources[""] = self.root
+        waiting = [self.root]
+        while waiting:
+            spot = waiting.pop()
+            schema = spot.schema
+            if not isinstance(schema, dict):
+                continue
+            name = schema.get("$id")
+            if isinstance(name, str) and name and not name.startswith("#"):
+                base = urldefrag(urljoin(spot.base, name)).url
+                spot = Spot(schema, spot.place, base)
+                self._resources.setdefault(base, spot)
+                if spot.place == self.root.place:
+                    self.root = spot
+            elif isinstance(name, str) and name.startswith("#"):
+                self._anchors.setdefault((spot.base, name[1:]), spot)
+            self._bases[id(schema)] = spot.base
+            for keyword in ("$anchor", "$dynamicAnchor"):
+                anchor = schema.get(keyword)
+                if isinstance(anchor, str):
+                    self._anchors.setdefault((spot.base, anchor), spot)
+                    if keyword == "$dynamicAnchor":
+                        self._dynamic.setdefault(anchor, []).append(spot)
+            waiting.extend(reversed(children(spot)))
+
+    def base(self, spot: Spot) -> str:
+        """What references in the schema at `spot` are relative to."""
+        return self._bases.get(id(spot.schema), spot.base)
+
+    def refer(self, spot: Spot, reference: JSON, keyword: str) -> Spot:
+        """What `reference` in the schema at `spot` leads to. Raises SchemaError."""
+        place = f"{spot.place}/{keyword}"
+        if not isinstance(reference, str):
+            raise SchemaError(place, keyword, "must be a string", wrong=True)
+        address, fragment = urldefrag(urljoin(self.base(spot), reference))
+        if reference.startswith("#"):
+            address, fragment = self.base(spot), reference[1:]
+        resource = self._resources.get(address)
+        if resource is None:
+            raise SchemaError(
+                place, keyword, f"leads outside of the schema: {reference[:200]!r}; include what it names"
+            )
+        if fragment and not fragment.startswith("/"):
+            anchor = self._anchors.get((address, unquote(fragment)))
+            if anchor is None:
+                raise SchemaError(place, keyword, f"leads to nothing: {reference[:200]!r}", wrong=True)
+            return anchor
+        return self._point(resource, unquote(fragment), place, keyword)
+
+    def dynamic(self, spot: Spot, reference: JSON) -> Spot:
+        """What a `$dynamicRef` leads to, where that is the same in any context."""
+        target = self.refer(spot, reference, "$dynamicRef")
+        schema = target.schema
+        name = schema.get("$dynamicAnchor") if isinstance(schema, dict) else None
+        if isinstance(name, str) and len(self._dynamic.get(name, ())) > 1:
+            problem = "depends on where it is come from, which can't be enforced; use $ref"
+            raise SchemaError(f"{spot.place}/$dynamicRef", "$dynamicRef", problem)
+        return target
+
+    def _point(self, resource: Spot, pointer: str, place: str, keyword: str) -> Spot:
+        value, at, base = resource.schema, resource.place, resource.base
+        for part in pointer.split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and name in value:
+                value = value[name]
+            elif isinstance(value, list) and name.isascii() and name.isdecimal() and int(name) < len(value):
+                value = value[int(name)]
+            else:
+                raise SchemaError(place, keyword, f"leads to nothing: {pointer[:200]!r}", wrong=True)
+            at, base = f"{at}/{part}", self._bases.get(id(value), base)
+        return Spot(value, at, base)
+
+
+def children(spot: Spot) -> list[Spot]:
+    """The schemas right inside the one at `spot`, as far as they are where schemas belong."""
+    schema, found = spot.schema, list[Spot]()
+    if not isinstance(schema, dict):
+        return found
+    for keyword, value in schema.items():
+        place = f"{spot.place}/{escaped(keyword)}"
+        if keyword in ONE and isinstance(value, dict | bool):
+            found.append(Spot(value, place, spot.base))
+        if keyword in LISTS and isinstance(value, list):
+            found.extend(Spot(item, f"{place}/{index}", spot.base) for index, item in enumerate(value))
+        if keyword in MAPS and isinstance(value, dict):
+            found.extend(Spot(item, f"{place}/{escaped(name)}", spot.base) for name, item in value.items())
+    return found
+
+
+def escaped(name: str) -> str:
+    """`name` as a part of a JSON pointer, shortened where it is very long."""
+    return name[:100].replace("~", "~0").replace("/", "~1")
+
+
+def _check_size(schema: JSON, place: str) -> None:
+    """Refuses what is too large or too deep, without going down into it by recursion."""
+    level: list[JSON] = [schema]
+    count = size = depth = 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise SchemaError(place, "schema", f"is nested deeper than {MAX_DEPTH} levels", wrong=True)
+        below: list[JSON] = []
+        for value in level:
+            count += 1
+            match value:
+                case dict():
+                    below.extend(value.values())
+                    size += sum(len(name) + 4 for name in value)
+                case list():
+                    below.extend(value)
+                    size += len(value)
+                case str():
+                    size += len(value) + 2
+                case _:
+                    size += 5
+        if count + len(below) > MAX_VALUES or size > MAX_BYTES:
+            limits = f"{MAX_BYTES // 1024} KiB or {MAX_VALUES} values"
+            raise SchemaError(place, "schema", f"is larger than {limits}", wrong=True)
+        level = below

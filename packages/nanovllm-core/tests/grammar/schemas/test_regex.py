@@ -1,0 +1,246 @@
+"""Patterns: what xgrammar permits of them is what re finds, and formats are what checkers of them take."""
+
+import itertools
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+import xgrammar
+
+from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
+from nanovllm_core.grammar.schemas import regex, search
+from nanovllm_core.grammar.schemas.characters import PLAIN
+from nanovllm_core.grammar.schemas.formats import FORMATS
+from nanovllm_core.grammar.schemas.spelling import MAX_COUNTED, write, write_value
+from nanovllm_core.grammar.schemas.strings import all_but, format_pattern, limit
+
+ALPHABET = "abc 1.^-${}/"
+PATTERNS = [
+    r"^a",
+    r"b$",
+    r"^a|b$",
+    r"ab",
+    r"(^a|b)c",
+    r"^(a|b$)",
+    r"^[^b]+$",
+    r"a{2,}b?",
+    r"^(a|bc){2,3}$",
+    r"^(a|bc){2,}$",
+    r"^(?:a|b)*c$",
+    r"^$",
+    r"^(|a)b$",
+    r"a|b|",
+    r"^a.c$",
+    r"^[a\-c]$",
+    r"^\S+$",
+    r"^\w+\s\d$",
+    r"^(ab?){2}$",
+    r"^a(b|)c?$",
+    r"^[\^b]+$",
+    r"^\^$",
+    r"^(?:a*b){1,2}$",
+    r"^[\u00e9a]{2}$",
+    r"^(a|b|c){0,2}$",
+    r"(a)$|^(b)",
+    r"^\$\{a\}$",
+    r"^a/b\.c-$",
+    r"^(?<x>a)b",
+    r"^a{1,2}?b",
+    r"(a*)*",
+    r"^[\W]+$",
+    r"^\D\d$",
+    r"^(a?){3}b$",
+    r"^a{,b$",
+    r"^x{0}a$",
+    r"^[a-c1]{120,130}$",
+]
+
+
+def whole(pattern: str) -> regex.Node:
+    return regex.narrow(regex.whole(regex.parse(pattern)), PLAIN)
+
+
+def grammar(tree: regex.Node) -> xgrammar.Grammar:
+    return xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": write(tree)}))
+
+
+def permits(compiled: xgrammar.Grammar, text: str) -> bool:
+    return xgrammar.testing._is_grammar_accept_string(compiled, json.dumps(text, ensure_ascii=False))
+
+
+def takes(compiled: xgrammar.Grammar, text: bytes) -> bool:
+    """Of bytes, which need not be text."""
+    vocabulary = xgrammar.TokenizerInfo([bytes((byte,)) for byte in range(256)], stop_token_ids=[])
+    matcher = xgrammar.GrammarMatcher(
+        xgrammar.GrammarCompiler(vocabulary).compile_grammar(compiled), terminate_without_stop_token=True
+    )
+    return matcher.accept_string(text) and matcher.is_terminated()
+
+
+def texts(longest: int):
+    for length in range(longest + 1):
+        for characters in itertools.product(ALPHABET, repeat=length):
+            yield "".join(characters)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_are_searched_for(pattern):
+    compiled = grammar(whole(pattern))
+    python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
+    for text in [*texts(2), "abc", "aab", "bca", "bcbca", "a" * 120, "a" * 131, "${a}", "a/b.c-", "1 a"]:
+        assert permits(compiled, text) == bool(python.search(text)), text
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, "^(?!a)b", "(?=.*1)a", "(?!^$)"])
+def test_patterns_are_found(pattern):
+    python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
+    for text in texts(2):
+        for widest in (False, True):
+            assert search.found(regex.parse(pattern, widest=widest), text) == bool(python.search(text)), text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(",
+        ")",
+        "a)",
+        "[",
+        "[]",
+        "[^]",
+        "*a",
+        "a**",
+        "a{3,1}",
+        r"\1",
+        r"\k<a>",
+        r"\b",
+        "(?<=a)b",
+        "(?i)a",
+        r"\p{L}",
+        "a\\",
+        "[b-a]",
+    ],
+)
+def test_patterns_that_are_refused(pattern):
+    with pytest.raises(regex.RegexError):
+        regex.parse(pattern)
+
+
+def test_braces_that_count_nothing_are_themselves():
+    assert search.found(regex.parse("^a{x}$"), "a{x}")
+    assert search.found(regex.parse("^a{1,9999999}$"), "a{1,9999999}")
+
+
+@pytest.mark.parametrize("pattern", ["a^b", "a$b", "(^a)*", "a(?!b)c"])
+def test_assertions_in_the_middle_are_refused(pattern):
+    with pytest.raises(regex.RegexError):
+        whole(pattern)
+
+
+def test_classes_beyond_ascii_have_what_every_engine_agrees_on():
+    for pattern, text in ((r"^\w$", "é"), (r"^\d$", "٣"), (r"^\S$", "\x85"), (r"^.$", "\u2028"), (r"^[^\w]$", "é")):
+        assert not search.found(regex.parse(pattern), text)
+    assert search.found(regex.parse(r"^\S$"), "é")
+    assert search.found(regex.parse(r"^\w$", widest=True), "é")
+
+
+def test_all_but_some():
+    rng = random.Random(3)
+    for _ in range(20):
+        left_out = {"".join(rng.choices("abc", k=rng.randrange(0, 4))) for _ in range(rng.randrange(1, 6))}
+        compiled = grammar(all_but(left_out))
+        for text in texts(2):
+            assert permits(compiled, text) == (text not in left_out)
+    long = ["x" * 500, "y" * 500 + "z"]
+    compiled = grammar(all_but(long))
+    assert permits(compiled, "x")
+    assert not any(permits(compiled, text) for text in long)
+
+
+def test_lengths_of_patterns():
+    for pattern, low, high in (("^a*$", 2, 4), ("^[ab]+c$", 2, 3), ("^(a|bb)$", 2, 2), ("^ab?$", 0, 5), ("a", 3, 4)):
+        tree = limit(whole(pattern), low, high)
+        if tree is None:
+            assert pattern == "a"
+            continue
+        compiled = grammar(tree)
+        for text in texts(2):
+            assert permits(compiled, text) == (bool(re.search(pattern, text)) and low <= len(text) <= high)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 3), (2, 3), (3, 3), (0, 128), (120, 128), (0, 129), (3, None), (128, None), (129, None)]
+)
+def test_lengths_of_strings(low, high):
+    """In every size of UTF-8, and in nothing that is none."""
+    tree = limit(regex.narrow(regex.ANYTHING, PLAIN), low, high)
+    compiled = grammar(tree)
+    if max(low, high or 0) <= MAX_COUNTED:
+        written = write(tree)
+        again = regex.narrow(regex.parse(written.removeprefix("^").removesuffix("$")), PLAIN)
+        assert write(again) == written
+    most = low + 10 if high is None else high
+    for character in "a ~\x7f\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff":
+        for length in {0, 1, low - 1, low, most - 1, most, most + 1} - {-1}:
+            assert permits(compiled, character * length) == (low <= length <= (high or length))
+    assert permits(compiled, ("aé€😀" * most)[:most])
+    assert permits(compiled, ("aé€😀" * most)[: most + 1]) == (high is None)
+    for wrong in (
+        b"\x80",
+        b"\xc1\xbf",
+        b"\xe0\x9f\xbf",
+        b"\xed\xa0\x80",
+        b"\xf0\x8f\xbf\xbf",
+        b"\xf4\x90\x80\x80",
+        b"\n",
+    ):
+        assert not takes(compiled, b'"' + b"a" * low + wrong + b'"')
+    assert takes(compiled, b'"' + b"a" * low + b'"')
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 40), (32, 500), (1, 100_000)])
+def test_lengths_of_values_are_left_to_the_engine(low, high):
+    tree = limit(regex.narrow(regex.ANYTHING, PLAIN), low, high)
+    written = write_value(tree)
+    bounded = parse_bounded_pattern(written)
+    assert (bounded.low, bounded.high) == (low, high)
+    again = regex.narrow(regex.parse(written.removeprefix("^").removesuffix("$")), PLAIN)
+    assert write_value(again) == written
+
+
+@pytest.mark.parametrize(("pattern", "low", "high"), [("^[a-z]*$", 33, 500), ("^a[a-z]*$", 0, 500), ("^a*$", 3, None)])
+def test_other_values_are_not(pattern, low, high):
+    tree = limit(whole(pattern), low, high)
+    assert parse_bounded_pattern(write_value(tree)) is None
+    assert write_value(tree) == write(tree)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name):
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    tree = whole(FORMATS[name])
+    rng = random.Random(name)
+    for _ in range(200):
+        text = sample(tree, rng)
+        assert re.search(FORMATS[name], text)
+        assert checker.conforms(text, name), text
+    assert format_pattern(name) is not None
+    assert format_pattern("phone") is None
+
+
+def sample(node: regex.Node, rng: random.Random) -> str:
+    match node:
+        case regex.Chars(ranges):
+            low, high = rng.choice(ranges)
+            return chr(rng.randint(low, high))
+        case regex.Seq(parts):
+            return "".join(sample(part, rng) for part in parts)
+        case regex.Alt(options):
+            return sample(rng.choice(options), rng)
+        case regex.Repeat(part, low, high):
+            most = low + 3 if high is None else min(high, low + 3)
+            return "".join(sample(part, rng) for _ in range(rng.randint(low, most)))
+        case _:
+            raise AssertionError(node)

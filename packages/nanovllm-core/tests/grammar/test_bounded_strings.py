@@ -1,0 +1,171 @@
+"""Bounded strings: what their rules allow, counted, and that nothing in them is left to be tried at every mask."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from nanovllm_core import GrammarSpec
+from nanovllm_core.grammar.bounded_strings import BLOCK, MAX_LEAST, MIN_TAIL, BoundedString, parse_bounded_pattern
+from nanovllm_core.grammar.compiler import Compiler, Grammar
+
+ANY = r"[ -!#-\[\]-\u{7ff}]|[\u{800}-\u{d7ff}\u{e000}-\u{ffff}]|[\u{10000}-\u{10ffff}]"
+CHARACTERS = ("a", " ", "\x7f", "é", "\u07ff", "\u0800", "\ud7ff", "\uffff", "😀", "\U0010ffff")
+BYTES = [bytes((byte,)) for byte in range(256)]
+# Of several characters, with parts of such that take several bytes, and with what ends a string.
+WORDS = [
+    *("a" * length for length in (2, 3, 5, 8, BLOCK, BLOCK + 1, MIN_TAIL, 60)),
+    *("éé", "a😀", "€" * 9, 'a"', 'aaa"', '"}', 'a"}', '","b', 'aa","b":"a', '""', "a\n", "\\n"),
+]
+PARTS = [b"a\xc3", b"\xa9a", b"\x98\x80aa", b'\xa9"', b"\x80\x80"]
+END = 256
+TOKENS = [*BYTES, b"", *(word.encode() for word in WORDS), *PARTS]
+NUMBER = {token: index for index, token in enumerate(TOKENS) if token}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return Compiler(TOKENS, (END,), len(TOKENS))
+
+
+def pattern(low: int, high: int, characters: str = ANY) -> dict:
+    return {"type": "string", "pattern": f"^(?:{characters}){{{low},{high}}}$"}
+
+
+def accepts(grammar: Grammar, text: str | bytes) -> bool:
+    matcher = grammar.start()
+    whole = text.encode() if isinstance(text, str) else text
+    return all(matcher.accept(byte) for byte in whole) and matcher.inner.is_completed()
+
+
+BOUNDS = sorted(
+    {
+        (low, high)
+        for high in (0, 1, 15, 31, 32, 47, 48, 49, 64, 96, 127, 200, 500)
+        for low in (0, 1, 3, MAX_LEAST, high)
+    }
+)
+
+
+@pytest.mark.parametrize(("low", "high"), [(a, b) for a, b in BOUNDS if a <= min(b, MAX_LEAST)])
+def test_as_many_characters_as_may_be_and_no_more(compiler, low, high):
+    grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(pattern(low, high))))
+    for length in range(high + 3):
+        assert accepts(grammar, '"' + "a" * length + '"') == (low <= length <= high)
+    for length in {low - 1, low, high - 1, high, high + 1} - {-1}:
+        for each in CHARACTERS:
+            assert accepts(grammar, '"' + each * length + '"') == (low <= length <= high)
+    for wrong in (b"\x80", b"\xc1\xbf", b"\xe0\x9f\xbf", b"\xed\xa0\x80", b"\xf0\x8f\xbf\xbf", b"\n", b"\x01", b"\\"):
+        assert not accepts(grammar, b'"' + b"a" * low + wrong + b'"')
+
+
+def test_bounds_that_are_large(compiler):
+    grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(pattern(2, 50_000))))
+    for length in (1, 2, 1_000, 49_999, 50_000, 50_001):
+        assert accepts(grammar, '"' + "a" * length + '"') == (2 <= length <= 50_000)
+
+
+def fits(written: bytes, low: int, high: int) -> bool:
+    """Whether `written` begins an object of one such string, `a`, and maybe another, `b`, of up to 3 characters."""
+    text = written.decode(errors="ignore")
+    try:
+        written.decode()
+    except UnicodeDecodeError as error:
+        if error.reason != "unexpected end of data":
+            return False
+        text += "é"
+    inner, space, rest = r"[^\"\\\x00-\x1f]", r"[ \n\r\t]?", ""
+    for part in reversed((",", space, '"', "b", '"', space, ":", space, '"', f"{inner}{{0,3}}", '"', space, "}")):
+        rest = f"(?:{part}{rest})?"
+    first = rf'{{"a":"{inner}{{{low},{high}}}"{space}'
+    return any(re.fullmatch(end, text) for end in (f'{{"a":"{inner}{{0,{high}}}', f"{first}}}?", f"{first}{rest}"))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 40), (2, 48), (0, 63), (5, 130), (0, 200)])
+def test_masks_are_what_fits(compiler, low, high):
+    """But for tokens of more than MIN_TAIL - BLOCK characters, which may be left out."""
+    schema = {
+        "type": "object",
+        "properties": {"a": pattern(low, high), "b": pattern(0, 3)},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    part = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    tag = json.dumps({"type": "structural_tag", "format": part})
+    grammar = compiler.compile(GrammarSpec("structural_tag", tag))
+    rng = random.Random(high)
+    mask = np.zeros((1, len(grammar.possible)), np.int32)
+    for turn in range(6):
+        # Without the terminator, which closes what repeats itself.
+        matcher, written = grammar.start().inner, b'{"a":"'
+        assert all(matcher.accept_token(byte) for byte in written)
+        while not matcher.is_completed():
+            matcher.fill_next_token_bitmask(mask, 0)
+            bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
+            for token, number in NUMBER.items():
+                if bits[number] or len(token) <= MIN_TAIL - BLOCK:
+                    assert bool(bits[number]) == fits(written + token, low, high), (written, token)
+            allowed = [number for number in NUMBER.values() if bits[number]]
+            if turn % 2:
+                allowed = [number for number in allowed if b'"' not in TOKENS[number]] or allowed
+            token = rng.choice(allowed)
+            assert matcher.accept_token(token)
+            written += TOKENS[token]
+        assert low <= len(json.loads(written)["a"]) <= high
+
+
+def test_no_rule_loses_its_lookahead(compiler):
+    """Else xgrammar, whatever it is made to do by another version, tries thousands of tokens at every mask."""
+    properties = {f"p{bound}": pattern(0, bound) for bound in (20, 100, 500, 2000)}
+    source = json.dumps({"type": "object", "properties": properties, "required": [*properties]})
+    rules = str(compiler.compile(GrammarSpec("json_schema", source)).inner.grammar).splitlines()
+    counting = [rule for rule in rules if "ud7ff" in rule]
+    assert len(counting) > MIN_TAIL
+    assert all("(=(" in rule for rule in counting), [rule[:80] for rule in counting if "(=(" not in rule]
+
+
+@pytest.mark.parametrize("style", ["json", "qwen_xml"])
+def test_strings_within_a_structural_tag(compiler, style):
+    schema = {"type": "object", "properties": {"a": pattern(0, 3, "[a-z]")}, "required": ["a"]}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema, "style": style}}
+    grammar = compiler.compile(GrammarSpec("structural_tag", json.dumps(tag)))
+    written = '{{"a":"{}"}}' if style == "json" else "<parameter=a>{}</parameter>"
+    for text in ("", "a", "aaa", "aaaa", "marked0a"):
+        assert accepts(grammar, written.format(text)) == (len(text) <= 3)
+
+
+def test_only_patterns_that_bound_a_length_are_taken():
+    assert parse_bounded_pattern("^(?:[a-z]){0,3}$") == BoundedString(r"[\U00000061-\U0000007a]", 0, 3)
+    assert parse_bounded_pattern(r"^(?:[a\-\u{2d}]|\.){1,500}$") == BoundedString(
+        r"[\U00000061-\U00000061\U0000002d-\U0000002d\U0000002d-\U0000002d\U0000002e-\U0000002e]", 1, 500
+    )
+    for other in (
+        "^(?:[a-z])*$", "^[a-z]{0,3}$", "^(?:[^a]){0,3}$", "^(?:[a-z]){3,0}$", "^(?:[a-z]){0,}$", "^(?:ab){0,3}$",
+        f"^(?:[a-z]){{{MAX_LEAST + 1},99}}$", r"^(?:[!-#]){0,3}$", r"^(?:\\){0,3}$", r"^(?:[\u{1}-a]){0,3}$",
+        r"^(?:[\u{d000}-\u{e000}]){0,3}$", "^(?:[a-z]){0,3}$x",
+    ):  # fmt: skip
+        assert parse_bounded_pattern(other) is None, other
+
+
+def test_what_only_looks_like_a_bounded_string_is_as_it_was(compiler):
+    """Constants, names of properties, and words that the rules are made with."""
+    look = {"type": "string", "pattern": "^(?:[a-b]){0,3}$"}
+    schema = {
+        "type": "object",
+        "properties": {
+            "enum": look,
+            "c": {"enum": [look]},
+            "marked0[ab]": look,
+            "bounded_0_tail1": {"enum": ["marked0a"]},
+        },
+        "required": ["enum", "c", "marked0[ab]", "bounded_0_tail1"],
+        "additionalProperties": False,
+    }
+    grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(schema)))
+    value = {"enum": "aba", "c": look, "marked0[ab]": "", "bounded_0_tail1": "marked0a"}
+    assert accepts(grammar, json.dumps(value, separators=(",", ":")))
+    for name in ("enum", "marked0[ab]"):
+        for wrong in ("abab", "marked0a", "c"):
+            assert not accepts(grammar, json.dumps({**value, name: wrong}, separators=(",", ":")))

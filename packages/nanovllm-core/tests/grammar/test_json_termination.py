@@ -1,0 +1,166 @@
+"""Strings, numbers and nesting end, whoever writes them, and nothing else is made to."""
+
+import json
+
+import numpy as np
+import pytest
+
+from nanovllm_core import GrammarSpec
+from nanovllm_core.grammar.compiler import Compiler, Grammar
+from nanovllm_core.grammar.json_termination import (
+    MAX_DEPTH,
+    MAX_INTEGER,
+    MAX_NUMBER,
+    MAX_REPEATED,
+    MAX_STRING,
+    MAX_STUCK,
+)
+
+# Every byte, the end, and a few of several bytes, as vocabularies have them.
+END = 256
+WORDS = [b'", "', b'\\"', b"0, ", b"12"]
+TOKENS = [*(bytes((byte,)) for byte in range(256)), b"", *WORDS]
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return Compiler(TOKENS, [END], len(TOKENS))
+
+
+def schema(value) -> GrammarSpec:
+    return GrammarSpec("json_schema", json.dumps(value))
+
+
+def write(grammar: Grammar, begin: str, again: list[bytes], most: int) -> bytes:
+    """What begins with `begin` and goes on with `again`, over and over, while it may; then what it must go on with."""
+    matcher, mask = grammar.start(), np.zeros((1, -(-len(TOKENS) // 32)), np.int32)
+    written: list[int] = []
+
+    def go_on(token: int) -> bool:
+        matcher.fill(mask, 0)
+        if not np.unpackbits(mask[0].view(np.uint8), bitorder="little")[token]:
+            return False
+        assert matcher.accept(token)
+        written.append(token)
+        return True
+
+    assert all(go_on(byte) for byte in begin.encode())
+    while len(written) < most and go_on(TOKENS.index(again[(len(written) - len(begin)) % len(again)])):
+        pass
+    for token in b'"]}':
+        go_on(token)
+    return b"".join(TOKENS[token] for token in written)
+
+
+@pytest.mark.parametrize(
+    "again", [[b"a"], [b"-", b"2", b"0"], [b'\\"'], [*b"It is so. "], [bytes((i,)) for i in range(40, 80)]], ids=str
+)
+def test_a_string_that_repeats_itself_is_closed(compiler, again):
+    again = [bytes((each,)) if isinstance(each, int) else each for each in again]
+    grammar = compiler.compile(schema({"type": "object", "additionalProperties": {"type": "string"}}))
+    text = write(grammar, '{"a":"', again, 1000)
+    json.loads(text)
+    assert MAX_REPEATED <= len(text) <= 4 * MAX_REPEATED
+
+
+def test_a_string_of_any_kind_is_closed_in_the_end(compiler):
+    again = [bytes((97 + index * index % 101 % 26,)) for index in range(997)]
+    text = write(compiler.compile(schema({"type": "string"})), '"', again, 2 * MAX_STRING)
+    assert MAX_STRING - 2 <= len(text) <= MAX_STRING + 2
+    json.loads(text)
+
+
+def test_a_string_has_the_length_that_its_schema_asks_for(compiler):
+    grammar = compiler.compile(schema({"type": "string", "minLength": 300, "maxLength": 500}))
+    assert len(write(grammar, '"', [b"a"], 1000)) == 302
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin", "most"),
+    [
+        ("integer", "7", MAX_INTEGER),
+        ("integer", "-7", MAX_INTEGER),
+        ("number", "7", MAX_INTEGER),
+        ("number", "-0.7", MAX_NUMBER),
+        ("number", "7.5e-7", len("7.5e-77")),
+    ],
+)
+@pytest.mark.parametrize("around", ["[]", "{}"])
+def test_a_number_ends(compiler, kind, begin, most, around):
+    inner = {"type": kind}
+    object_of_one = {"properties": {"a": inner}, "required": ["a"], "type": "object", "additionalProperties": False}
+    grammar = compiler.compile(schema({"type": "array", "items": inner} if around == "[]" else object_of_one))
+    before = "[" if around == "[]" else '{"a":'
+    text = write(grammar, before + begin, [b"7"], 200)
+    assert most - 1 <= len(text) - len(before) - 1 <= most
+    json.loads(text)
+
+
+def test_a_number_between_bounds_has_all_its_digits(compiler):
+    most = 2**63 - 1
+    grammar = compiler.compile(schema({"type": "array", "items": {"type": "integer", "maximum": most}}))
+    json.loads(write(grammar, f"[{most}", [b"0"], 60))
+
+
+@pytest.mark.parametrize(
+    ("items", "begin", "again"),
+    [
+        ({"type": "integer"}, "[", [b"0, "]),
+        ({"type": "array", "items": {"type": "number"}}, "[[0, 0", [b"]", b",", b"[", b"0", b",", b"0"]),
+        ({"type": "string"}, '["ab', [b'", "', b"a", b"b"]),
+        ({}, "[", [b"0, "]),
+    ],
+    ids=["numbers", "rows", "strings", "anything"],
+)
+def test_an_array_may_have_the_same_again_and_again(compiler, items, begin, again):
+    grammar = compiler.compile(schema({"type": "array", "items": items}))
+    assert write(grammar, begin, again, 700).count(again[0]) >= 90
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], ids=["free", "optional", "required"]
+)
+def test_nesting_ends_unless_it_must_go_on(compiler, form):
+    value = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "additionalProperties": False}
+    must = {"type": "object", "properties": {"b": {"enum": [0]}}, "required": ["b"], "additionalProperties": False}
+    for _ in range(40):
+        must = {"type": "object", "properties": {"b": must}, "required": ["b"], "additionalProperties": False}
+    defs = {"a": {"anyOf": [value, {"type": "null"}]}, "b": must}
+    grammar = compiler.compile(schema({**form, "$defs": defs}))
+    name = "b" if form.get("$ref", "").endswith("b") else "a"
+    text = write(grammar, "", [b"{", b'"', name.encode(), b'"', b":"], 600)
+    assert text.count(b"{") == (41 if name == "b" else MAX_DEPTH)
+
+
+def test_free_text_and_grammars_of_ones_own_are_left_alone(compiler):
+    tagged = {
+        "type": "sequence",
+        "elements": [{"type": "any_text", "excludes": ["#"]}, {"type": "const_string", "value": "#"}],
+    }
+    tag = json.dumps({"type": "structural_tag", "format": tagged})
+    for spec in (
+        GrammarSpec("structural_tag", tag),
+        GrammarSpec("regex", '"[a-z0-9]*"'),
+        GrammarSpec("ebnf", 'root ::= "\\"" [a-z]* "\\""'),
+    ):
+        assert len(write(compiler.compile(spec), '"', [b"a"], 800)) >= 800
+
+
+def test_a_row_that_is_resumed_goes_on_as_it_was(compiler):
+    grammar = compiler.compile(schema({"type": "string"}))
+    masks = np.zeros((2, -(-len(TOKENS) // 32)), np.int32)
+    tokens = [*b'"' + b"ab" * 60]
+    first, second = grammar.start(), grammar.start()
+    for token in tokens:
+        first.fill(masks, 0)
+        assert first.accept(token) == second.accept(token)
+    first.fill(masks, 0)
+    second.fill(masks, 1)
+    assert (masks[0] == masks[1]).all()
+    assert np.unpackbits(masks[0].view(np.uint8)).sum() == 1
+
+
+def test_a_string_that_may_not_end_yet_stops_repeating_itself(compiler):
+    grammar = compiler.compile(schema({"type": "string", "pattern": "^[^=]+=x$"}))
+    text = write(grammar, '"', [b"a"], 1000)
+    assert text.count(b"a") == MAX_STUCK

@@ -1,0 +1,1 @@
+"""One chat completion: from a parsed request to the deltas of its answer."""

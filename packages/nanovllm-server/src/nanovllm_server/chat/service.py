@@ -1,0 +1,246 @@
+"""What the routes need of the world, and the way of a chat completion through it, up to its first token.
+
+This room must not know the web framework: bytes and headers in, a `Generation` out.
+"""
+
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
+from nanovllm_server.chat.detokenizing import TextVocabulary
+from nanovllm_server.chat.generation import Generation
+from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.chat.output_assembler import ChoiceOptions, OutputAssembler
+from nanovllm_server.chat.rendering import Prompt, Renderer
+from nanovllm_server.constraint.answer_constraint import AnswerConstraint, constrain
+from nanovllm_server.http.admission import AdmissionControl
+from nanovllm_server.observability.exchange import Exchange
+from nanovllm_server.observability.logs import Logger
+from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.protocol.error import ApiError, invalid_grammar, unavailable, unsupported
+from nanovllm_server.protocol.json import show
+from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
+from nanovllm_server.protocol.response import Clock
+
+MAX_NAME_SHOWN = 80
+INT64_MAX = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class Service:
+    """One model behind one engine, and everything that serves it. `names` are those that requests may call it by."""
+
+    engine: Engine
+    renderer: Renderer
+    vocabulary: TextVocabulary
+    model_format: ModelFormat
+    names: tuple[str, ...]
+    admission: AdmissionControl
+    metrics: Metrics
+    logger: Logger
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 << 20
+    request_timeout_s: float | None = None
+    log_prompts: bool = False
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    clock: Clock = field(default_factory=Clock)
+    running: set[Generation] = field(default_factory=set[Generation])
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are checked against."""
+        info = self.engine.info
+        return Limits(info.max_model_len, info.vocab_size, self.admission.capacity)
+
+    def unhealthy(self) -> str | None:
+        """Why nothing can be served; None when it can."""
+        return f"the engine is dead: {self.engine.dead}" if self.engine.dead is not None else self.admission.closed
+
+    async def begin(self, chat: ChatRequest, exchange: Exchange) -> Generation:
+        """Let a request in and make it ready for the engine; all it holds is given back at the exchange's end.
+
+        Raises ApiError.
+        """
+        if chat.unknown:
+            shown = [name[:MAX_NAME_SHOWN] for name in chat.unknown[:20]]
+            self.logger.debug("unknown fields ignored", fields=shown, request_id=exchange.request_id)
+        if chat.model not in self.names:
+            raise ApiError(
+                404,
+                f"the model {show(chat.model)} does not exist; this server has {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+        if self.engine.dead is not None:
+            raise unavailable(f"the engine is dead: {self.engine.dead}", "engine_dead")
+        if chat.tools is not None and not self.model_format.has_calls:
+            raise unsupported(
+                "tools",
+                "tools are not supported: nothing is known of how this model calls them; a server started with "
+                "--tool-call-parser is told",
+            )
+        exchange.on_end.append(self.admission.admit(chat.n))
+        definitions = None if chat.tools is None else chat.tools.definitions
+        prompt = await self.renderer.render(chat.messages, definitions, chat.template)
+        prompt, budget = await self._reasoning_budget(chat, prompt)
+        if self.log_prompts:
+            self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
+        constraint = constrain(chat.answer, chat.tools, self.model_format, self.model_format.opening(prompt.text))
+        grammar = None if constraint is None else constraint.spec
+        sampling = replace(chat.sampling, grammar=grammar, budget=budget)
+        requests = self._requests(chat, self._truncated(chat, prompt.token_ids), sampling, exchange.arrival)
+        assemblers = self._assemblers(chat, prompt, apart=constraint is not None and constraint.apart)
+        timeout_s = self._timeout(chat)
+        if constraint is None:
+            generation = Generation(self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s)
+        else:
+            await self._compile(constraint)
+            refuse = partial(invalid_grammar, constraint.path)
+            generation = Generation(self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s, refuse=refuse)
+        self.running.add(generation)
+        exchange.on_end.append(lambda: self._end(generation, exchange))
+        self.metrics.queue_time.observe_since(exchange.arrival)
+        exchange.facts["queue_seconds"] = round(time.monotonic() - exchange.arrival, 4)
+        return generation
+
+    def _timeout(self, chat: ChatRequest) -> float | None:
+        given = [seconds for seconds in (chat.timeout_s, self.request_timeout_s) if seconds is not None]
+        return min(given, default=None)
+
+    def _truncated(self, chat: ChatRequest, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        keep = chat.truncate_prompt_tokens
+        if keep is None:
+            return token_ids
+        if keep < 0:
+            keep = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
+        return token_ids[-keep:]
+
+    async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, Budget | None]:
+        """What closes the reasoning, and the prompt: with a budget the model does reason, so that there is an end."""
+        form, opening = self.model_format.chat_format.reasoning, self.model_format.opening(prompt.text)
+        if chat.max_reasoning_tokens is None or form is None or opening == "over":
+            return prompt, None
+        end = self.model_format.reasoning_end
+        if end is None:
+            raise unsupported(
+                "max_reasoning_tokens",
+                f"max_reasoning_tokens is not supported: no one token of this model is {form.end}",
+            )
+        if opening == "free":
+            prompt = await self.renderer.extend(prompt, f"{form.begin}\n")
+        # Longer than any answer is as good as no budget, and an integer that the engine takes.
+        return prompt, Budget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end,))
+
+    async def _compile(self, constraint: AnswerConstraint) -> None:
+        """Have the grammar of a request compiled. Raises ApiError (400), which names the field that is to blame."""
+        try:
+            await self.engine.compile(constraint.spec)
+        except GrammarError as error:
+            raise await self._blamed(constraint, error) from error
+
+    async def _blamed(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
+        for path, spec in constraint.parts if len(constraint.parts) > 1 else ():
+            try:
+                await self.engine.compile(spec)
+            except GrammarError as own:
+                return invalid_grammar(path, str(own))
+        return invalid_grammar(constraint.path, str(error))
+
+    def _end(self, generation: Generation, exchange: Exchange) -> None:
+        self.running.discard(generation)
+        generation.close()
+        if generation.first_token_s is not None:
+            exchange.facts["ttft_seconds"] = round(generation.first_token_s, 4)
+        usage = generation.usage
+        exchange.facts.update(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            finish_reason=",".join(generation.finish_reasons),
+        )
+
+    def _assemblers(self, chat: ChatRequest, prompt: Prompt, *, apart: bool) -> list[OutputAssembler]:
+        tools = None if chat.tools is None else chat.tools.schemas
+        options = ChoiceOptions(
+            stops=chat.stop,
+            include_stop=chat.include_stop,
+            tags=self.model_format.tags(tools) if chat.skip_special_tokens else self.vocabulary.specials,
+            include_reasoning=chat.include_reasoning,
+            parallel_calls=chat.tools is None or chat.tools.parallel,
+            token_ids=chat.return_token_ids,
+            named=chat.tools is not None and chat.tools.mode == "named",
+        )
+        parsers = [self.model_format.parser(prompt.text, tools, apart=apart) for _ in range(chat.n)]
+        return [
+            OutputAssembler(index, self.vocabulary, chat.sampling, parser, options)
+            for index, parser in enumerate(parsers)
+        ]
+
+    def _requests(
+        self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, arrival: float
+    ) -> list[Request]:
+        self._check_room(chat, len(token_ids))
+        if chat.bad_words:
+            sampling = replace(sampling, forbidden=self.renderer.tokens_of_words(chat.bad_words))
+        # Not the client's id: two clients may choose the same.
+        base = uuid.uuid4().hex
+        requests = [
+            Request(
+                id=f"{base}-{index}",
+                token_ids=token_ids,
+                sampling=_for_choice(sampling, index),
+                cache_salt=chat.cache_salt,
+                priority=chat.priority,
+                arrival_time=arrival,
+            )
+            for index in range(chat.n)
+        ]
+        try:
+            self.engine.check(requests[0])
+        except RequestError as error:
+            names = {"prompt": "messages", "max_tokens": chat.max_tokens_field, "forbidden": "bad_words"}
+            param = names.get(error.field, error.field)
+            message = str(error) if param in str(error) else f"{param}: {error}"
+            raise ApiError(400, message, param=param, code="invalid_value") from error
+        return requests
+
+    def _check_room(self, chat: ChatRequest, num_tokens: int) -> None:
+        context = self.engine.info.max_model_len
+        if num_tokens >= context:
+            # By the words of its first half clients know it that then shorten the conversation or take another model.
+            raise ApiError(
+                400,
+                f"Input tokens exceed the configured limit: this model's maximum context length is {context} tokens, "
+                f"of which at least one is for the answer, and the messages are {num_tokens} tokens long: shorten them",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        room = context - num_tokens
+        for name, value in (
+            (chat.max_tokens_field, chat.sampling.max_tokens),
+            ("min_tokens", chat.sampling.min_tokens),
+        ):
+            if value is not None and value > room:
+                raise ApiError(
+                    400,
+                    f"{name} must be at most {room}, not {value}: the context holds {context} tokens, and the messages "
+                    f"take {num_tokens}",
+                    param=name,
+                    code="context_length_exceeded",
+                )
+
+
+def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    if index == 0:
+        return sampling
+    # The prompt is that of all choices: the first tells of it.
+    sampling = replace(sampling, prompt_logprobs=None)
+    if sampling.seed is None:
+        return sampling
+    seed = sampling.seed + index
+    return replace(sampling, seed=seed if seed <= INT64_MAX else seed - (1 << 64))

@@ -1,0 +1,1 @@
+"""HTTP: routes, connections, admission, server-sent events and the chat page."""

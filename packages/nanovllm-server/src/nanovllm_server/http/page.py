@@ -1,0 +1,41 @@
+"""The page at `/`: one file that needs nothing but this server, and the headers that hold it to that.
+
+This room must not know what the page says.
+"""
+
+import base64
+import hashlib
+import re
+from importlib import resources
+
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "",
+    "style-src": "",
+    "connect-src": "'self'",
+    "img-src": "data:",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    # What a model says is hostile: the browser itself refuses to take any text for HTML.
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
+
+
+def read_page() -> tuple[bytes, dict[str, str]]:
+    """The page in UTF-8, and its headers. Its one script and one style are allowed by their hashes, nothing else is."""
+    html = resources.files("nanovllm_server.http").joinpath("page.html").read_bytes()
+    policy = POLICY | {"script-src": _hash(html, b"script"), "style-src": _hash(html, b"style")}
+    return html, {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+
+def _hash(html: bytes, tag: bytes) -> str:
+    (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), html, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

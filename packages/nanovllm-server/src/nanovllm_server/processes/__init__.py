@@ -1,0 +1,1 @@
+"""The processes of a server: the parent, the HTTP workers, and the memory that workers share."""

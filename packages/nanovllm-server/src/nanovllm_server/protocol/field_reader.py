@@ -1,0 +1,146 @@
+"""Reading one JSON object field by field, so that every refusal names the field, its value and what is right.
+
+Each reader takes the range that the field may have. An absent field and an explicit null are the same, as the official
+clients send either; the readers then return None. What readers are asked for is also what the API's description says
+(`description.py` listens to them). This room must not know what the fields mean.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TypeGuard
+
+from nanovllm_server.protocol.error import ApiError, bad_field
+from nanovllm_server.protocol.json import JSON
+
+# A JSON Schema (2020-12) that takes everything.
+ANYTHING: dict[str, JSON] = {}
+
+
+class FieldReader:
+    """Reads the fields of one object at `path` ("" for the body itself), and notes which of them have been read.
+
+    The JSON Schemas that its methods take are for subclasses that describe the object.
+    """
+
+    def __init__(self, values: dict[str, JSON], path: str = ""):
+        self._values = values
+        self._path = path
+        self._known: set[str] = set()
+
+    def path(self, name: str) -> str:
+        """Where the field `name` is, as refusals and their `param` call it."""
+        return f"{self._path}.{name}" if self._path else name
+
+    def raw(self, name: str, accepts: dict[str, JSON] = ANYTHING) -> JSON:  # noqa: ARG002
+        """The field as it came. accepts: the JSON Schema of what the caller, who is to check it, lets through."""
+        self._known.add(name)
+        return self._values.get(name)
+
+    def unknown(self) -> list[str]:
+        """Names of the fields that have not been read."""
+        return [self.path(name) for name in self._values if name not in self._known]
+
+    def wrong(self, name: str, right: str) -> ApiError:
+        """A refusal of the field `name`, to be raised."""
+        return bad_field(self.path(name), right, self._values.get(name))
+
+    def integer(self, name: str, low: int, high: int | None = None) -> int | None:
+        """An integer from `low` to `high`; 5.0 and true are none."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if type(value) is not int or value < low or (high is not None and value > high):
+            raise self.wrong(name, f"an integer {_bounds(low, high)}")
+        return value
+
+    def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
+        """A number from `low` to `high`, or above `low`."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not is_number(value, low, high) or (above_low and value == low):
+            raise self.wrong(name, f"a number {'above' if above_low else 'from'} {low:g} {_to(above_low)} {high:g}")
+        return float(value)
+
+    def boolean(self, name: str) -> bool | None:
+        """True or false; 0 and "false" are neither."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(
+        self,
+        name: str,
+        max_length: int | None = None,
+        accepts: dict[str, JSON] = ANYTHING,  # noqa: ARG002
+    ) -> str | None:
+        """A string of at most `max_length` characters. accepts: the JSON Schema of what the caller lets through."""
+        value = self.raw(name)
+        if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
+            raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))
+        return value
+
+    def one_of(self, name: str, choices: Sequence[str]) -> str | None:
+        """One of the strings `choices`."""
+        value = self.raw(name)
+        if value is not None and not (isinstance(value, str) and value in choices):
+            raise self.wrong(name, "one of " + ", ".join(f'"{choice}"' for choice in choices))
+        return value
+
+    def array(
+        self,
+        name: str,
+        right: str,
+        max_items: int | None = None,
+        items: dict[str, JSON] = ANYTHING,  # noqa: ARG002
+    ) -> list[JSON] | None:
+        """An array, described by `right`, of at most `max_items`. items: the JSON Schema of what the caller takes."""
+        value = self.raw(name)
+        if value is not None and not (isinstance(value, list) and (max_items is None or len(value) <= max_items)):
+            raise self.wrong(name, right)
+        return value
+
+    def child(self, name: str) -> "FieldReader | None":
+        """An object."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return FieldReader(value, self.path(name))
+
+    def element(self, name: str, index: int, value: JSON, right: str) -> "FieldReader":
+        """The object `value`, described by `right`, which is at `index` of the array `name`."""
+        path = f"{self.path(name)}[{index}]"
+        if not isinstance(value, dict):
+            raise bad_field(path, right, value)
+        return FieldReader(value, path)
+
+
+def is_deeper(value: JSON, most: int) -> bool:
+    """Whether arrays and objects lie more than `most` deep in each other; found without recursion."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            below
+            for each in level
+            if isinstance(each, dict | list)
+            for below in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)
+
+
+def is_number(value: JSON, low: float, high: float) -> TypeGuard[int | float]:
+    """Whether `value` is a finite number from `low` to `high`; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return low <= value <= high and math.isfinite(value)
+
+
+def _bounds(low: int, high: int | None) -> str:
+    return f"of at least {low}" if high is None else f"from {low} to {high}"
+
+
+def _to(above_low: bool) -> str:
+    return "and at most" if above_low else "to"

@@ -1,0 +1,102 @@
+"""The command line of `nanovllm-bench`: what it asks for, refuses and says at once."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nanovllm_server.bench import cli
+from nanovllm_server.bench.workload import Lengths
+
+PROGRAMS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "trace", "kernels")
+
+
+def test_help_imports_nothing_slow():
+    code = (
+        "import sys\n"
+        "from nanovllm_server.bench import cli\n"
+        f"for program in {PROGRAMS}:\n"
+        "    try: cli.main([program, '--help'])\n"
+        "    except SystemExit as done: assert not done.code\n"
+        "slow = {'torch', 'transformers', 'matplotlib', 'numpy', 'nanovllm_core'} & set(sys.modules)\n"
+        "sys.exit(f'imported {slow}' if slow else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"nanovllm-bench {program}" in done.stdout for program in PROGRAMS)
+    assert "None" not in done.stdout
+
+
+def test_lengths_are_one_number_or_a_range():
+    options = cli.parser().parse_args(["throughput", "--input-len", "7", "--output-len", "3..5"])
+    assert (options.input_len, options.output_len) == (Lengths(7, 7), Lengths(3, 5))
+
+
+def test_defaults_are_nano_bench():
+    options = cli.parser().parse_args(["throughput"])
+    assert options.num_requests == 256
+    assert options.input_len == options.output_len == Lengths(100, 1024)
+    assert (options.temperature, options.prefix_len, options.peer) == (0.6, 0, "none")
+
+
+def test_loads_are_lists():
+    options = cli.parser().parse_args(["serve", "--rate", "1.5", "inf", "--concurrency", "4", "8"])
+    assert options.rate == [1.5, None]
+    assert options.concurrency == [4, 8]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["throughput", "--input-len", "5..3"],
+        ["throughput", "--input-len", "0"],
+        ["latency", "--output-len", "1"],
+        ["prefill", "--peer-env", "NAME"],
+        ["serve", "--rate", "0"],
+        ["serve", "--rate", "nan"],
+        ["serve", "--concurrency", "0"],
+        ["grammars", "--streams", "1"],
+        ["interference", "--cases", "turn,other"],
+        ["interference", "--turn-len", "1"],
+        ["interference", "--timeout", "inf"],
+        ["kernels", "--peer", "vllm"],
+        [],
+    ],
+)
+def test_nonsense_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as refused:
+        cli.main(arguments)
+    assert refused.value.code == 2
+    assert "usage: nanovllm-bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["throughput"], ["serve"], ["trace", "steps.json"], ["kernels"]])
+def test_missing_packages_of_the_extra_name_what_to_install(arguments, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(arguments) == 1
+    expected = "nanovllm-bench: matplotlib, tqdm not found: pip install 'nanovllm-server[bench]'\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_kernels_need_a_gpu(capsys):
+    assert cli.main(["kernels"]) == 1
+    assert capsys.readouterr().err == "nanovllm-bench: kernels needs an NVIDIA GPU\n"
+
+
+@pytest.mark.gpu
+def test_kernels_are_measured(tmp_path, capsys):
+    json, plot = tmp_path / "kernels.json", tmp_path / "kernels.png"
+    assert cli.main(["kernels", "--only", "rms_norm 256", "--json", str(json), "--plot", str(plot)]) == 0
+    assert "rms_norm 256 x 4096" in capsys.readouterr().out
+    assert json.stat().st_size
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://host/v1", "http://", "http://host:99999/v1", "http://host/?a"]
+)
+def test_a_url_that_is_none_is_refused(url, capsys):
+    assert cli.main(["serve", url]) == 1
+    assert url in capsys.readouterr().err

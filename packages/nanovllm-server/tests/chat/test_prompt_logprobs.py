@@ -1,0 +1,61 @@
+"""What a whole answer tells of its prompt."""
+
+import math
+
+import numpy as np
+import orjson
+import pytest
+
+from nanovllm_core.request import PromptLogprobs
+from nanovllm_server.chat.prompt_logprobs import write_prompt_logprobs
+
+# What comes behind the first token, <|start|>; a token's id is its byte.
+TEXT = "user:hi"
+
+
+@pytest.mark.parametrize(("top", "n"), [(0, 1), (1, 1), (3, 1), (20, 3)])
+async def test_each_token_but_the_first_is_told_of_with_the_likeliest(post, engine, top, n):
+    body = await (await post(prompt_logprobs=top, n=n, seed=1)).get_json()
+    first, *told = body["prompt_logprobs"]
+    assert first is None
+    for character, entry in zip(TEXT, told, strict=True):
+        own = str(ord(character))
+        assert next(iter(entry)) == own
+        assert entry[own] == {"logprob": -1.5, "rank": 2, "decoded_token": character}
+        # From the second on, the token is among the likeliest itself.
+        assert len(entry) == max(top, 2 if top else 1)
+        if top:
+            likeliest = str(ord(character) + 1)
+            assert entry[likeliest] == {"logprob": -0.5, "rank": 1, "decoded_token": chr(ord(character) + 1)}
+        assert sorted(one["rank"] for one in entry.values()) == ([*range(1, len(entry) + 1)] if top else [2])
+    assert [request.sampling.prompt_logprobs for request in engine.requests] == [top] + [None] * (n - 1)
+
+
+async def test_nobody_else_is_told(post, engine):
+    for fields in ({}, {"prompt_logprobs": None}, {"logprobs": True, "top_logprobs": 2}):
+        assert "prompt_logprobs" not in await (await post(**fields)).get_json()
+    assert (await post(prompt_logprobs=None, stream=True)).status_code == 200
+    assert {request.sampling.prompt_logprobs for request in engine.requests} == {None}
+
+
+async def test_a_refusal_says_what_to_do(post):
+    error = (await (await post(prompt_logprobs=3, stream=True)).get_json())["error"]
+    assert error["message"] == "prompt_logprobs must be left out when stream is true, not 3"
+    error = (await (await post(prompt_logprobs=21)).get_json())["error"]
+    assert error["message"] == "prompt_logprobs must be an integer from 0 to 20, not 21"
+
+
+def test_what_json_cannot_say(vocabulary):
+    """An infinity, and half a character."""
+    columns = np.float32([-math.inf]), np.int32([320]), np.int32([[258]]), np.float32([[0.0]])
+    found = PromptLogprobs(1, *(column.tobytes() for column in columns))
+    first, entry = orjson.loads(orjson.dumps(write_prompt_logprobs(vocabulary, (258, 0xC3), found)))
+    assert first is None
+    assert [*entry.values()] == [
+        {"logprob": -9999.0, "rank": 320, "decoded_token": "\ufffd"},
+        {"logprob": 0.0, "rank": 1, "decoded_token": "<|start|>"},
+    ]
+
+
+def test_a_prompt_of_one_token_has_nothing_to_tell(vocabulary):
+    assert orjson.dumps(write_prompt_logprobs(vocabulary, (258,), PromptLogprobs(5, b"", b"", b"", b""))) == b"[null]"

@@ -1,0 +1,104 @@
+"""The chat templates of real models: what is picked for each, and that calls go in and come out of each alike."""
+
+import json
+import subprocess
+from itertools import takewhile
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from nanovllm_models import Tokenizer
+from nanovllm_models.chat_formats import pick_format
+from nanovllm_server.chat.detokenizing import TextVocabulary
+from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.chat.rendering import Renderer
+from nanovllm_server.parsing.events import CallArguments, CallBegun, ReasoningText
+from nanovllm_server.protocol.messages import Message, PastToolCall
+
+pytestmark = pytest.mark.slow
+
+# Has the templates of hundreds of models, each under its own licence: fetched, not kept here.
+PACKAGE = "xinference==4.1.0"
+
+# The first template of DeepSeek-R1 wants calls with content that is null, which transformers takes out.
+NO_HISTORY = {"deepseek-r1", "deepseek-r1-distill-llama"}
+# Model: reasoning, tool calls, whether its prompts begin to reason, whether they show it tools.
+MODELS = {
+    "qwen3": ("think", "hermes", False, True),
+    "Qwen3-Thinking": ("think", "hermes", True, True),
+    "Qwen3-Next-Thinking": ("think", "hermes", True, True),
+    "Qwen3-Next-Instruct": (None, "hermes", False, True),
+    "Qwen3-Coder": (None, "qwen3_coder", False, True),
+    "qwen3.5": ("think", "qwen3_coder", True, True),
+    "MiniMax-M2": ("think", "minimax_m2", True, True),
+    "MiniMax-M2.5": ("think", "minimax_m2", True, True),
+    "deepseek-r1": ("think", "deepseek_r1", True, False),
+    "deepseek-r1-0528": ("think", "deepseek_r1", False, True),
+    "deepseek-r1-0528-qwen3": ("think", "deepseek_r1", False, False),
+    "deepseek-r1-distill-llama": ("think", "deepseek_r1", True, False),
+    "deepseek-r1-distill-qwen": ("think", "deepseek_r1", True, False),
+    "llama-3.1-instruct": (None, "llama", False, True),
+    "llama-3.3-instruct": (None, "llama", False, True),
+}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": SCHEMA}}
+ARGUMENTS = {"city": 'Zürich <b> "x"', "days": 3}
+QUESTION = Message(role="user", content="What is the weather?")
+CALLING = Message(
+    role="assistant",
+    content=None,
+    reasoning="I had better look.",
+    tool_calls=(PastToolCall("call_0", "get_weather", json.dumps(ARGUMENTS)),),
+)
+RESULT = Message(role="tool", content="Rain.", tool_call_id="call_0")
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory) -> dict[str, str]:
+    target = tmp_path_factory.mktemp("templates")
+    subprocess.run(["uv", "pip", "install", "--quiet", "--no-deps", f"--target={target}", PACKAGE], check=True)
+    files = [target / f"xinference/model/llm/models/{name}.json" for name in MODELS]
+    # Each has the releases of one model, with one template.
+    return {file.stem: json.loads(file.read_bytes())[0]["chat_template"] for file in files}
+
+
+@pytest.fixture(params=MODELS)
+def model(request, templates, backend):
+    template = templates[request.param]
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|start|>", eos_token="<|end|>")
+    renderer = Renderer(Tokenizer(hf_tokenizer, template))
+    yield request.param, template, renderer
+    renderer.close()
+
+
+async def test_what_is_picked(model):
+    name, template, renderer = model
+    reasoning, calls, begins, shows_tools = MODELS[name]
+    form = pick_format(None, template)
+    assert (form.reasoning and form.reasoning.name) == reasoning
+    assert form.tool_calls.name == calls
+    prompt = (await renderer.render([QUESTION])).text
+    assert prompt.rstrip().endswith("<think>") == begins
+    assert ("The weather." in (await renderer.render([QUESTION], [TOOL])).text) == shows_tools
+
+
+async def test_a_call_of_the_history_is_what_the_parser_reads(model, backend):
+    name, template, renderer = model
+    model_format = ModelFormat(pick_format(None, template), TextVocabulary(backend))
+    asked = (await renderer.render([QUESTION], [TOOL])).text
+    answered = (await renderer.render([QUESTION, CALLING, RESULT], [TOOL])).text
+    assert "Rain." in answered
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
+    # Where one begins to reason and the other to call, both have the brackets of their tags.
+    same -= asked[:same].endswith("<")
+    parser = model_format.parser(asked[:same], {"get_weather": SCHEMA})
+    events = parser.push(answered[same:]) + parser.finish()
+    names = [event.name for event in events if isinstance(event, CallBegun)]
+    assert names == ([] if name in NO_HISTORY else ["get_weather"])
+    if not names:
+        return
+    assert json.loads("".join(event.text for event in events if isinstance(event, CallArguments))) == ARGUMENTS
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
+    # Some templates leave it out.
+    assert reasoning in ("", CALLING.reasoning)
+    assert (reasoning == CALLING.reasoning) == (CALLING.reasoning in answered)

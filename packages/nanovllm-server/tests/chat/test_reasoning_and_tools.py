@@ -1,0 +1,362 @@
+"""Reasoning and tool calls over HTTP: what the template is given, and what answers say, streamed and whole."""
+
+import json
+
+import openai
+import pytest
+
+from nanovllm_models.chat_formats import DEEPSEEK_R1, HERMES, LLAMA, MINIMAX_M2, QWEN3_CODER, THINK, ChatFormat
+from nanovllm_server.chat.model_format import ModelFormat
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "ping"}},
+]
+QWEN = ChatFormat(THINK, HERMES)
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+PING = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
+R1_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>ping\n```json\n{}\n```<｜tool▁call▁end｜>"
+ANSWERS = {
+    "text": (QWEN, "Hello."),
+    "reasoning": (QWEN, "<think>\nHm.\n</think>\n\nHéllo 😀."),
+    "reasoning alone": (QWEN, "<think>\nHm."),
+    "nothing": (QWEN, ""),
+    "a call": (QWEN, CALL),
+    "everything": (QWEN, f"<think>\nHm.\n</think>\n\nFirst.\n{CALL}\n{PING}\nThen."),
+    "no call": (QWEN, "<tool_call>no</tool_call>\n"),
+    "coder": (
+        ChatFormat(None, QWEN3_CODER),
+        "Ok.\n<tool_call>\n<function=get_weather>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "minimax": (
+        ChatFormat(THINK, MINIMAX_M2),
+        '<think>Hm.</think>\n<minimax:tool_call>\n<invoke name="ping"></invoke>\n</minimax:tool_call>',
+    ),
+    "deepseek": (
+        ChatFormat(THINK, DEEPSEEK_R1),
+        f"<think>Hm.</think>Ok<｜tool▁calls▁begin｜>{R1_CALL}\n{R1_CALL}<｜tool▁calls▁end｜>",
+    ),
+    "llama": (ChatFormat(None, LLAMA), '{"name": "ping", "parameters": {"a": 1}}; {"name": "ping", "parameters": {}}'),
+}
+
+
+@pytest.fixture
+def speak(engine, service, vocabulary):
+    """Let the model write in a format."""
+
+    def speak(form, reply):
+        service.model_format = ModelFormat(form, vocabulary)
+        engine.reply = [*reply.encode()]
+
+    return speak
+
+
+@pytest.fixture
+async def sdk(url):
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def ask(post):
+    """The choice of a whole answer, its calls without their ids."""
+
+    async def ask(**fields):
+        response = await post(**{"tools": TOOLS, **fields})
+        assert response.status_code == 200, await response.get_data()
+        body = await response.get_json()
+        return nameless(body["choices"][0]), body["usage"]
+
+    return ask
+
+
+def nameless(choice):
+    calls = choice["message"].get("tool_calls", [])
+    ids = [call.pop("id") for call in calls]
+    assert len(set(ids)) == len(ids)
+    assert all(name.startswith("call_") for name in ids)
+    return choice
+
+
+def called(name="get_weather", arguments='{"city": "Paris"}'):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def chunks_of(data):
+    lines = [line for line in data.decode().split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def joined(chunks):
+    """A stream as the whole answer has it, by what the contract says of deltas."""
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    message = {"refusal": None, **choices[0]["delta"]}
+    assert set(choices[0]["delta"]) == {"role", "content"}
+    for choice in choices[1:]:
+        delta = choice["delta"]
+        assert "role" not in delta
+        for name in ("content", "reasoning", "reasoning_content"):
+            if name in delta:
+                assert delta[name]
+                message[name] = (message.get(name) or "") + delta[name]
+        for call in delta.get("tool_calls", []):
+            calls = message.setdefault("tool_calls", [])
+            index = call.pop("index")
+            if index == len(calls):
+                assert set(call) == {"id", "type", "function"}
+                assert call["function"]["arguments"] == ""
+                calls.append(call)
+            else:
+                assert index == len(calls) - 1
+                assert set(call) == {"function"}
+                assert set(call["function"]) == {"arguments"}
+                calls[index]["function"]["arguments"] += call["function"]["arguments"]
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    return nameless(
+        {
+            "index": 0,
+            "message": message,
+            "logprobs": {"content": entries, "refusal": None} if entries else None,
+            "finish_reason": choices[-1]["finish_reason"],
+            "stop_reason": choices[-1]["stop_reason"],
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_tokens": 40},
+        {"stop": ["."]},
+        {"parallel_tool_calls": False},
+        {"include_reasoning": False},
+        {"logprobs": True, "top_logprobs": 1},
+        {"tools": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("burst", [1, 4, 500])
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_a_stream_says_the_same_as_the_whole(ask, post, speak, engine, answer, burst, fields):
+    speak(*answer)
+    choice, usage = await ask(**fields)
+    engine.burst = burst
+    streamed = {"tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}, **fields}
+    response = await post(**streamed)
+    chunks = chunks_of(await response.get_data())
+    assert joined(chunks) == choice
+    assert chunks[-1]["usage"] == usage
+
+
+@pytest.mark.parametrize("burst", [1, 7])
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_the_official_client_puts_a_stream_together(sdk, speak, engine, answer, burst):
+    speak(*answer)
+    engine.burst = burst
+    fields = {"model": "scripted", "messages": MESSAGES, "tools": TOOLS}
+    whole = await sdk.chat.completions.create(**fields)
+    async with sdk.chat.completions.stream(**fields) as stream:
+        async for _ in stream:
+            pass
+        streamed = await stream.get_final_completion()
+
+    def said(completion):
+        message = completion.choices[0].message.to_dict()
+        calls = [
+            (call["function"]["name"], call["function"]["arguments"]) for call in message.pop("tool_calls", None) or []
+        ]
+        # The helper fills in fields that nobody sent.
+        sent = ("role", "content", "refusal", "reasoning", "reasoning_content")
+        return {name: message[name] for name in sent if name in message}, calls
+
+    assert said(streamed) == said(whole)
+    assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+async def test_reasoning_then_content(ask, speak):
+    speak(QWEN, "<think>\nHm.\n</think>\n\nHello.")
+    choice, usage = await ask()
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Hello.",
+        "refusal": None,
+        "reasoning": "Hm.",
+        "reasoning_content": "Hm.",
+    }
+    assert choice["finish_reason"] == "stop"
+    # Up to the end tag, one token a character.
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len("<think>\nHm.\n</think>")}
+    assert usage["completion_tokens"] == len("<think>\nHm.\n</think>\n\nHello.") + 1
+
+
+async def test_reasoning_that_has_no_end_is_all_there_is(ask, speak):
+    speak(QWEN, "<think>\nHm.")
+    choice, usage = await ask(max_tokens=10)
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Hm")
+    assert choice["finish_reason"] == "length"
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 10}
+
+
+@pytest.mark.parametrize(
+    ("opening", "reasoning"), [("<think>\n", "Hm."), ("<think>\n\n</think>\n\n", None), ("", None)]
+)
+async def test_the_prompt_says_whether_reasoning_has_begun(ask, speak, opening, reasoning):
+    speak(QWEN, "Hm.</think>\n\nHello.")
+    choice, _ = await ask(chat_template_kwargs={"opening": opening})
+    assert choice["message"].get("reasoning") == reasoning
+    assert choice["message"]["content"] == ("Hello." if reasoning else "Hm.</think>\n\nHello.")
+
+
+async def test_reasoning_is_left_out_when_nobody_wants_it(ask, speak):
+    speak(QWEN, "<think>\nHm.\n</think>\n\nHello.")
+    choice, usage = await ask(include_reasoning=False)
+    assert choice["message"] == {"role": "assistant", "content": "Hello.", "refusal": None}
+    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+    speak(QWEN, "<think>\nHm.")
+    choice, _ = await ask(include_reasoning=False)
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
+
+
+async def test_a_call(ask, speak):
+    speak(QWEN, CALL)
+    choice, usage = await ask()
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [called()]}
+    assert choice["finish_reason"] == "tool_calls"
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+async def test_text_beside_calls_is_content(ask, speak):
+    speak(QWEN, f"First.\n{CALL}\n{PING}\nThen.")
+    choice, _ = await ask()
+    assert choice["message"]["content"] == "First.\nThen."
+    assert choice["message"]["tool_calls"] == [called(), called("ping", "{}")]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_call_that_is_cut_off_ends_by_length(ask, speak, engine):
+    speak(QWEN, CALL)
+    whole, _ = await ask(max_tokens=CALL.index("Pa"))
+    assert whole["message"]["tool_calls"] == [called(arguments='{"city": "')]
+    assert whole["finish_reason"] == "length"
+    # Whoever cut it: what there is of the arguments is of no use.
+    speak(QWEN, CALL[: CALL.index("Pa")])
+    ended, _ = await ask()
+    assert ended == whole
+
+
+async def test_what_is_no_call_is_content(ask, speak):
+    speak(QWEN, "<tool_call>\nno\n</tool_call>")
+    choice, _ = await ask()
+    assert choice["message"] == {"role": "assistant", "content": "<tool_call>\nno\n</tool_call>", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_only_one_call_when_calls_may_not_be_parallel(ask, speak, engine):
+    speak(QWEN, f"{CALL}\n{PING}")
+    choice, usage = await ask(parallel_tool_calls=False)
+    assert choice["message"]["tool_calls"] == [called()]
+    assert choice["finish_reason"] == "tool_calls"
+    # What would have come after it is not even made.
+    assert usage["completion_tokens"] < len(CALL)
+    assert len(engine.aborted) == 1
+
+
+async def test_each_choice_is_read_for_itself(post, speak):
+    speak(QWEN, f"<think>Hm.</think>{CALL}")
+    body = await (await post(tools=TOOLS, n=2)).get_json()
+    ids = [choice["message"]["tool_calls"][0]["id"] for choice in body["choices"]]
+    assert len(set(ids)) == 2
+    assert [nameless(choice)["message"]["tool_calls"] for choice in body["choices"]] == [[called()], [called()]]
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * len("<think>Hm.</think>")
+
+
+@pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}], ids=str)
+async def test_without_tools_a_call_is_text(ask, speak, tokenizer, fields):
+    speak(QWEN, CALL)
+    choice, _ = await ask(**fields)
+    assert choice["message"]["content"] == CALL
+    assert "tool_calls" not in choice["message"]
+    # What the model may not call it does not see.
+    assert tokenizer.given[-1][0] is None
+
+
+async def test_stop_strings_count_in_content_only(ask, speak):
+    speak(QWEN, f"<think>\nNo. Stop.\n</think>\n\nStart.\n{CALL}\nStop. More.")
+    choice, _ = await ask(stop=["Stop", "Paris", "</think>", "<tool_call>"])
+    assert choice["message"]["reasoning"] == "No. Stop."
+    assert choice["message"]["content"] == "Start.\n"
+    assert choice["message"]["tool_calls"] == [called()]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "Stop")
+
+
+async def test_a_stop_string_held_back_comes_out_before_a_call(ask, speak):
+    speak(QWEN, f"Sto{CALL}p")
+    choice, _ = await ask(stop="Stop")
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("Stop", None)
+
+
+async def test_nothing_is_sent_while_nothing_is_decided(post, speak, engine):
+    speak(QWEN, "Stomp")
+    engine.delay = 0.01
+    chunks = chunks_of(await (await post(stream=True, stop="Stop")).get_data())
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "Stom"}, {"content": "p"}, {}]
+
+
+async def test_special_tokens_that_are_tags_are_read(ask, engine, speak, service):
+    # A tokenizer may have a tag as one special token, which is no text otherwise.
+    speak(ChatFormat(None, LLAMA), '{"name": "other", "parameters": {}}')
+    tag = {**{name: getattr(LLAMA, name) for name in LLAMA.__slots__}, "begin": "<|start|>"}
+    service.model_format = ModelFormat(ChatFormat(None, type(LLAMA)(**tag)), service.vocabulary)
+    engine.reply = [258, *engine.reply]
+    choice, _ = await ask()
+    assert choice["message"]["tool_calls"] == [called("other", "{}")]
+    choice, _ = await ask(tools=None)
+    assert choice["message"]["content"] == '{"name": "other", "parameters": {}}'
+
+
+async def test_tools_and_values_reach_the_template(ask, speak, tokenizer):
+    speak(QWEN, "ok")
+    await ask(chat_template_kwargs={"mood": ["good"]}, reasoning_effort="low")
+    values = {"mood": ["good"], "reasoning_effort": "low", "enable_thinking": True}
+    assert tokenizer.given[-1] == (tuple(TOOLS), values)
+    await ask(reasoning_effort="none")
+    assert tokenizer.given[-1][1] == {"reasoning_effort": "none", "enable_thinking": False}
+    await ask(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert tokenizer.given[-1][1]["enable_thinking"] is True
+    await ask()
+    assert tokenizer.given[-1][1] == {}
+
+
+async def test_tools_are_refused_where_nobody_knows_how_they_are_called(post):
+    response = await post(tools=TOOLS)
+    error = (await response.get_json())["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "tools", "unsupported_parameter")
+    assert "--tool-call-parser" in error["message"]
+    assert (await post(tools=TOOLS, tool_choice="none")).status_code == 200
+
+
+async def test_an_answer_can_be_sent_back(ask, post, speak, tokenizer):
+    speak(QWEN, f"<think>\nHm.\n</think>\n\n{CALL}")
+    choice, _ = await ask()
+    await ask(messages=[*MESSAGES, choice["message"]])
+    sent = tokenizer.rendered[-1][-1]
+    assert (sent["reasoning"], sent["reasoning_content"]) == ("Hm.", "Hm.")
+    assert sent["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": {"city": "Paris"}}
+    speak(QWEN, "<think>Hm.")
+    choice, _ = await ask()
+    assert choice["message"]["content"] is None
+    await ask(messages=[*MESSAGES, choice["message"]])
+    assert tokenizer.rendered[-1][-1]["content"] == ""
+
+
+async def test_ends_are_counted(ask, speak, client):
+    speak(QWEN, CALL)
+    await ask()
+    metrics = (await (await client.get("/metrics")).get_data()).decode()
+    assert 'finished_reason="tool_calls",model_name="scripted"} 1.0' in metrics

@@ -1,0 +1,211 @@
+"""Roles that a template knows and roles that it merely prints, and calls in the style that it takes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from nanovllm_models.chat_formats import HERMES, TOOL_CALL_FORMATS, ChatFormat
+from nanovllm_models.errors import TemplateError, TemplateValueError
+from nanovllm_server.chat.rendering import Renderer
+from nanovllm_server.parsing.events import CallArguments, CallBegun
+from nanovllm_server.parsing.parser import Parser
+from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.protocol.messages import Message, PastToolCall
+from nanovllm_server.protocol.template import TemplateOptions
+
+CONVERSATION = (Message(role="developer", content="be brief"), Message(role="user", content="hi"))
+
+
+class TemplateTokenizer:
+    """Characters for tokens, and a function for a template."""
+
+    def __init__(self, template):
+        self._template = template
+
+    def encode(self, text, *, add_special_tokens):
+        assert not add_special_tokens
+        return np.array([ord(character) for character in text], np.int32)
+
+    def render_chat(self, messages, *, template_values=None, **_):
+        return "".join(self._template(message["role"], message["content"]) for message in messages)
+
+
+def strict(*known):
+    def template(role, content):
+        if role not in known:
+            raise TemplateError(f"unknown role {role}")
+        return f"<{role}>{content}"
+
+    return template
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (lambda role, content: f"<{role}>{content}", "<system>be brief<user>hi"),
+        (strict("system", "user"), "<system>be brief<user>hi"),
+        (strict("system", "user", "developer"), "<developer>be brief<user>hi"),
+        (lambda role, content: f"<{'boss' if role == 'developer' else role}>{content}", "<boss>be brief<user>hi"),
+    ],
+)
+async def test_developer_is_system_unless_the_template_knows_better(template, expected):
+    renderer = Renderer(TemplateTokenizer(template))
+    assert (await renderer.render(CONVERSATION)).text == expected
+    renderer.close()
+
+
+CALLS = (
+    Message(role="user", content="hi"),
+    Message(
+        role="assistant", content=None, tool_calls=(PastToolCall("1", "f", '{"x": 1}'), PastToolCall("2", "g", ""))
+    ),
+    Message(role="tool", content="4", tool_call_id="1"),
+)
+
+
+class CallTokenizer(TemplateTokenizer):
+    """A template that writes calls too, and fails at what it doesn't take."""
+
+    def __init__(self, write_call):
+        self._write_call = write_call
+
+    def render_chat(self, messages, *, template_values=None, **_):
+        try:
+            return "".join(map(self._write, messages))
+        except (TypeError, AttributeError) as error:
+            raise TemplateError(str(error)) from error
+
+    def _write(self, message):
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        written = "".join(f"[{call['name']} {self._write_call(call['arguments'])}]" for call in calls)
+        return message["content"] + ";" + written
+
+
+def as_items(arguments):
+    return ",".join(f"{key}={value}" for key, value in arguments.items())
+
+
+def as_json(arguments):
+    return json.dumps(arguments)
+
+
+def as_text(arguments):
+    return arguments + ""
+
+
+def as_either(arguments):
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+@pytest.mark.parametrize(
+    ("write_call", "expected"),
+    [
+        (as_items, "hi;;[f x=1][g ]4;"),
+        (as_json, 'hi;;[f {"x": 1}][g {}]4;'),
+        (as_text, 'hi;;[f {"x": 1}][g {}]4;'),
+        (as_either, 'hi;;[f {"x": 1}][g {}]4;'),
+    ],
+)
+async def test_calls_go_in_as_the_template_takes_them(write_call, expected):
+    renderer = Renderer(CallTokenizer(write_call))
+    assert (await renderer.render(CALLS)).text == expected
+    renderer.close()
+
+
+async def test_a_call_that_was_cut_off_goes_in_as_it_is_or_is_refused():
+    cut = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", '{"x'),))
+    renderer = Renderer(CallTokenizer(as_json))
+    assert (await renderer.render([cut])).text == r';[f "{\"x"]'
+    renderer.close()
+    renderer = Renderer(CallTokenizer(as_items))
+    with pytest.raises(ApiError, match="messages: ") as refused:
+        await renderer.render([cut])
+    assert (refused.value.status, refused.value.code) == (400, "template_error")
+    renderer.close()
+
+
+async def test_a_value_that_the_template_can_not_be_given_is_refused_by_its_field():
+    class Reserved(TemplateTokenizer):
+        def render_chat(self, messages, *, template_values=None, **_):
+            if template_values:
+                raise TemplateValueError("tokenize can't be given to the chat template")
+            return ""
+
+    renderer = Renderer(Reserved(None))
+    with pytest.raises(ApiError) as refused:
+        await renderer.render(CONVERSATION, None, TemplateOptions(values={"tokenize": True}))
+    assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
+    renderer.close()
+
+
+def test_template_that_refuses_everything_is_found_at_the_start():
+    with pytest.raises(TemplateError):
+        Renderer(TemplateTokenizer(strict()))
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+ASKED = (Message(role="user", content="hi"),)
+CALLED = (
+    *ASKED,
+    Message(
+        role="assistant",
+        content=None,
+        tool_calls=(PastToolCall("1", "look", '{"x": "y"}'), PastToolCall("2", "f", "{")),
+    ),
+    Message(role="tool", content="4", tool_call_id="1"),
+    Message(role="tool", content="5", tool_call_id="2"),
+)
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@pytest.mark.parametrize("system", [None, "Be brief."])
+async def test_tools_are_described_where_the_template_shows_none(name, system):
+    form = TOOL_CALL_FORMATS[name]
+    renderer = Renderer(TemplateTokenizer(lambda role, content: f"<{role}>{content}"), form)
+    before = () if system is None else (Message(role="system", content=system),)
+    text = (await renderer.render((*before, *ASKED), [TOOL])).text
+    assert text.startswith(f"<system>{'' if system is None else 'Be brief.' + chr(10) * 2}You may call")
+    assert text.endswith("<user>hi")
+    assert text.count("<system>") == 1
+    assert '{"name":"look","parameters":{"type":"object"}}' in text
+    # The example is a call that the parser reads.
+    parser = Parser(ChatFormat(None, form), tools={"NAME": None})
+    example = text.partition("parameters:\n")[2].removesuffix("<user>hi")
+    assert CallBegun(0, "NAME") in [*parser.push(example), *parser.finish()]
+    assert (await renderer.render((*before, *ASKED))).text.endswith("<user>hi")
+    renderer.close()
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+async def test_calls_of_the_history_are_text_where_the_template_shows_none(name):
+    form = TOOL_CALL_FORMATS[name]
+    renderer = Renderer(TemplateTokenizer(strict("system", "user", "assistant")), form)
+    text = (await renderer.render(CALLED)).text
+    said = text.removeprefix("<user>hi<assistant>").partition("<user>")[0]
+    parser = Parser(ChatFormat(None, form), tools={"look": None, "f": None})
+    events = [*parser.push(said), *parser.finish()]
+    assert next(event.name for event in events if isinstance(event, CallBegun)) == "look"
+    arguments = "".join(event.text for event in events if isinstance(event, CallArguments) and event.index == 0)
+    assert json.loads(arguments) == {"x": "y"}
+    assert text.endswith("<user><tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response>")
+    renderer.close()
+
+
+async def test_a_template_that_shows_tools_is_given_them():
+    class Showing(CallTokenizer):
+        def render_chat(self, messages, *, tools=None, **_):
+            return super().render_chat(messages) + json.dumps(tools)
+
+    renderer = Renderer(Showing(as_json), HERMES)
+    assert (await renderer.render(ASKED, [TOOL])).text == "hi;" + json.dumps([TOOL])
+    assert (await renderer.render(CALLED)).text.startswith('hi;;[look {"x": "y"}]')
+    renderer.close()
+
+
+async def test_a_prompt_can_be_made_longer():
+    renderer = Renderer(TemplateTokenizer(lambda role, content: content))
+    prompt = await renderer.extend(await renderer.render(ASKED), "\n<think>")
+    assert prompt.text == "hi\n<think>"
+    assert prompt.token_ids.tolist() == [ord(character) for character in prompt.text]
+    renderer.close()

@@ -1,0 +1,55 @@
+"""Stop strings are found however the text is cut, and never come out."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm_server.chat.stop_strings import StopMatcher
+
+TEXT = st.text(alphabet=st.sampled_from("abé😀 \n"), max_size=30)
+STOPS = st.lists(st.text(alphabet=st.sampled_from("ab😀"), min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def first_stop(text, stops):
+    """Where the stop string that ends first begins, found the slow way."""
+    for end in range(len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return end - len(stop), stop
+    return None
+
+
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=5))
+def test_stop_strings_whatever_the_cut(text, stops, cuts):
+    matcher = StopMatcher(tuple(stops))
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    out = ""
+    for start, end in itertools.pairwise(bounds):
+        out += matcher.push(text[start:end])
+        # Whatever came out can't be taken back, so it must be before the first stop.
+        assert text.startswith(out)
+        if matcher.found:
+            break
+    expected = first_stop(text, stops)
+    if expected is None:
+        assert matcher.found is None
+        assert out + matcher.flush() == text
+    else:
+        assert (out, matcher.found) == (text[: expected[0]], expected[1])
+
+
+@given(text=TEXT, stops=STOPS)
+def test_stop_strings_by_characters(text, stops):
+    test_stop_strings_whatever_the_cut.hypothesis.inner_test(text, stops, list(range(len(text))))
+
+
+def test_held_text_comes_out_as_soon_as_it_is_decided():
+    matcher = StopMatcher(("abc",))
+    assert [matcher.push(character) for character in "xababdc"] == ["x", "", "", "ab", "", "abd", "c"]
+
+
+def test_a_stop_string_does_not_go_on_beyond_a_flush():
+    matcher = StopMatcher(("abc",))
+    assert [matcher.push("ab"), matcher.flush(), matcher.push("cab")] == ["", "ab", "c"]
+    assert [matcher.found, matcher.flush()] == [None, "ab"]

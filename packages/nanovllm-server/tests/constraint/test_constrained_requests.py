@@ -1,0 +1,292 @@
+"""Structured outputs, calls that must be made and budgets of reasoning over HTTP: what the engine is asked for."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from nanovllm_core.request import Budget, GrammarSpec
+from nanovllm_models.chat_formats import HERMES, LLAMA, THINK, ChatFormat
+from nanovllm_server.chat.model_format import ModelFormat
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": SCHEMA}}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "description": "d", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "ping"}},
+]
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+NAMED = {"type": "function", "function": {"name": "look"}}
+PLAIN, THINKING = ChatFormat(None, HERMES), ChatFormat(THINK, HERMES)
+CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture
+def speak(engine, service, vocabulary):
+    def speak(form, reply="ok"):
+        service.model_format = ModelFormat(form, vocabulary)
+        engine.reply = [*reply.encode()]
+
+    return speak
+
+
+@pytest.fixture
+def grammar(post, engine):
+    """The grammar that a request is held to."""
+
+    async def grammar(**fields):
+        response = await post(**fields)
+        assert response.status_code == 200, await response.get_data()
+        spec = engine.requests[-1].sampling.grammar
+        assert engine.compiled[-1:] == ([spec] if spec is not None else [])
+        return spec
+
+    return grammar
+
+
+def parts(spec):
+    """The elements of a structural tag."""
+    assert spec.kind == "structural_tag"
+    form = json.loads(spec.source)["format"]
+    return form["elements"] if form["type"] == "sequence" else [form]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "source"),
+    [
+        ({"response_format": JSON_SCHEMA}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object", "additionalProperties": {}}),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object", "additionalProperties": {}}),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_an_answer_without_reasoning_is_held_to_what_was_wanted(grammar, fields, kind, source):
+    spec = await grammar(**fields)
+    assert spec.kind == kind
+    assert (json.loads(spec.source) if kind == "json_schema" else spec.source) == source
+
+
+async def test_free_answers_have_no_grammar(grammar, speak):
+    speak(THINKING)
+    for fields in (
+        {},
+        {"response_format": {"type": "text"}},
+        {"tools": TOOLS},
+        {"tools": STRICT, "tool_choice": "none"},
+    ):
+        assert await grammar(**fields) is None
+
+
+async def test_choices_are_texts(grammar):
+    (choices,) = parts(await grammar(structured_outputs={"choice": ["a", 'b"']}))
+    assert [element["value"] for element in choices["elements"]] == ["a", 'b"']
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+async def test_a_structural_tag_is_passed_on(grammar, as_text):
+    form = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</a>"}
+    assert parts(await grammar(response_format={"type": "structural_tag", "format": form})) == [form]
+    tag = {"type": "structural_tag", "format": form}
+    assert parts(await grammar(structured_outputs={"structural_tag": json.dumps(tag) if as_text else tag})) == [form]
+
+
+@pytest.mark.parametrize("fields", [{"response_format": JSON_SCHEMA}, {"tools": TOOLS, "tool_choice": "required"}])
+async def test_reasoning_comes_before(grammar, speak, fields):
+    speak(THINKING)
+    free, *_ = parts(await grammar(**fields))
+    assert free["type"] == "optional"
+    begun, *_ = parts(await grammar(**fields, chat_template_kwargs={"opening": "<think>\n"}))
+    assert begun["type"] == "any_text"
+    assert begun["excludes"] == ["</think>", *(["<tool_call>"] if "tools" in fields else [])]
+    over = await grammar(**fields, chat_template_kwargs={"opening": "<think>\n\n</think>\n\n"})
+    speak(PLAIN)
+    assert await grammar(**fields) == over
+
+
+async def test_named_and_required_calls(grammar, speak):
+    speak(PLAIN)
+    named, schema, end = parts(await grammar(tools=TOOLS, tool_choice=NAMED))
+    assert named["value"] == '<tool_call>\n{"name": "look", "arguments": '
+    assert schema == {"type": "json_schema", "json_schema": SCHEMA}
+    assert end["value"] == "}\n</tool_call>"
+    required = await grammar(tools=TOOLS, tool_choice="required")
+    only_look = {"mode": "required", "tools": [NAMED]}
+    allowed = await grammar(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": only_look})
+    assert '"name\\": \\"ping' in required.source
+    assert "ping" not in allowed.source
+    # Without parameters there are none.
+    assert '"json_schema":{"type":"object","properties":{},"additionalProperties":false}' in required.source
+    single = await grammar(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert [part["type"] for part in parts(required)].count("repeat") == 1
+    assert "repeat" not in single.source
+
+
+async def test_strict_functions_hold_calls_but_not_text(grammar, speak):
+    speak(PLAIN)
+    text, calls = parts(await grammar(tools=STRICT))
+    assert text == {"type": "any_text", "excludes": ["<tool_call>"]}
+    assert calls["type"] == "repeat"
+    speak(ChatFormat(None, LLAMA))
+    (either,) = parts(await grammar(tools=STRICT))
+    assert either["type"] == "or"
+
+
+async def test_an_answer_of_a_schema_may_be_a_call_instead(grammar, post, speak):
+    speak(PLAIN, CALL)
+    (either,) = parts(await grammar(tools=TOOLS, response_format=JSON_SCHEMA))
+    assert either["type"] == "or"
+    fields = {"tools": TOOLS, "response_format": JSON_SCHEMA}
+    choice = (await (await post(**fields)).get_json())["choices"][0]
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
+    # What begins with JSON is no call, whatever is in it.
+    text = json.dumps({"city": CALL})
+    speak(PLAIN, text)
+    choice = (await (await post(**fields)).get_json())["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "max_tokens", "reason"),
+    [
+        ("auto", None, "tool_calls"),
+        ("required", None, "tool_calls"),
+        (NAMED, None, "stop"),
+        ("required", 50, "length"),
+        (NAMED, 50, "length"),
+    ],
+    ids=str,
+)
+async def test_why_an_answer_with_calls_ended(post, speak, stream, choice, max_tokens, reason):
+    speak(PLAIN, CALL)
+    response = await post(tools=TOOLS, tool_choice=choice, max_tokens=max_tokens, stream=stream)
+    if stream:
+        events = [line.removeprefix("data: ") for line in (await response.get_data()).decode().split("\n\n") if line]
+        choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+        assert choices[-1]["finish_reason"] == reason
+        assert any("tool_calls" in each["delta"] for each in choices)
+    else:
+        choice = (await response.get_json())["choices"][0]
+        assert choice["finish_reason"] == reason
+        assert choice["message"]["tool_calls"]
+
+
+async def test_a_budget_closes_reasoning(post, engine, speak, service, vocabulary, monkeypatch):
+    speak(THINKING, "Hm.</think>\n\nok")
+    # Of this tokenizer no one token is the tag.
+    response = await post(max_reasoning_tokens=3)
+    assert (await response.get_json())["error"]["param"] == "max_reasoning_tokens"
+    assert response.status_code == 400
+    monkeypatch.setattr(vocabulary, "id_of", {"</think>": 300}.get)
+    choice = (await (await post(max_reasoning_tokens=3)).get_json())["choices"][0]
+    request = engine.requests[-1]
+    assert request.sampling.budget == Budget(3, (300,))
+    # Whom a budget is given reasons.
+    assert request.prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "ok")
+    await post(max_reasoning_tokens=2**62, chat_template_kwargs={"opening": "<think>\n"})
+    assert engine.requests[-1].sampling.budget == Budget(512, (300,))
+    assert engine.requests[-1].prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
+    await post(max_reasoning_tokens=3, chat_template_kwargs={"opening": "<think>\n</think>"})
+    assert engine.requests[-1].sampling.budget is None
+    speak(PLAIN)
+    await post(max_reasoning_tokens=3)
+    assert engine.requests[-1].sampling.budget is None
+
+
+async def test_every_choice_is_held_to_it(post, engine):
+    body = await (await post(n=3, seed=1, logprobs=True, structured_outputs={"regex": "Hello"})).get_json()
+    assert len(body["choices"]) == 3
+    assert {request.sampling.grammar for request in engine.requests} == {GrammarSpec("regex", "Hello")}
+    assert engine.compiled == [GrammarSpec("regex", "Hello")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "bad", "param"),
+    [
+        ({"response_format": JSON_SCHEMA}, "city", "response_format.json_schema.schema"),
+        ({"structured_outputs": {"regex": "x"}}, "x", "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "x"}}, "x", "structured_outputs.grammar"),
+        ({"structured_outputs": {"choice": ["a", "x"]}}, "x", "structured_outputs.choice"),
+        ({"tools": STRICT}, "city", "tools[0].function.parameters"),
+        ({"tools": [TOOLS[1], TOOLS[0]], "tool_choice": "required"}, "city", "tools[1].function.parameters"),
+        # Nothing alone is to blame.
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_call", "tools"),
+    ],
+    ids=str,
+)
+async def test_a_grammar_that_is_none_is_refused_by_its_field(post, engine, service, speak, fields, bad, param, stream):
+    speak(PLAIN)
+    engine.grammar_errors = {bad: "it takes more than 10 s to compile"}
+    response = await post(**fields, stream=stream)
+    error = (await response.get_json())["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, "invalid_grammar")
+    assert "more than 10 s" in error["message"]
+    assert param in error["message"]
+    assert engine.requests == []
+    assert service.admission.active == 0
+
+
+async def test_too_many_tools_are_refused(post, engine, speak):
+    speak(PLAIN)
+    values = ["x" * 1000 + str(index) for index in range(200)]
+    schema = {"type": "object", "properties": {"a": {"enum": values}}}
+    tools = [{"type": "function", "function": {"name": f"f{index}", "parameters": schema}} for index in range(8)]
+    response = await post(tools=tools, tool_choice="required")
+    error = (await response.get_json())["error"]
+    assert (response.status_code, error["param"]) == (400, "tools")
+    assert engine.compiled == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_while_a_grammar_compiles_leaves_nothing_behind(url, engine, service, stream):
+    engine.compiling_s = 60
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as sdk:
+        fields = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "response_format": JSON_SCHEMA}
+        asking = asyncio.create_task(sdk.chat.completions.create(**fields, stream=stream))
+        async with asyncio.timeout(5):
+            while not engine.num_compiling:
+                await asyncio.sleep(0.01)
+            assert service.admission.active == 1
+            asking.cancel()
+            while service.admission.active or engine.num_compiling:
+                await asyncio.sleep(0.01)
+    assert engine.requests == []
+    assert not service.running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_fails_later_is_refused_by_its_field(post, engine, service, stream):
+    engine.endless = True
+    engine.delay = 0.01
+    asking = asyncio.create_task(post(structured_outputs={"regex": "x+"}, stream=stream, n=2))
+    async with asyncio.timeout(5):
+        while len(engine.requests) < 2:
+            await asyncio.sleep(0.01)
+    if stream:
+        # It has begun when its first token is there, which takes a tenth of this; before that it would be a 400 too.
+        await asyncio.sleep(10 * engine.delay)
+    engine.refuse_grammar(engine.requests[1].key, "it takes too long to follow")
+    response = await asking
+    data = (await response.get_data()).decode()
+    if stream:
+        data, done, _ = data.partition("event: error\ndata: ")[2].split("\n\n")
+        assert done == "data: [DONE]"
+    else:
+        assert response.status_code == 400
+    error = json.loads(data)["error"]
+    assert (error["param"], error["code"]) == ("structured_outputs.regex", "invalid_grammar")
+    async with asyncio.timeout(5):
+        while engine.num_active > 1 or service.admission.active:
+            await asyncio.sleep(0.01)

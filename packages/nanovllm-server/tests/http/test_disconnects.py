@@ -1,0 +1,89 @@
+"""Hundreds of clients leave at random moments, and not a task, a seat or a request of theirs stays."""
+
+import asyncio
+import json
+import random
+from urllib.parse import urlsplit
+
+import pytest
+
+from nanovllm_models.chat_formats import HERMES, THINK, ChatFormat
+from nanovllm_server.chat.model_format import ModelFormat
+
+LEAVERS = 300
+AT_ONCE = 30
+SPOKEN = (
+    b'<think>hm, well</think>Let me see.<tool_call>\n{"name": "f", "arguments": {"x": "0123456789"}}\n</tool_call> so'
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+# What the client has seen of a stream when it leaves: nothing, its head, reasoning, content, a call, its end.
+MOMENTS = (None, b"HTTP/1.1", b'"reasoning"', b'"content":"L', b'"tool_calls"', b"[DONE]")
+
+
+@pytest.fixture
+def talkative(service, engine, vocabulary):
+    service.model_format = ModelFormat(ChatFormat(THINK, HERMES), vocabulary)
+    service.admission.capacity = 3 * AT_ONCE
+    engine.reply, engine.delay = [*SPOKEN], 0.0005
+    return service
+
+
+def request(rng: random.Random, **fields) -> bytes:
+    body = {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "x" * rng.choice([2, 100, 600])}],
+        "tools": TOOLS,
+        "n": rng.choice([1, 1, 3]),
+        "timeout": rng.choice([None, 0.01, 5]),
+        **fields,
+    }
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def leave(url: str, rng: random.Random) -> None:
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    stream = rng.random() < 0.75
+    data = request(rng, stream=stream)
+    moment = rng.choice(MOMENTS)
+    try:
+        if rng.random() < 0.1:
+            writer.write(data[: rng.randrange(len(data))])
+            return
+        writer.write(data)
+        if moment is None or not stream:
+            await asyncio.sleep(rng.choice([0, 0.001, 0.01, 0.1]))
+            return
+        # It ends early when it is refused, fails or comes to its end.
+        seen = b""
+        while moment not in seen and (piece := await reader.read(200)) and b"HTTP/1.1 4" not in seen:
+            seen += piece
+            if b"[DONE]" in seen or b"HTTP/1.1 5" in seen:
+                break
+    finally:
+        if rng.random() < 0.5:
+            writer.close()
+        else:
+            writer.transport.abort()
+
+
+async def test_nothing_stays_of_those_who_left(url, talkative, engine):
+    await asyncio.sleep(0.05)
+    before = asyncio.all_tasks()
+    rng, room = random.Random(0), asyncio.Semaphore(AT_ONCE)
+
+    async def one(seed: float) -> None:
+        async with room:
+            await leave(url, random.Random(seed))
+
+    await asyncio.gather(*(one(rng.random()) for _ in range(LEAVERS)))
+    async with asyncio.timeout(20):
+        while asyncio.all_tasks() - before or talkative.admission.active or talkative.running or engine.num_active:
+            await asyncio.sleep(0.02)
+    assert talkative.admission.empty.is_set()
+    finished = talkative.metrics.finished
+    assert all(finished[reason] for reason in ("tool_calls", "abort"))
+    codes = {status for (_, status), count in talkative.metrics.http.items() if count}
+    assert {200, 400, 499, 504} <= codes <= {200, 400, 429, 499, 504}

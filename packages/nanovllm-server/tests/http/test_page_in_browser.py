@@ -1,0 +1,273 @@
+"""What a person does on the page, and sees: a real browser in front of the real application, over a scripted engine."""
+
+import asyncio
+import json
+
+import browser
+import pytest
+
+from nanovllm_core.engine.status import EngineStats
+from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat
+from nanovllm_server.chat.model_format import ModelFormat
+
+# The first test that runs may have to fetch the browser.
+pytestmark = pytest.mark.timeout(180)
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> &amp; <b>bold</b>"
+
+
+@pytest.fixture
+async def tab(url):
+    async with browser.page() as tab:
+        await tab.screen(1300, 850)
+        await tab.open(url)
+        yield tab
+        # Nothing came from elsewhere, nothing was against the page's own policy, no script failed.
+        assert tab.problems == []
+        assert {address for address in tab.requested if not address.startswith((f"{url}/", "data:"))} == set()
+
+
+async def ask(tab, text):
+    await tab.until("$('model').value")
+    await tab.value("$('input').focus()")
+    await tab.type(text)
+    await tab.press("Enter")
+
+
+async def answered(tab, number=1):
+    await tab.until(f"document.querySelectorAll('.assistant .note').length === {number}")
+
+
+async def set_field(tab, selector, text):
+    await tab.value(f"document.querySelector({json.dumps(selector)}).value = {json.dumps(text)}")
+
+
+def texts(tab, selector):
+    return tab.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((found) => found.textContent)")
+
+
+async def test_a_conversation(tab, engine, tokenizer):
+    engine.reply = [*"Hello, wörld 😀!".encode()]
+    await ask(tab, "hi")
+    await answered(tab)
+    assert await texts(tab, ".turn h2") == ["You", "scripted"]
+    assert await texts(tab, ".text") == ["hi", "Hello, wörld 😀!"]
+    (note,) = await texts(tab, ".note")
+    assert note.startswith("stop · ")
+    assert "tokens · first after" in note
+    await set_field(tab, "#system", "Be brief.")
+    await set_field(tab, "[name=temperature]", "0.5")
+    await set_field(tab, "[name=seed]", "7")
+    await set_field(tab, "#further", '{"top_k": 3}')
+    await ask(tab, "and then?")
+    await answered(tab, 2)
+    assert [message["content"] for message in tokenizer.rendered[-1]] == [
+        "Be brief.",
+        "hi",
+        "Hello, wörld 😀!",
+        "and then?",
+    ]
+    sampling = engine.requests[-1].sampling
+    assert (sampling.temperature, sampling.seed, sampling.top_k) == (0.5, 7, 3)
+    await tab.click("#clear")
+    assert await texts(tab, ".turn") == []
+    await ask(tab, "again")
+    await answered(tab)
+    assert [message["content"] for message in tokenizer.rendered[-1]] == ["Be brief.", "again"]
+
+
+async def test_shift_enter_is_a_new_line(tab, tokenizer):
+    await tab.until("$('model').value")
+    await tab.type("one")
+    await tab.press("Enter", shift=True)
+    await tab.type("two")
+    await tab.press("Enter")
+    await answered(tab)
+    assert tokenizer.rendered[-1][-1]["content"] == "one\ntwo"
+    assert await tab.value("$('input').value") == ""
+
+
+@pytest.mark.parametrize("how", ["Stop", "Escape"])
+async def test_an_answer_grows_and_is_stopped(tab, engine, service, tokenizer, how):
+    engine.endless, engine.delay = True, 0.01
+    await ask(tab, "hi")
+    await tab.until("document.querySelector('.assistant .text')")
+    lengths = []
+    for _ in range(3):
+        lengths.append(await tab.value("document.querySelector('.assistant .text').textContent.length"))
+        await tab.until(f"document.querySelector('.assistant .text').textContent.length > {lengths[-1]}")
+    assert await tab.value("$('send').textContent") == "Stop"
+    assert await tab.value("$('log').getAttribute('aria-busy')") == "true"
+    await (tab.click("#send") if how == "Stop" else tab.press("Escape"))
+    await answered(tab)
+    assert await texts(tab, ".note") == ["stopped"]
+    assert await tab.value("$('send').textContent") == "Send"
+    async with asyncio.timeout(5):
+        while service.admission.active or engine.num_active:
+            await asyncio.sleep(0.01)
+    # What there is of it stays part of the conversation.
+    engine.endless = False
+    await ask(tab, "go on")
+    await answered(tab, 2)
+    said = (await texts(tab, ".assistant .text"))[0]
+    assert len(said) > lengths[-1]
+    assert ("Hello" * 1000).startswith(said)
+    assert tokenizer.rendered[-1][1]["content"] == said
+
+
+async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
+    service.model_format = ModelFormat(ChatFormat(REASONING_FORMATS["think"], None), vocabulary)
+    engine.reply = [*b"<think>\nLet me see.\n</think>\n\nIt is 4."]
+    await ask(tab, "2 + 2?")
+    await answered(tab)
+    assert await tab.value("document.querySelector('details').open") is False
+    assert await tab.value("document.querySelector('details .text').checkVisibility()") is False
+    assert await texts(tab, "details .text") == ["Let me see."]
+    assert await texts(tab, ".assistant > .text") == ["It is 4."]
+    await tab.click("summary")
+    await tab.until("document.querySelector('details .text').checkVisibility()")
+    await ask(tab, "sure?")
+    await answered(tab, 2)
+    assert tokenizer.rendered[-1][1]["reasoning"] == "Let me see."
+
+
+async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabulary, tokenizer, monkeypatch):
+    # The scripted template has no tools; this one shows what it is given.
+    monkeypatch.setattr(tokenizer, "render_chat", lambda messages, **_: tokenizer.rendered.append([*messages]) or "x")
+    service.model_format = ModelFormat(ChatFormat(None, TOOL_CALL_FORMATS["hermes"]), vocabulary)
+    calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Paris", "Oslo")]
+    written = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    engine.reply = [*f"Let me look.\n{written}".encode()]
+    await set_field(tab, "#further", json.dumps({"tools": [TOOL]}))
+    await ask(tab, "Where is it warmer?")
+    await answered(tab)
+    assert await texts(tab, ".call b") == ["weather", "weather"]
+    assert [json.loads(text) for text in await texts(tab, ".call pre")] == [{"city": "Paris"}, {"city": "Oslo"}]
+    engine.reply = [*b"In Paris."]
+    for number, result in ((1, "18 degrees"), (2, "7 degrees")):
+        await tab.value(f"document.querySelectorAll('.call textarea')[{number - 1}].value = {result!r}")
+    await tab.value("[...document.querySelectorAll('.turn button')].at(-1).click()")
+    await answered(tab, 2)
+    assert (await texts(tab, ".assistant > .text"))[-1] == "In Paris."
+    _, call, *results = tokenizer.rendered[-1]
+    assert [made["function"]["arguments"] for made in call["tool_calls"]] == [{"city": "Paris"}, {"city": "Oslo"}]
+    assert [result["content"] for result in results] == ["18 degrees", "7 degrees"]
+    assert [result["tool_call_id"] for result in results] == [made["id"] for made in call["tool_calls"]]
+
+
+async def test_text_stays_text(tab, engine):
+    engine.reply = [*HOSTILE.encode()]
+    await ask(tab, HOSTILE)
+    await answered(tab)
+    assert await texts(tab, ".text") == [HOSTILE, HOSTILE]
+    assert await tab.value("document.querySelectorAll('.turn img, .turn script, .turn b').length") == 0
+    assert await tab.value("document.title") == "nanovllm"
+
+
+async def test_the_policy_would_hold_what_slips_through(tab):
+    """If a line of the page ever did take text for HTML, the browser would refuse it."""
+    refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()"
+    assert await tab.value(refused) == "TypeError"
+    tab.problems.clear()
+
+
+async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
+    await set_field(tab, "#further", '{"temperature": 9}')
+    await ask(tab, "hi")
+    await tab.until("document.querySelector('.error')")
+    (shown,) = await texts(tab, ".error")
+    assert "temperature must be a number from 0 to 2, not 9" in shown
+    assert "400 · invalid_request_error · invalid_value · param: temperature" in shown
+    # It can be put right and sent again.
+    assert await tab.value("$('input').value") == "hi"
+    await set_field(tab, "#further", "{")
+    await tab.press("Enter")
+    await tab.until("document.querySelectorAll('.error').length === 2")
+    assert "Further fields are no JSON" in (await texts(tab, ".error"))[-1]
+    await set_field(tab, "#further", "")
+    await tab.press("Enter")
+    await answered(tab)
+    assert len(engine.requests) == 1
+    # The browser's console has it too.
+    assert tab.problems == ["Failed to load resource: the server responded with a status of 400 ()"]
+    tab.problems.clear()
+
+
+async def test_a_failure_in_mid_stream_is_shown(tab, engine):
+    engine.endless, engine.delay = True, 0.01
+    await ask(tab, "hi")
+    await tab.until("document.querySelector('.assistant .text')")
+    engine.die("out of memory")
+    await tab.until("document.querySelector('.error')")
+    (shown,) = await texts(tab, ".error")
+    assert "out of memory" in shown
+
+
+async def test_a_key(url, service):
+    service.api_keys = ("secret",)
+    async with browser.page() as tab:
+        await tab.screen(1000, 850)
+        await tab.open(url)
+        # It says that it needs one, and where.
+        await tab.until("document.activeElement === $('key') && !$('settings').hidden")
+        await tab.type("wrong")
+        await tab.press("Enter")
+        await tab.until("!$('key').validity.valid && $('key').validationMessage.includes('Incorrect API key')")
+        await tab.value("$('key').select()")
+        await tab.type("secret")
+        await tab.press("Enter")
+        await ask(tab, "hi")
+        await answered(tab)
+        assert await texts(tab, ".assistant .text") == ["Hello"]
+        # It stays with the tab, and nowhere else.
+        assert await tab.value("JSON.stringify({...sessionStorage})") == '{"nanovllm-key":"secret"}'
+        assert await tab.value("localStorage.length + document.cookie.length") == 0
+        await tab.open(url)
+        await tab.until("$('model').value")
+        assert all("401" in problem for problem in tab.problems)
+
+
+async def test_figures_are_the_engines(tab, engine):
+    await tab.until("!$('figures').classList.contains('stale')")
+    engine.stats = EngineStats(
+        num_requests_running=3, num_requests_waiting=2, num_blocks=10, num_free_blocks=4, generation_tokens=5000
+    )
+    await tab.until("$('running').textContent === '3' && $('waiting').textContent === '2'")
+    assert await tab.value("$('cache').textContent") == "60.0%"
+    assert float(await tab.value("$('rate').textContent")) > 100
+    await ask(tab, "hi")
+    await answered(tab)
+    await tab.until("/^\\d+ ms$/.test($('ttft').textContent)")
+
+
+async def test_both_colour_schemes_and_small_screens(tab):
+    """Words stand out from what is behind them, and nothing hangs over the edge."""
+    await ask(tab, "hi")
+    await answered(tab)
+    for dark in (False, True):
+        await tab.screen(1300, 850, dark=dark)
+        ink, paper = await tab.value(
+            "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+        )
+        assert (brightness(paper) < brightness(ink)) is dark
+        assert contrast(ink, paper) > 7
+        quiet = await tab.value("getComputedStyle(document.querySelector('.note')).color")
+        assert contrast(quiet, paper) > 4.5
+    await tab.screen(380, 700)
+    assert await tab.value("document.documentElement.scrollWidth") <= 380
+    await tab.click("#toggle")
+    await tab.until("$('settings').hidden !== ($('toggle').getAttribute('aria-expanded') === 'true')")
+    assert await tab.value("document.documentElement.scrollWidth") <= 380
+
+
+def brightness(colour):
+    """WCAG's relative luminance of `rgb(r, g, b)`."""
+    parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    red, green, blue = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one, other):
+    darker, lighter = sorted((brightness(one), brightness(other)))
+    return (lighter + 0.05) / (darker + 0.05)

@@ -1,0 +1,289 @@
+"""What keeps one client from harming the others: keys, deadlines, bounds for those who read or write slowly."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import pytest
+from loopback import connect, until
+
+from nanovllm_server import cli
+from nanovllm_server.processes.server import bind
+from nanovllm_server.settings import SettingsError, read_template
+
+BODY = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def raw(body: bytes | None = None, *headers: bytes, **fields) -> bytes:
+    body = json.dumps({**BODY, **fields}).encode() if body is None else body
+    lines = [b"POST /v1/chat/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json", *headers]
+    return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
+
+
+def settings(*arguments):
+    return cli.settings(cli.parser().parse_args(arguments))
+
+
+def test_keys_come_from_flags_a_file_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv(cli.KEY_VARIABLE, "of-the-environment")
+    assert settings().api_keys == ("of-the-environment",)
+    file = tmp_path / "keys"
+    file.write_text("# for the team\nfirst\n\n  second  \n")
+    assert settings("--api-key", "a", "--api-key", "b").api_keys == ("a", "b")
+    assert settings("--api-key", "a", "--api-key-file", str(file)).api_keys == ("a", "first", "second")
+    monkeypatch.delenv(cli.KEY_VARIABLE)
+    assert settings().api_keys == ()
+
+
+@pytest.mark.parametrize("key", ["", "  ", " sesame", "sésame", "ses\tame"])
+def test_a_key_that_no_header_could_bring_is_refused_and_not_shown(key):
+    with pytest.raises(SettingsError) as refused:
+        settings("--api-key", key)
+    assert not key.strip() or key not in str(refused.value)
+
+
+def test_a_key_file_must_have_a_key(tmp_path):
+    file = tmp_path / "keys"
+    with pytest.raises(SettingsError, match="can't read"):
+        settings("--api-key-file", str(file))
+    file.write_text("# none\n\n")
+    with pytest.raises(SettingsError, match="no API key"):
+        settings("--api-key-file", str(file))
+
+
+@pytest.mark.parametrize("flag", ["--request-timeout", "--drain-timeout"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
+def test_times_must_be_times(flag, value, capsys):
+    with pytest.raises(SystemExit):
+        settings(flag, value)
+    assert flag in capsys.readouterr().err
+
+
+def test_a_template_is_a_text_or_a_file(tmp_path):
+    file = tmp_path / "template"
+    file.write_text("{{ messages }}")
+    assert read_template(str(file)) == "{{ messages }}"
+    assert read_template("{% for m in messages %}x{% endfor %}") == "{% for m in messages %}x{% endfor %}"
+    with pytest.raises(SettingsError, match="can't read the chat template"):
+        read_template(str(tmp_path / "none"))
+
+
+async def test_any_of_the_keys_lets_in(post, service):
+    service.api_keys = ("first", "second")
+    for key in service.api_keys:
+        assert (await post(headers={"Authorization": f"Bearer {key}"})).status_code == 200
+    for key in ("firs", "firstt", "first second", "", "First"):
+        assert (await post(headers={"Authorization": f"Bearer {key}"})).status_code == 401
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by", ["request", "server", "both"])
+async def test_a_deadline_before_the_first_token_is_a_504(post, engine, service, stream, by):
+    engine.delay = 60
+    fields = {} if by == "server" else {"timeout": 0.1 if by == "request" else 50}
+    service.request_timeout_s = None if by == "request" else 0.1
+    response = await post(stream=stream, **fields)
+    assert response.status_code == 504
+    error = (await response.get_json())["error"]
+    assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
+    assert "0.1 s" in error["message"]
+    assert engine.aborted == [engine.requests[0].key]
+    assert service.admission.active == 0
+    assert service.running == set()
+
+
+async def test_a_deadline_in_mid_stream_is_an_error_event(post, engine, service):
+    engine.delay, engine.endless = 0.01, True
+    data = await (await post(stream=True, timeout=0.2)).get_data()
+    *_, error, done = data.decode().split("\n\n")[:-1]
+    assert data.startswith(b"data: {")
+    assert error.startswith("event: error\ndata: ")
+    assert json.loads(error.split("data: ")[1])["error"]["code"] == "deadline_exceeded"
+    assert done == "data: [DONE]"
+    assert service.admission.active == 0
+    assert engine.num_active == 0
+
+
+async def test_a_deadline_in_the_middle_of_a_whole_answer_is_a_504(post, engine, service):
+    engine.delay, engine.endless = 0.01, True
+    assert (await post(timeout=0.2)).status_code == 504
+    assert service.metrics.finished["abort"] == 1
+
+
+async def test_a_deadline_that_is_met_changes_nothing(post):
+    assert (await post(timeout=30)).status_code == 200
+
+
+async def test_a_reader_who_takes_nothing_is_dropped(app, service, engine, serve_at):
+    engine.endless, engine.burst, engine.delay = True, 40, 0.001
+    async with serve_at(app, stalled_s=0.3) as url:
+        parts = urlsplit(url)
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+        service.engine.info = SimpleNamespace(**{**info_fields(engine.info), "max_model_len": 10**9})
+        await asyncio.get_running_loop().sock_sendall(
+            sock, raw(stream=True, logprobs=True, top_logprobs=20, max_tokens=10**8)
+        )
+        await until(lambda: engine.requests)
+        await until(lambda: service.admission.active == 0)
+        assert engine.num_active == 0
+        assert engine.aborted == [engine.requests[0].key]
+        assert service.metrics.http["/v1/chat/completions", 499] == 1
+        sock.setblocking(True)
+        sock.settimeout(5)
+
+        def read_all():
+            with contextlib.suppress(ConnectionResetError):
+                while sock.recv(1 << 16):
+                    pass
+
+        # The connection is gone too.
+        await asyncio.to_thread(read_all)
+        sock.close()
+
+
+def info_fields(info):
+    return {name: getattr(info, name) for name in info.__dataclass_fields__} | {"kv_cache_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/chat/comp", b"GET / HTTP/1.1\r\nHost: x\r\n", b"GET / HTTP/1.1\r\nX: "]
+)
+async def test_who_never_ends_a_head_is_cut_off(app, serve_at, sent):
+    async with serve_at(app, keep_alive_s=0.3) as url:
+        reader, writer = await connect(url)
+        writer.write(sent)
+
+        async def trickle():
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(b"a")
+                    await asyncio.sleep(0.02)
+
+        trickling = asyncio.create_task(trickle())
+        async with asyncio.timeout(3):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        trickling.cancel()
+        writer.close()
+
+
+async def test_an_idle_connection_is_kept_for_a_while_and_then_closed(app, serve_at):
+    async with serve_at(app, keep_alive_s=0.5) as url:
+        reader, writer = await connect(url)
+        for _ in range(3):
+            writer.write(raw())
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            await asyncio.sleep(0.2)
+        async with asyncio.timeout(3):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_stream_outlasts_the_keep_alive(app, engine, serve_at):
+    engine.delay, engine.reply = 0.05, [*b"twelve token"]
+    async with serve_at(app, keep_alive_s=0.2) as url:
+        reader, writer = await connect(url)
+        writer.write(raw(stream=True))
+        async with asyncio.timeout(5):
+            assert (await reader.readuntil(b"[DONE]")).count(b'"content":') == 12 + 1
+        writer.close()
+
+
+async def test_who_never_ends_a_body_is_answered_and_cut_off(app, service, serve_at, monkeypatch):
+    app.config["BODY_TIMEOUT"] = 0.2
+    monkeypatch.setattr("nanovllm_server.observability.exchange.LINGER_S", 0.2)
+    async with serve_at(app) as url:
+        reader, writer = await connect(url)
+        writer.write(raw()[:-10])
+        async with asyncio.timeout(3):
+            data = await reader.read()
+        assert data.startswith(b"HTTP/1.1 408")
+        assert b'"error"' in data
+        writer.close()
+    assert service.admission.active == 0
+
+
+@pytest.mark.parametrize(("length", "alone"), [(40, True), (5, False)])
+async def test_the_other_choices_wait_for_the_prompt(post, engine, service, length, alone):
+    engine.delay, engine.reply = 0.05, [*b"abc"]
+    asking = asyncio.create_task(post(n=4, messages=[{"role": "user", "content": "x" * length}]))
+    await until(lambda: engine.requests)
+    assert len(engine.requests) == (1 if alone else 4)
+    body = await (await asking).get_json()
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["abc"] * 4
+    assert body["usage"]["completion_tokens"] == 16
+    assert len({request.arrival_time for request in engine.requests}) == 1
+
+
+async def test_nobody_waits_without_a_prefix_cache(post, engine):
+    engine.info = SimpleNamespace(**{**info_fields(engine.info), "prefix_caching": False})
+    engine.delay = 0.05
+    asking = asyncio.create_task(post(n=4, messages=[{"role": "user", "content": "x" * 40}]))
+    await until(lambda: engine.requests)
+    assert len(engine.requests) == 4
+    assert (await asking).status_code == 200
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_leaving_while_the_others_wait_frees_everything(url, engine, service, when):
+    engine.delay, engine.endless = (30.0 if when == "before" else 0.02), True
+    _, writer = await connect(url)
+    writer.write(raw(stream=True, n=4, messages=[{"role": "user", "content": "x" * 40}]))
+    await until(lambda: len(engine.requests) == (1 if when == "before" else 4))
+    writer.close()
+    await until(lambda: service.admission.active == 0, seconds=1)
+    assert engine.num_active == 0
+    assert len(engine.aborted) == len(engine.requests)
+
+
+@pytest.mark.parametrize("host", ["..", "x" * 5000, "[::1", "a b", "\xff", ""])
+async def test_any_name_of_the_server_will_do(url, host):
+    reader, writer = await connect(url)
+    writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode("latin-1"))
+    assert (await reader.readline()).split()[1] in (b"200", b"400")
+    writer.close()
+
+
+async def test_websockets_are_refused(url):
+    reader, writer = await connect(url)
+    headers = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 4")
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: Upgrade\r\nHTTP2-Settings: AAAA\r\n\r\n",
+    ],
+)
+async def test_nobody_is_led_to_http_2(app, serve_at, sent):
+    async with serve_at(app, keep_alive_s=0.3) as url:
+        reader, writer = await connect(url)
+        writer.write(sent)
+        async with asyncio.timeout(5):
+            assert (await reader.read()).startswith((b"HTTP/1.1 200", b"HTTP/1.1 4"))
+        writer.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives up on what nobody takes")
+async def test_the_kernel_gives_up_on_a_client_that_takes_nothing(monkeypatch):
+    monkeypatch.setattr("nanovllm_server.processes.server.STALLED_S", 1)
+    (listener,) = bind("127.0.0.1", 0, 1)
+    listener.listen()
+    loop = asyncio.get_running_loop()
+    with listener, socket.create_connection(listener.getsockname()), (await loop.sock_accept(listener))[0] as server:
+        async with asyncio.timeout(20):
+            with pytest.raises(OSError, match="timed out"):
+                await loop.sock_sendall(server, bytes(64 << 20))

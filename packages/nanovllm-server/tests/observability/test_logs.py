@@ -1,0 +1,113 @@
+"""One line a request, with its id in whatever else is logged on its behalf, and nothing that a client could forge."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from urllib.parse import urlsplit
+
+import pytest
+
+from nanovllm_server.http.app import create_app
+
+PROGRAM = """
+import logging, sys
+from structlog.contextvars import bind_contextvars
+from nanovllm_server.observability.logs import configure_logs, get_logger
+configure_logs(sys.argv[1], "info")
+bind_contextvars(request_id="the-one")
+get_logger("nanovllm").info("request", status=200)
+logging.getLogger("somebody.else").warning("hm")
+try:
+    secret = "do not tell"
+    1 / 0
+except ZeroDivisionError:
+    get_logger("nanovllm").exception("failed")
+"""
+
+
+class Recorder:
+    """A logger that keeps what it is told."""
+
+    def __init__(self):
+        self.lines = []
+
+    def _note(self, event, **facts):
+        self.lines.append({"event": event, **facts})
+
+    debug = info = warning = error = exception = _note
+
+
+@pytest.fixture
+def recorder(service) -> Recorder:
+    service.logger = Recorder()
+    return service.logger
+
+
+@pytest.fixture
+def client(recorder, service):
+    return create_app(service).test_client()
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_every_line_has_the_id(log_format):
+    done = subprocess.run([sys.executable, "-c", PROGRAM, log_format], capture_output=True, text=True, check=True)
+    assert "do not tell" not in done.stderr
+    if log_format == "json":
+        lines = [json.loads(line) for line in done.stderr.splitlines()]
+        assert [line["event"] for line in lines] == ["request", "hm", "failed"]
+        assert all(line["request_id"] == "the-one" for line in lines)
+        assert "ZeroDivisionError" in lines[-1]["exception"]
+    else:
+        assert done.stderr.count("the-one") == 3
+
+
+async def test_a_request_is_one_line(post, recorder):
+    await (await post(n=2, max_tokens=3, request_id="mine")).get_data()
+    (line,) = recorder.lines
+    assert 0 <= line["queue_seconds"] <= line["ttft_seconds"] <= line["seconds"] + 0.001
+    expected = {
+        "event": "request",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "status": 200,
+        "request_id": "mine",
+        "prompt_tokens": 8,
+        "cached_tokens": 8,
+        "completion_tokens": 6,
+        "finish_reason": "length,length",
+    }
+    assert {name: line[name] for name in expected} == expected
+
+
+async def test_a_refusal_is_one_line_too(post, recorder):
+    assert (await post(temperature=9)).status_code == 400
+    (line,) = recorder.lines
+    assert (line["status"], line["path"]) == (400, "/v1/chat/completions")
+
+
+async def test_a_path_can_not_pretend_to_be_a_line(recorder, service, serve_at):
+    async with serve_at(create_app(service)) as url:
+        parts = urlsplit(url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        path = b"/a%0d%0aERROR%1b[31m" + b"x" * 1000
+        writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 404")
+        writer.close()
+    (line,) = recorder.lines
+    assert line["path"].startswith("/a%0d%0aERROR%1b")
+    assert len(line["path"]) == 200
+
+
+async def test_unknown_fields_are_named_shortly(post, recorder):
+    await post(**{"x" * 1000: 1, "a\nb": 2})
+    line = recorder.lines[0]
+    assert line["fields"] == ["x" * 80, "a\nb"]
+
+
+async def test_prompts_only_when_asked_for(post, recorder, service):
+    await post(messages=[{"role": "user", "content": "a secret"}])
+    assert "secret" not in repr(recorder.lines)
+    service.log_prompts = True
+    await post(messages=[{"role": "user", "content": "a secret"}], request_id="mine")
+    assert {"event": "prompt", "request_id": "mine", "text": "<|start|>user:a secret"} in recorder.lines

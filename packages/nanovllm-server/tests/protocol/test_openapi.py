@@ -1,0 +1,192 @@
+"""The description of the API says what the reader of requests does, and what the routes are."""
+
+import copy
+
+import jsonschema_rs
+import pytest
+
+from nanovllm_server.protocol.description import describe
+from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.protocol.field_reader import FieldReader
+from nanovllm_server.protocol.openapi import DESCRIPTIONS, EXAMPLES
+from nanovllm_server.protocol.request import Limits, SamplingDefaults, read_chat_request
+
+LIMITS, DEFAULTS = Limits(max_model_len=512, vocab_size=320, max_sequences=8), SamplingDefaults()
+METHODS = {"get", "post"}
+
+
+@pytest.fixture
+async def document(client):
+    response = await client.get("/openapi.json")
+    assert response.status_code == 200
+    assert response.headers["Content-Type"] == "application/json"
+    return await response.get_json()
+
+
+@pytest.fixture
+def properties(document):
+    return document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+
+
+def validator(document, name):
+    return jsonschema_rs.Draft202012Validator(
+        {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+    )
+
+
+def test_every_route_is_there_and_nothing_else(document, app):
+    routes = {(rule.rule, method.lower()) for rule in app.url_map.iter_rules() for method in rule.methods}
+    described = {(path, method) for path, item in document["paths"].items() for method in item}
+    assert described == {(path, method) for path, method in routes if method in METHODS}
+
+
+def test_every_reference_leads_somewhere(document):
+    def follow(value):
+        match value:
+            case {"$ref": reference}:
+                here = document
+                for step in reference.removeprefix("#/").split("/"):
+                    here = here[step]
+            case dict():
+                for inner in value.values():
+                    follow(inner)
+            case list():
+                for inner in value:
+                    follow(inner)
+
+    follow(document)
+    for name in document["components"]["schemas"]:
+        validator(document, name)
+
+
+async def test_a_key_is_asked_for_where_it_is_needed(service, document):
+    from nanovllm_server.http.app import create_app
+
+    chat = ("paths", "/v1/chat/completions", "post")
+    assert "security" not in document[chat[0]][chat[1]][chat[2]]
+    assert "securitySchemes" not in document["components"]
+    service.api_keys = ("secret",)
+    response = await create_app(service).test_client().get("/openapi.json")
+    assert response.status_code == 200
+    locked = await response.get_json()
+    assert locked["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
+    asking = {path for path, item in locked["paths"].items() for method in item.values() if "security" in method}
+    assert asking == {"/v1/chat/completions", "/v1/models"}
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("max_tokens", {"type": ["integer", "null"], "minimum": 1}),
+        ("temperature", {"type": ["number", "null"], "minimum": 0, "maximum": 2}),
+        ("top_p", {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1}),
+        ("n", {"type": ["integer", "null"], "minimum": 1, "maximum": 8}),
+        ("model", {"type": "string", "minLength": 1}),
+        ("cache_salt", {"type": ["string", "null"], "maxLength": 256}),
+        (
+            "stop_token_ids",
+            {"type": ["array", "null"], "maxItems": 64, "items": {"type": "integer", "minimum": 0, "maximum": 319}},
+        ),
+    ],
+)
+def test_ranges_are_those_of_the_reader(properties, name, schema):
+    assert {key: value for key, value in properties[name].items() if key != "description"} == schema
+
+
+def test_what_is_refused_whatever_it_says_is_not_there(properties):
+    assert not {"guided_json", "logits_processors", "audio"} & set(properties)
+
+
+def test_descriptions_are_of_fields_that_are_there(properties):
+    assert set(DESCRIPTIONS) <= set(properties)
+    for name, text in DESCRIPTIONS.items():
+        assert properties[name]["description"] == text
+
+
+def test_what_is_required(document):
+    request = document["components"]["schemas"]["ChatCompletionRequest"]
+    assert request["required"] == ["model", "messages"]
+    message = request["properties"]["messages"]["items"]
+    # An assistant that calls tools needs no content.
+    assert message["required"] == ["role"]
+    assert message["properties"]["tool_calls"]["items"]["required"] == ["function"]
+    assert request["properties"]["tools"]["items"]["required"] == ["type", "function"]
+
+
+def leaves(value, steps=()):
+    """The way to every value in an example that is no object or array."""
+    match value:
+        case dict():
+            for key, inner in value.items():
+                yield from leaves(inner, (*steps, key))
+        case list():
+            for index, inner in enumerate(value):
+                yield from leaves(inner, (*steps, index))
+        case _:
+            yield steps
+
+
+CHANGES = [(name, steps) for name, example in EXAMPLES.items() for steps in leaves(example)]
+
+
+@pytest.mark.parametrize(("name", "steps"), CHANGES, ids=str)
+@pytest.mark.parametrize("value", [None, 7, True, "?", [], {}], ids=repr)
+def test_what_the_schema_refuses_the_reader_refuses(document, name, steps, value):
+    """And what the reader takes the schema takes: a client that follows the document misses nothing."""
+    example = copy.deepcopy(EXAMPLES[name])
+    here = example
+    for step in steps[:-1]:
+        here = here[step]
+    here[steps[-1]] = value
+    try:
+        read_chat_request(FieldReader(example), LIMITS, DEFAULTS)
+    except ApiError:
+        return
+    validator(document, "ChatCompletionRequest").validate(example)
+
+
+def test_the_examples_are_good(document):
+    content = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    for example in content["examples"].values():
+        assert example["value"]["model"] == "scripted"
+        validator(document, "ChatCompletionRequest").validate(example["value"])
+
+
+def test_a_bad_example_is_no_description():
+    with pytest.raises(ApiError):
+        describe(lambda body: read_chat_request(body, LIMITS, DEFAULTS), [{"model": "m", "messages": []}])
+
+
+def test_a_field_may_be_read_in_two_ways():
+    def read(body):
+        if isinstance(body.raw("choice"), dict):
+            body.child("choice").text("name")
+        else:
+            body.one_of("choice", ("auto", "none"))
+
+    schema = describe(read, [{"choice": "auto"}, {"choice": {"name": "f"}}])
+    assert schema["properties"]["choice"] == {
+        "anyOf": [
+            {"type": "string", "enum": ["auto", "none"]},
+            {"type": "object", "properties": {"name": {"type": ["string", "null"]}}},
+            {"type": "null"},
+        ]
+    }
+
+
+def test_a_field_that_two_look_at_is_what_the_closer_look_says():
+    def read(body):
+        body.raw("a")
+        body.integer("a", 1)
+        body.raw("a")
+        inner = body.child("b")
+        return None if inner is None else inner.boolean("c")
+
+    schema = describe(read, [{}, {"b": {"c": True}}])
+    assert schema == {
+        "type": "object",
+        "properties": {
+            "a": {"type": ["integer", "null"], "minimum": 1},
+            "b": {"type": ["object", "null"], "properties": {"c": {"type": ["boolean", "null"]}}},
+        },
+    }
