@@ -108,7 +108,7 @@ def tell(walker):
         for _ in range(count):
             tokens, finished = walker.draw(grammar, random, goals)
             schemas = None if tools is None else tools.schemas
-            parser = model_format.parser(prompt, schemas, apart=constraint.apart)
+            parser = model_format.parser(prompt, schemas, calls_only_at_start=constraint.calls_only_at_start)
             detokenizer = Detokenizer(walker.vocabulary, model_format.tags(schemas))
             pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]
             told = Told("".join(pieces), finished)

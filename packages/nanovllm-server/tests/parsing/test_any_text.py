@@ -28,14 +28,14 @@ def answers(draw):
     return form, "".join(draw(st.lists(st.one_of(word, word, cut_word), max_size=30)))
 
 
-@given(answer=answers(), begun=st.booleans(), apart=st.booleans(), data=st.data())
-def test_the_cut_makes_no_difference(listen, answer, begun, apart, data):
+@given(answer=answers(), begun=st.booleans(), calls_only_at_start=st.booleans(), data=st.data())
+def test_the_cut_makes_no_difference(listen, answer, begun, calls_only_at_start, data):
     form, text = answer
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = listen(form, [text], begun=begun, apart=apart)
-    assert listen(form, pieces, begun=begun, apart=apart) == whole
-    assert listen(form, text, begun=begun, apart=apart) == whole
+    whole = listen(form, [text], begun=begun, calls_only_at_start=calls_only_at_start)
+    assert listen(form, pieces, begun=begun, calls_only_at_start=calls_only_at_start) == whole
+    assert listen(form, text, begun=begun, calls_only_at_start=calls_only_at_start) == whole
 
 
 @given(answer=answers())
@@ -52,9 +52,9 @@ def test_apart_calls_are_what_an_answer_begins_with(listen, answer):
     alone = ChatFormat(None, form.tool_calls)
     begins = [form.tool_calls.begin, getattr(form.tool_calls, "call_begin", "{")]
     if getattr(form.tool_calls, "bare", True) and text.lstrip(" \n").startswith(tuple(begins)):
-        assert listen(alone, text, apart=True) == listen(alone, text)
+        assert listen(alone, text, calls_only_at_start=True) == listen(alone, text)
     elif not text.lstrip(" \n").startswith(form.tool_calls.begin):
-        assert listen(alone, text, apart=True) == listen(alone, text, tools=None)
+        assert listen(alone, text, calls_only_at_start=True) == listen(alone, text, tools=None)
 
 
 @given(answer=answers())
