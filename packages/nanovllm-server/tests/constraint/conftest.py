@@ -1,4 +1,4 @@
-"""The default model's tokens, and answers drawn at random from what a grammar allows."""
+"""Fixtures: random answers that a grammar allows, in the default model's tokens."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""A harness that feeds a parser whole, by characters and cut at every point, and reads what it said."""
+"""Fixtures that feed a parser with an answer as a whole, by characters, and cut at every point."""
 
 from dataclasses import dataclass, field
 

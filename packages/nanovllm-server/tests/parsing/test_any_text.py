@@ -1,4 +1,4 @@
-"""Any text at all: no exception, the same whatever the cut, nothing lost where nothing is a call, in linear time."""
+"""Random text: no exception, the same events for any pieces, no text lost, linear time."""
 
 from dataclasses import fields
 
@@ -29,7 +29,7 @@ def answers(draw):
 
 
 @given(answer=answers(), begun=st.booleans(), calls_only_at_start=st.booleans(), data=st.data())
-def test_the_cut_makes_no_difference(listen, answer, begun, calls_only_at_start, data):
+def test_events_do_not_depend_on_the_pieces(listen, answer, begun, calls_only_at_start, data):
     form, text = answer
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -39,7 +39,7 @@ def test_the_cut_makes_no_difference(listen, answer, begun, calls_only_at_start,
 
 
 @given(answer=answers())
-def test_what_is_no_call_comes_back_unchanged(listen, answer):
+def test_text_that_is_no_call_is_unchanged(listen, answer):
     form, text = answer
     said = listen(ChatFormat(None, form.tool_calls), text)
     if not said.calls:
@@ -47,7 +47,7 @@ def test_what_is_no_call_comes_back_unchanged(listen, answer):
 
 
 @given(answer=answers())
-def test_apart_calls_are_what_an_answer_begins_with(listen, answer):
+def test_calls_only_at_start_are_read_only_there(listen, answer):
     form, text = answer
     alone = ChatFormat(None, form.tool_calls)
     begins = [form.tool_calls.begin, getattr(form.tool_calls, "call_begin", "{")]
@@ -67,7 +67,7 @@ def test_reasoning_loses_whitespace_and_tags_only(listen, answer):
 
 
 @given(text=st.text(max_size=60))
-def test_plain_text_is_plain(listen, text):
+def test_text_without_a_format_is_unchanged(listen, text):
     form = ChatFormat(None, None)
     assert listen(form, text).content == text
 
@@ -75,7 +75,7 @@ def test_plain_text_is_plain(listen, text):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_long_text_takes_its_length_in_time(listen, name, begun):
+def test_parsing_takes_linear_time(listen, name, begun):
     # Twice as long as what takes most, if anything takes the square of it, takes minutes.
     size = 100_000
     begin = FORMS[name].tool_calls.begin
