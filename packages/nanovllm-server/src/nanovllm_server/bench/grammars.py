@@ -26,12 +26,7 @@ _TEXT: JSON = {"type": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarsJob:
-    """Options of a run.
-
-    model: None for the first model that the server lists.
-    num_streams: simultaneous streams, an even number.
-    output_len: tokens of each answer.
-    """
+    """Options of a run. model: None for the first one that the server lists. num_streams: must be even."""
 
     endpoint: Endpoint
     model: str | None
@@ -207,12 +202,7 @@ def _body(model: str, text: str, max_tokens: int, schema: JSON) -> JSON:
 
 
 def _object(properties: dict[str, JSON]) -> JSON:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def people() -> JSON:

@@ -30,11 +30,7 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Service:
-    """One model, its engine, and everything that serves it.
-
-    names: names that requests may use for the model.
-    request_timeout_s: longest time for any request; None for no limit.
-    """
+    """One model, its engine, and everything that serves it. names: names that requests may use for the model."""
 
     engine: Engine
     renderer: Renderer

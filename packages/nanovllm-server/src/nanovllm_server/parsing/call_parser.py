@@ -23,10 +23,7 @@ Sink = Callable[[str], None]
 
 
 class CallReader(ABC, Generic[Format]):
-    """Reads the calls of one answer from `source` and reports them to `report`.
-
-    tools: functions that the model may call.
-    """
+    """Reads the calls of one answer from `source` and reports them. tools: functions that the model may call."""
 
     def __init__(self, form: Format, source: Source, report: Report, tools: Tools):
         self.form = form
@@ -41,10 +38,7 @@ class CallReader(ABC, Generic[Format]):
 
     @abstractmethod
     def call(self, *, wrapped: bool) -> Reading[bool]:
-        """Reads one call. Returns False, with nothing reported, if the text is no call.
-
-        wrapped: the format's opening tag came before.
-        """
+        """Reads one call. Returns False, with nothing reported, if there is none. wrapped: the opening tag was read."""
 
     def block(self, fallback: Sink) -> Reading[bool]:
         """Reads the calls that begin with one of `begins`. Returns False if there is none; `fallback` gets its text."""

@@ -17,12 +17,10 @@ Read: TypeAlias = Callable[[FieldReader], object]
 
 
 def describe(read: Read, examples: Sequence[dict[str, JSON]]) -> Schema:
-    """The schema of the objects that `read` accepts.
+    """The schema of the objects that `read` accepts. Raises ApiError if `read` refuses an example.
 
-    examples: objects that `read` accepts. Nested objects and arrays are described if an example contains them.
+    Nested objects and arrays are described if an example contains them.
     A field is required if `read` refuses the examples without it.
-
-    Raises ApiError if `read` refuses an example.
     """
     root = _Node()
     for example in examples:
@@ -36,11 +34,8 @@ def describe(read: Read, examples: Sequence[dict[str, JSON]]) -> Schema:
 
 @dataclass(slots=True)
 class _Node:
-    """What was recorded of the objects at one path.
-
-    fields: alternative schemas of each field.
-    below: the objects in each field.
-    required: fields that all examples need; None before the first example.
+    """The alternative schemas of each field of an object, the objects in each field, and the fields that all examples
+    need (None before the first example).
     """
 
     fields: dict[str, list[Schema]] = field(default_factory=dict[str, list[Schema]])

@@ -52,12 +52,7 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         ],
         "tools": [WEATHER],
     },
-    "a function that must be called": {
-        "model": "MODEL",
-        "messages": ASKING,
-        "tools": [WEATHER],
-        "tool_choice": NAMED,
-    },
+    "a function that must be called": {"model": "MODEL", "messages": ASKING, "tools": [WEATHER], "tool_choice": NAMED},
     "functions that may be called": {
         "model": "MODEL",
         "messages": ASKING,

@@ -106,12 +106,7 @@ class Envelope:
         return body
 
     def chunk(
-        self,
-        choices: list[ChunkChoice],
-        usage: CompletionUsage | None,
-        *,
-        with_usage: bool,
-        with_prompt: bool = False,
+        self, choices: list[ChunkChoice], usage: CompletionUsage | None, *, with_usage: bool, with_prompt: bool = False
     ) -> ChatCompletionChunk:
         """One chunk of a streamed answer. with_usage, with_prompt: add the field `usage`, `prompt_token_ids`."""
         chunk: ChatCompletionChunk = {

@@ -167,12 +167,7 @@ class _Reader:
             if "number" in named:
                 named = [kind for kind in named if kind != "integer"]
             shapes = tuple(dict.fromkeys(shape for kind in named for shape in TYPES[str(kind)]))
-        readers = (
-            (NUMBERS, self.numbers),
-            (TEXTS, self.texts),
-            (ARRAYS, self.arrays),
-            (OBJECTS, self.objects),
-        )
+        readers = ((NUMBERS, self.numbers), (TEXTS, self.texts), (ARRAYS, self.arrays), (OBJECTS, self.objects))
         limits: list[Shape] = list(ANY_VALUE)
         for keywords, reader in readers:
             if not any(keyword in self.schema for keyword in keywords):

@@ -85,12 +85,10 @@ ANYTHING = Repeat(ANY, 0, None)
 
 @lru_cache(maxsize=1024)
 def parse(pattern: str, *, any_engine: bool = False) -> Node:
-    """Parses `pattern` into a tree that keeps its anchors.
+    """Parses `pattern` into a tree that keeps its anchors. Raises RegexError if it is invalid or not supported.
 
     Regex engines disagree about `\\d`, `\\w`, `\\s` and `.` beyond ASCII.
     any_engine: the tree matches a character if at least one engine does; otherwise, if all engines do.
-
-    Raises RegexError if the pattern is invalid or not supported.
     """
     if len(pattern) > MAX_PATTERN:
         raise RegexError(f"it has {len(pattern)} character_class, at most {MAX_PATTERN} are supported")
@@ -292,7 +290,7 @@ class _Parser:
 
 
 def full_match(tree: Node) -> Node:
-    """Returns a tree without anchors that matches the whole of every string in which `tree` is found.
+    """A tree without anchors that matches the whole of every string in which `tree` is found.
 
     Raises RegexError if an anchor is neither at the start nor at the end of the pattern.
     """

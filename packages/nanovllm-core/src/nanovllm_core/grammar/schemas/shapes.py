@@ -1,6 +1,7 @@
 """Shapes: descriptions of values of one JSON type. A schema allows the values of any of its shapes.
 
 Items and properties refer to their schemas by number, so that recursive schemas have finite shapes.
+Bounds and counts that are None are no limit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -42,10 +43,9 @@ class Constant(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Number(Shape):
-    """Numbers between bounds.
+    """Numbers from `low` to `high`.
 
     integer: only numbers without a fraction.
-    low, high: bounds; None for no bound.
     open_low, open_high: whether the range excludes the bound.
     multiples: each number is a multiple of all of these.
     """
@@ -61,12 +61,9 @@ class Number(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Text(Shape):
-    """Strings of `low` to `high` code points.
+    """Strings of `low` to `high` code points, without those in `excluded`.
 
-    high: None for no limit.
-    patterns: each is found in the string.
-    absent_patterns: none is found in the string.
-    excluded: strings that are left out.
+    patterns, absent_patterns: each of the former and none of the latter is found in the string.
     format: strings are written in this format; other strings are valid too. None for no format.
     """
 
@@ -80,7 +77,7 @@ class Text(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """`low` to `high` items are valid against `item`. high: None for no limit."""
+    """`low` to `high` items are valid against `item`."""
 
     item: Conj
     low: int
@@ -89,11 +86,10 @@ class Contains:
 
 @dataclass(frozen=True, slots=True)
 class Array(Shape):
-    """Arrays of `low` to `high` items. high: None for no limit.
+    """Arrays of `low` to `high` items, which are distinct if `unique`.
 
     prefix: schemas of the first items.
     rest: schemas of all other items.
-    unique: items are distinct.
     rest_is_declared: `rest` comes from a keyword, so that unevaluatedItems does not apply.
     """
 
@@ -108,13 +104,11 @@ class Array(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Object(Shape):
-    """Objects of `low` to `high` properties. high: None for no limit.
+    """Objects of `low` to `high` properties, whose names are valid against `names`.
 
     properties: schemas by name.
-    required: names of properties that must be present.
     patterns: schemas by a pattern that is found in the name.
     rest: schemas of all other properties; None if no keyword gives them.
-    names: schemas of all names.
     """
 
     properties: tuple[tuple[str, Conj], ...] = ()

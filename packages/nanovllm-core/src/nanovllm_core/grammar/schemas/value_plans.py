@@ -54,13 +54,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers between bounds.
-
-    integer: only integers.
-    low, high: bounds; None for no bound.
-    open_low, open_high: whether the range excludes the bound.
-    multiple: each number is a multiple of it; None for any number.
-    """
+    """Numbers between bounds; fields as in `shapes.Number`. multiple: all numbers are multiples of it; None for any."""
 
     integer: bool
     low: Fraction | None
@@ -89,11 +83,10 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """Objects of `low` to `high` properties.
+    """Objects of `low` to `high` properties (None for no limit).
 
     named: properties in the order in which they are written: name, schemas of the value, whether it is required.
     others: further properties: pattern of the name (None for any name), schemas of the value.
-    high: None for no limit.
     """
 
     named: tuple[tuple[str, Conj, bool], ...]

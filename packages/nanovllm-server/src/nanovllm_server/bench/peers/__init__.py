@@ -48,11 +48,8 @@ class GGUF:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The engine to compare to.
+    """The engine to compare to: `python` runs the module `peer_<name>.py`, with `environment` in addition to ours.
 
-    name: of the module `peer_<name>.py`.
-    python: interpreter that runs it.
-    environment: variables in addition to ours.
     gguf: None except for llama.cpp.
     """
 
