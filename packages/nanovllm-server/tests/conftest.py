@@ -40,7 +40,7 @@ MAX_MODEL_LEN = 512
 
 
 def make_backend() -> Tokenizer:
-    """One token a byte, and the multi-byte pieces that merging a few of them gives."""
+    """A vocabulary with one token per byte, and a few merged tokens."""
     vocab = dict(BYTES_OF_CHARACTERS)
     vocab["he"] = 256
     vocab["Ġt"] = 257
@@ -53,7 +53,7 @@ def make_backend() -> Tokenizer:
 
 @dataclass
 class ScriptedTokenizer:
-    """The tokenizer that the renderer sees. Its template knows every role but "tool", and the value `opening`."""
+    """The renderer's tokenizer. Its template supports every role except "tool", and the variable `opening`."""
 
     backend: Tokenizer
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -83,7 +83,7 @@ class ScriptedTokenizer:
 
 
 class ScriptedEngine(Engine):
-    """Answers every request with the bytes of `reply`, one a token, `burst` an output, and then ends it."""
+    """Answers every request with the bytes of `reply`: one byte per token, `burst` tokens per output."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -157,7 +157,7 @@ class ScriptedEngine(Engine):
             self._tasks[key].cancel()
 
     def _tell(self, request: Request) -> list[tuple[int, PromptLogprobs]]:
-        """Of each token of the prompt that it is the second likeliest, after the one with the next id."""
+        """Log-probabilities in which each prompt token is the second likeliest, after the token with the next id."""
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
             return []
@@ -245,7 +245,7 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Te
 
 
 class Witness:
-    """Around the application: sees every answer, to hold it to the contract."""
+    """Wraps the application, and checks every response against the contract."""
 
     def __init__(self, app: ASGIFramework):
         self._app = app
@@ -291,7 +291,7 @@ def client(app: Quart):
 
 @pytest.fixture
 def post(client) -> Callable[..., Any]:
-    """Send a chat completion: fields over those of a small good one."""
+    """Sends a chat completion; the given fields replace those of a small valid request."""
 
     async def post(headers: dict[str, str] | None = None, **fields: Any):
         body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -325,5 +325,5 @@ async def url(app: Quart) -> AsyncIterator[str]:
 
 @pytest.fixture
 def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
-    """The same with an application of the test's own, or other settings."""
+    """Serves the test's own application, or other settings, behind a real socket."""
     return behind_a_socket

@@ -57,7 +57,7 @@ class LLM:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has asked about still has its entry."""
+    """Whether a process has ended; a zombie counts as ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -67,7 +67,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def bench(tmp_path):
-    """Run a program on the tiny model; its status, and what it wrote as JSON."""
+    """Runs a program on the tiny model. Returns its exit status and its JSON."""
 
     def run(program: str, *arguments: str):
         model = tmp_path / "tiny"
@@ -83,7 +83,7 @@ def bench(tmp_path):
 
 @pytest.fixture
 def vllm(tmp_path):
-    """Flags for a peer that has `VLLM`, and a way to read what it was told."""
+    """Flags for a peer with `VLLM`, and a function that reads the arguments that it got."""
     (tmp_path / "vllm.py").write_text(VLLM)
     record = tmp_path / "record"
     flags = ["--peer", "vllm", "--peer-env", f"PYTHONPATH={tmp_path}", "--peer-env", f"RECORD={record}"]
@@ -161,7 +161,7 @@ def test_transformers_does_the_same_work(bench, capsys):
 
 
 def test_batches_of_transformers_are_timed_as_one(monkeypatch):
-    """First tokens after 1 s, and after 1 more when the first batch is done: 2 s for these alone."""
+    """The prompts of each of two batches take 1 s, so that the first tokens take 2 s."""
     from nanovllm_server.bench.peers import peer_transformers
 
     times = iter([[0.0], [0.0], [1.0, 2.0, 4.0], [5.0, 6.0]])

@@ -34,7 +34,7 @@ def job(url) -> ServeJob:
 
 @asynccontextmanager
 async def answering(answer: bytes):
-    """A server that says only this, and the endpoint it is at."""
+    """A server that always sends the same bytes; yields its endpoint."""
 
     async def handle(reader, writer):
         await reader.readuntil(b"\r\n\r\n")

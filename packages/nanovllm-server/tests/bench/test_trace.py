@@ -36,7 +36,7 @@ def figures(tmp_path, path, *flags: str):
 
 @pytest.fixture
 def steps(tmp_path):
-    """Steps of 1,000 us on the device, each 2 us behind the one before but the last, which the host was late for."""
+    """Steps of 1,000 us on the device, 2 us apart, except for the last one, which the host launched late."""
     lines: list[str] = []
     begin = 0.0
     for step in range(5):

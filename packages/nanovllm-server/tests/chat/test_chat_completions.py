@@ -9,7 +9,7 @@ from nanovllm_server.protocol.response import Clock
 
 
 def events(data: bytes) -> list[dict]:
-    """The JSON of each event; checks the frame around them."""
+    """The JSON of each event; also checks the format of the stream."""
     assert data.endswith(b"data: [DONE]\n\n")
     lines = [line for line in data.decode().split("\n\n") if line and not line.startswith(":")]
     return [json.loads(line.split("data: ", 1)[1]) for line in lines[:-1]]
@@ -83,7 +83,7 @@ async def test_tokens_that_are_ready_together_are_one_chunk(post, engine):
 
 
 def joined(chunks, index=0):
-    """One choice of a stream as a whole answer has it."""
+    """One choice of a stream in the form of a complete answer."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == index]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     return {

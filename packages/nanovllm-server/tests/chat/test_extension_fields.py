@@ -12,7 +12,7 @@ def events(data: bytes) -> list[dict]:
 
 
 async def both(post, **fields):
-    """The whole answer's choices, and those of a stream put together; with all chunks."""
+    """The choices of a complete answer, the joined choices of a stream, and all its chunks."""
     whole = await (await post(**fields)).get_json()
     chunks = events(await (await post(**fields, stream=True)).get_data())
     streamed = []

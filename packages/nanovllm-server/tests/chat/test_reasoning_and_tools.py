@@ -44,7 +44,7 @@ ANSWERS = {
 
 @pytest.fixture
 def speak(engine, service, vocabulary):
-    """Let the model write in a format."""
+    """Sets the model's format and its answer."""
 
     def speak(form, reply):
         service.model_format = ModelFormat(form, vocabulary)
@@ -61,7 +61,7 @@ async def sdk(url):
 
 @pytest.fixture
 def ask(post):
-    """The choice of a whole answer, its calls without their ids."""
+    """The choice of a complete answer, with its calls' ids removed."""
 
     async def ask(**fields):
         response = await post(**{"tools": TOOLS, **fields})
@@ -91,7 +91,7 @@ def chunks_of(data):
 
 
 def joined(chunks):
-    """A stream as the whole answer has it, by what the contract says of deltas."""
+    """Joins the deltas of a stream into the form of a complete answer."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     message = {"refusal": None, **choices[0]["delta"]}

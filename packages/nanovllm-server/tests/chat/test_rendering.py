@@ -18,7 +18,7 @@ CONVERSATION = (Message(role="developer", content="be brief"), Message(role="use
 
 
 class TemplateTokenizer:
-    """Characters for tokens, and a function for a template."""
+    """A tokenizer whose tokens are characters and whose template is a function."""
 
     def __init__(self, template):
         self._template = template
@@ -65,7 +65,7 @@ CALLS = (
 
 
 class CallTokenizer(TemplateTokenizer):
-    """A template that writes calls too, and fails at what it doesn't take."""
+    """A template that writes calls too, and fails for unsupported arguments."""
 
     def __init__(self, write_call):
         self._write_call = write_call

@@ -12,7 +12,7 @@ STOPS = st.lists(st.text(alphabet=st.sampled_from("ab😀"), min_size=1, max_siz
 
 
 def first_stop(text, stops):
-    """Where the stop string that ends first begins, found the slow way."""
+    """The position of the stop string that ends first, found by brute force."""
     for end in range(len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):

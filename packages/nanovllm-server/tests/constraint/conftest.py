@@ -25,7 +25,7 @@ LENGTH = 400
 
 @dataclass
 class Told:
-    """What an answer said, as the parser reads it."""
+    """The parts of an answer, as the parser reads it."""
 
     text: str
     finished: bool
@@ -38,7 +38,7 @@ class Told:
 
 
 class Walker:
-    """Draws answers under a grammar with the default model's tokens."""
+    """Draws random answers that a grammar allows, in the default model's tokens."""
 
     def __init__(self, path):
         self.tokenizer = load_tokenizer(path)
@@ -53,7 +53,7 @@ class Walker:
         ]
 
     def draw(self, grammar: Grammar, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
-        """Tokens that the grammar allows, often on the way to one of `goals`, and whether they came to an end."""
+        """Returns random tokens that the grammar allows, often towards one of `goals`, and whether it ended."""
         matcher = grammar.start()
         masks = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
         plans = [self.tokenizer.encode(goal, add_special_tokens=False).tolist() for goal in goals]
@@ -95,7 +95,7 @@ def walker() -> Walker:
 
 @pytest.fixture
 def tell(walker):
-    """Draw answers to a request, and say what the parser reads in each."""
+    """Draws answers to a request, and parses each."""
 
     def tell(form, prompt="", *, count, seed=0, goals=(), **fields):
         model_format = ModelFormat(form, walker.vocabulary)

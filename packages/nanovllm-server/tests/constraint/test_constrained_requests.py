@@ -38,7 +38,7 @@ def speak(engine, service, vocabulary):
 
 @pytest.fixture
 def grammar(post, engine):
-    """The grammar that a request is held to."""
+    """The grammar that the engine gets for a request."""
 
     async def grammar(**fields):
         response = await post(**fields)

@@ -166,7 +166,7 @@ async def test_hostile_text_is_not_parsed_as_html(tab, engine):
 
 
 async def test_policy_blocks_injected_html(tab):
-    """If a line of the page ever did take text for HTML, the browser would refuse it."""
+    """If the page's code ever parsed text as HTML, the browser would refuse it."""
     refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()"
     assert await tab.value(refused) == "TypeError"
     tab.problems.clear()
@@ -242,7 +242,7 @@ async def test_figures_are_the_engines(tab, engine):
 
 
 async def test_both_colour_schemes_and_small_screens(tab):
-    """Words stand out from what is behind them, and nothing hangs over the edge."""
+    """Text contrasts with its background, and nothing overflows the screen."""
     await ask(tab, "hi")
     await answered(tab)
     for dark in (False, True):

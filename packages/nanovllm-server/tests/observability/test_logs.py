@@ -27,7 +27,7 @@ except ZeroDivisionError:
 
 
 class Recorder:
-    """A logger that keeps what it is told."""
+    """A logger that records its calls."""
 
     def __init__(self):
         self.lines = []

@@ -34,7 +34,7 @@ TOOLS = {
 
 @dataclass
 class Said:
-    """What an answer said, and each call as its name, its arguments and, unless it is whole, "cut"."""
+    """The parts of an answer. Each call is its name, its arguments and, if it is incomplete, "cut"."""
 
     reasoning: str = ""
     content: str = ""
@@ -80,13 +80,13 @@ def check_all(form, text, expected, **options) -> None:
 
 @pytest.fixture(scope="session")
 def listen():
-    """What was said, of pieces."""
+    """Parses an answer that comes in pieces."""
     return hear
 
 
 @pytest.fixture(scope="session")
 def check():
-    """Check a case: its text, then the reasoning, the content and the calls in it."""
+    """Checks a case: a text, and its reasoning, content and calls."""
 
     def check(form, text, reasoning="", content="", calls=(), **options):
         check_all(form, text, Said(reasoning, content, list(calls)), **options)

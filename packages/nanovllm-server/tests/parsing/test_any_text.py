@@ -14,14 +14,14 @@ OTHER_BITS = [*" \n<>`;/", "ping", "search", "query", "exact", "True", "Ã©", "ðŸ
 
 
 def words(form: ChatFormat) -> list[str]:
-    """The words of a format and what might stand between them."""
+    """The tags of a format, and texts that may be between them."""
     tags = [getattr(part, field.name) for part in (form.reasoning, form.tool_calls) for field in fields(part)]
     return [*(tag for tag in tags if isinstance(tag, str) and tag), *JSON_BITS, *OTHER_BITS]
 
 
 @st.composite
 def answers(draw):
-    """A format and text of its own words, some of them cut short."""
+    """A format, and random text of its tags, some of which are incomplete."""
     form = FORMS[draw(st.sampled_from(sorted(FORMS)))]
     word = st.sampled_from(words(form))
     cut_word = st.builds(lambda text, end: text[:end], word, st.integers(1, 12))

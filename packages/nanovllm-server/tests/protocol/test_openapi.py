@@ -114,7 +114,7 @@ def test_required_fields_are_documented(document):
 
 
 def leaves(value, steps=()):
-    """The way to every value in an example that is no object or array."""
+    """The names and indices that lead to each scalar in an example."""
     match value:
         case dict():
             for key, inner in value.items():
@@ -132,7 +132,7 @@ CHANGES = [(name, steps) for name, example in EXAMPLES.items() for steps in leav
 @pytest.mark.parametrize(("name", "steps"), CHANGES, ids=str)
 @pytest.mark.parametrize("value", [None, 7, True, "?", [], {}], ids=repr)
 def test_schema_and_reader_refuse_the_same_values(document, name, steps, value):
-    """And what the reader takes the schema takes: a client that follows the document misses nothing."""
+    """Neither accepts a value that the other refuses."""
     example = copy.deepcopy(EXAMPLES[name])
     here = example
     for step in steps[:-1]:

@@ -41,7 +41,7 @@ SHIFT = 8
 
 
 def install(profile: Path) -> tuple[str, dict[str, str]]:
-    """A browser's executable, and the environment that it runs in. Fetches it, where it isn't there yet.
+    """A browser's executable and its environment. Downloads the browser if it is not there.
 
     profile: a folder that it has to itself.
     """
@@ -71,7 +71,7 @@ def install(profile: Path) -> tuple[str, dict[str, str]]:
 
 @dataclass
 class Page:
-    """A tab. problems: what its console and the network had to complain of. requested: the addresses it asked for."""
+    """A tab. problems: errors of its console and of the network. requested: addresses that it requested."""
 
     connection: websockets.ClientConnection
     session: str = ""
@@ -81,7 +81,7 @@ class Page:
     _waiting: dict[int, asyncio.Future] = field(default_factory=dict)
 
     async def read(self) -> None:
-        """Take what the browser says, until it is gone."""
+        """Reads the browser's messages until it ends."""
         async for data in self.connection:
             message = json.loads(data)
             if "id" in message:
@@ -110,7 +110,7 @@ class Page:
         return answer["result"]
 
     async def attach(self) -> None:
-        """Make the tab, and hear of what happens in it."""
+        """Creates the tab, and subscribes to its events."""
         target = await self.command("Target.createTarget", url="about:blank")
         attached = await self.command("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self.session = attached["sessionId"]
@@ -118,12 +118,12 @@ class Page:
             await self.command(f"{domain}.enable")
 
     async def open(self, url: str) -> None:
-        """Go there, and wait until all of it is there."""
+        """Opens a page, and waits until it is loaded."""
         await self.command("Page.navigate", url=url)
         await self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     async def value(self, expression: str) -> Any:
-        """What a JavaScript expression is."""
+        """The value of a JavaScript expression."""
         result = await self.command("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -139,7 +139,7 @@ class Page:
             raise AssertionError(f"never came true: {expression}\n{self.problems}\n{shown}") from None
 
     async def type(self, text: str) -> None:
-        """Type into what has the focus."""
+        """Types into the focused element."""
         await self.command("Input.insertText", text=text)
 
     async def press(self, key: str, *, shift: bool = False) -> None:
@@ -157,7 +157,7 @@ class Page:
             await self.command("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     async def screen(self, width: int, height: int, *, scale: float = 1, dark: bool = False) -> None:
-        """Be of that size, in CSS pixels, and of that colour scheme."""
+        """Sets the size in CSS pixels and the colour scheme."""
         await self.command(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
         )
@@ -165,13 +165,13 @@ class Page:
         await self.command("Emulation.setEmulatedMedia", features=[scheme])
 
     async def screenshot(self) -> bytes:
-        """What is seen, as a PNG."""
+        """A screenshot as a PNG."""
         return base64.b64decode((await self.command("Page.captureScreenshot", format="png"))["data"])
 
 
 @asynccontextmanager
 async def page() -> AsyncIterator[Page]:
-    """A tab of a browser of its own."""
+    """A tab of a new browser."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         executable, environment = await asyncio.to_thread(install, Path(profile))
         # It sees nothing but loopback, and inside containers its sandbox can't be set up.

@@ -216,7 +216,7 @@ WHOLE = {"/v1/chat/completions": "ChatCompletion", "/v1/models": "ModelList", "/
 
 
 def check_body(name: str, data: bytes | str) -> Any:
-    """The JSON in `data`. Raises when it is none, or not what OpenAI and our own description call by that name."""
+    """The JSON in `data`. Raises if it is invalid under OpenAI's or our own schema of that name."""
     ADAPTERS[name].validate_json(data)
     body = json.loads(data)
     VALIDATORS[name].validate(body)
@@ -224,7 +224,7 @@ def check_body(name: str, data: bytes | str) -> Any:
 
 
 def check(exchange: Exchange) -> None:
-    """Hold an answer of the server to the contract. Raises ValueError or AssertionError when it breaks it."""
+    """Checks a response against the contract. Raises ValueError or AssertionError if it violates the contract."""
     streamed = exchange.content_type.startswith("text/event-stream")
     if exchange.method == "HEAD" or not (exchange.complete or streamed):
         return
@@ -244,7 +244,7 @@ def check(exchange: Exchange) -> None:
 
 
 def check_stream(data: bytes, *, complete: bool) -> None:
-    """The same for a stream of events, or what has come of one."""
+    """Checks a stream of events, or the received part of one, against the contract."""
     blocks = data.decode(errors="strict" if complete else "ignore").split("\n\n")
     rest = blocks.pop()
     assert not (complete and rest), rest

@@ -1,4 +1,4 @@
-"""What schemas become: texts that their grammars permit and don't, and refusals by keyword and place."""
+"""Converted schemas: texts that their grammars accept and reject, and errors that name keyword and place."""
 
 import json
 import random

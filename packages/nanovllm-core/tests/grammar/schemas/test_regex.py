@@ -1,4 +1,4 @@
-"""Patterns: what xgrammar permits of them is what re finds, and formats are what checkers of them take."""
+"""Grammars of patterns accept the strings that `re` finds, and grammars of formats accept valid values."""
 
 import itertools
 import json
@@ -71,7 +71,7 @@ def permits(compiled: xgrammar.Grammar, text: str) -> bool:
 
 
 def takes(compiled: xgrammar.Grammar, text: bytes) -> bool:
-    """Of bytes, which need not be text."""
+    """Whether the grammar accepts bytes, which need not be UTF-8."""
     vocabulary = xgrammar.TokenizerInfo([bytes((byte,)) for byte in range(256)], stop_token_ids=[])
     matcher = xgrammar.GrammarMatcher(
         xgrammar.GrammarCompiler(vocabulary).compile_grammar(compiled), terminate_without_stop_token=True
@@ -174,7 +174,7 @@ def test_lengths_of_patterns():
     ("low", "high"), [(0, 3), (2, 3), (3, 3), (0, 128), (120, 128), (0, 129), (3, None), (128, None), (129, None)]
 )
 def test_lengths_of_strings(low, high):
-    """In every size of UTF-8, and in nothing that is none."""
+    """Checks characters of every size in UTF-8, and invalid bytes."""
     tree = limit(regex.narrow(regex.ANYTHING, PLAIN), low, high)
     compiled = grammar(tree)
     if max(low, high or 0) <= MAX_COUNTED:

@@ -92,7 +92,7 @@ def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperat
 
 
 async def stream_chat(endpoint: Endpoint, request: JSON, on_piece: Callable[[float], None] | None = None) -> Answer:
-    """Send a request that asks for a stream with usage, and read the answer. Raises ExchangeError.
+    """Sends a request for a stream with usage, and reads the answer. Raises ExchangeError.
 
     on_piece: called with the time of each piece when the piece arrives.
     """

@@ -36,7 +36,7 @@ class ModelFormat:
         return self._reasoning_tags if tools is None else self._tags
 
     def opening(self, prompt: str) -> Opening:
-        """Where the end of `prompt` leaves the answer with respect to reasoning."""
+        """Whether the answer to `prompt` begins within reasoning, has none, or may begin with it."""
         reasoning = self.chat_format.reasoning
         if reasoning is None or prompt.rstrip().endswith(reasoning.end):
             return "over"

@@ -59,7 +59,7 @@ def add_flags(program: argparse.ArgumentParser, key_variable: str) -> None:
 
 
 def job_from(options: argparse.Namespace, key: str | None) -> "InterferenceJob":
-    """What the flags ask for. key: API key of all servers. Raises BenchError if a URL is not a base URL."""
+    """The options of a run from the flags. key: API key of all servers. Raises BenchError for an invalid base URL."""
     from nanovllm_server.bench.client import parse_base_url
     from nanovllm_server.bench.interference.program import InterferenceJob
     from nanovllm_server.bench.interference.situations import InterferenceSettings

@@ -17,7 +17,7 @@ from nanovllm_server.bench.report import BenchError, keep, machine, one_line, sh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferenceJob:
-    """What to measure.
+    """The options of a run.
 
     endpoints: servers by label, measured one after the other. model: None for the first model that a server lists.
     json: file for all figures, or None.

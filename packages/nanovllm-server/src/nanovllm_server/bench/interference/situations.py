@@ -32,7 +32,7 @@ class InterferenceSettings:
 
 @dataclass(slots=True)
 class CaseResult:
-    """What one case measured on one server, over all its repetitions.
+    """The figures of one case on one server, over all its repetitions.
 
     figures: by name, which ends in its unit unless it counts something; NaN if no request was answered.
     ttfts_ms: every measured time to the first token, by kind of request.

@@ -40,7 +40,7 @@ class Sizes:
     turn_interval_ms: float
 
     def describe(self, case: str) -> str:
-        """What happens in a case, in one line."""
+        """A description of a case in one line."""
         turns = f"{self.turn_len:,} tokens appended to {self.conversation_len:,} cached ones"
         return {
             "long-alone": f"one prompt of {self.long_len:,} tokens, alone",
