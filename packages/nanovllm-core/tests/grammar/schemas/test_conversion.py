@@ -171,7 +171,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_permitted(name):
+def test_grammar_accepts_valid_and_rejects_invalid_texts(name):
     schema, permitted, forbidden = CASES[name]
     compiled = grammar(schema)
     validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -213,7 +213,7 @@ def test_what_is_permitted(name):
         (False, "", "schema"),
     ],
 )
-def test_what_is_refused(schema, place, keyword):
+def test_unsupported_schema_names_place_and_keyword(schema, place, keyword):
     with pytest.raises(SchemaError) as caught:
         convert_schema(schema, "tools[2].function.parameters")
     assert caught.value.place == "tools[2].function.parameters" + place
@@ -286,7 +286,7 @@ def test_large_schemas_compile(schema):
     assert time.perf_counter() - begin < 10
 
 
-def test_text_that_is_no_utf_8_is_not_permitted():
+def test_invalid_utf_8_is_rejected():
     for schema in ({**STRING, "maxLength": 3}, {**STRING, "pattern": "^[^a]{1,3}$"}, {**STRING, "pattern": "."}):
         compiled = grammar(schema)
         assert permits(compiled, '"é€😀"')
@@ -323,7 +323,7 @@ def test_numbers_between_any_bounds():
                     raise AssertionError((schema, text, "is not permitted"))
 
 
-def test_counts_of_properties():
+def test_number_of_properties_is_limited():
     rng = random.Random(6)
     for _ in range(40):
         names = "abcd"[: rng.randrange(1, 5)]
@@ -344,7 +344,7 @@ def test_counts_of_properties():
             assert permits(compiled, json.dumps(value)) == valid, (schema, value)
 
 
-def test_the_result_can_be_written_and_is_checked_again():
+def test_converted_schema_survives_a_json_round_trip():
     for schema, *_ in CASES.values():
         written = convert_schema(schema, "schema")
         assert orjson.loads(orjson.dumps(written)) == written

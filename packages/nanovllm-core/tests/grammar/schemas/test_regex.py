@@ -123,12 +123,12 @@ def test_patterns_are_found(pattern):
         "[b-a]",
     ],
 )
-def test_patterns_that_are_refused(pattern):
+def test_unsupported_patterns_are_refused(pattern):
     with pytest.raises(regex.RegexError):
         regex.parse(pattern)
 
 
-def test_braces_that_count_nothing_are_themselves():
+def test_braces_without_counts_are_literal():
     assert search.is_found(regex.parse("^a{x}$"), "a{x}")
     assert search.is_found(regex.parse("^a{1,9999999}$"), "a{1,9999999}")
 
@@ -139,14 +139,14 @@ def test_assertions_in_the_middle_are_refused(pattern):
         whole(pattern)
 
 
-def test_classes_beyond_ascii_have_what_every_engine_agrees_on():
+def test_classes_match_what_all_engines_agree_on():
     for pattern, text in ((r"^\w$", "é"), (r"^\d$", "٣"), (r"^\S$", "\x85"), (r"^.$", "\u2028"), (r"^[^\w]$", "é")):
         assert not search.is_found(regex.parse(pattern), text)
     assert search.is_found(regex.parse(r"^\S$"), "é")
     assert search.is_found(regex.parse(r"^\w$", any_engine=True), "é")
 
 
-def test_all_but_some():
+def test_all_but_excludes_strings():
     rng = random.Random(3)
     for _ in range(20):
         left_out = {"".join(rng.choices("abc", k=rng.randrange(0, 4))) for _ in range(rng.randrange(1, 6))}
@@ -211,7 +211,7 @@ def test_lengths_of_values_are_left_to_the_engine(low, high):
 
 
 @pytest.mark.parametrize(("pattern", "low", "high"), [("^[a-z]*$", 33, 500), ("^a[a-z]*$", 0, 500), ("^a*$", 3, None)])
-def test_other_values_are_not(pattern, low, high):
+def test_other_lengths_are_not_left_to_the_engine(pattern, low, high):
     tree = limit(whole(pattern), low, high)
     assert parse_bounded_pattern(write_value(tree)) is None
     assert write_value(tree) == write(tree)
