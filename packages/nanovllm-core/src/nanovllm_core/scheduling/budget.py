@@ -49,12 +49,16 @@ class StepLimits(NamedTuple):
 
 
 class StepBudget:
-    """What a step still has for prompts."""
+    """What a step still has for prompts.
 
-    def __init__(self, limits: StepLimits, model: StepTimeModel, decodes: StepWork, block_size: int):
+    decodes: the step's work without prompts.
+    unit: chunks that do not end their prompt end at a multiple of so many tokens.
+    """
+
+    def __init__(self, limits: StepLimits, model: StepTimeModel, decodes: StepWork, unit: int):
         self._limits = limits
         self._model = model
-        self._block_size = block_size
+        self._unit = unit
         # With the pairs of all chunks, none in whole rounds.
         self._work = decodes
         self._chunks: list[tuple[int, int]] = []
@@ -76,8 +80,8 @@ class StepBudget:
     def chunk(self, start: int, end: int) -> int:
         """Tokens to compute of a prompt whose first `start` of `end` tokens are computed.
 
-        All that remain, or up to a block boundary; 0 after a chunk that did not get all. The step's first chunk has at
-        least a block, so that prompts never starve beside slow decodes.
+        All that remain, or up to a multiple of the unit; 0 after a chunk that did not get all. The step's first chunk
+        has at least one unit, so that prompts never starve beside slow decodes.
         """
         if self.is_full:
             return 0
@@ -88,16 +92,16 @@ class StepBudget:
 
     def _sized(self, start: int, end: int, limit_s: float) -> int:
         """`chunk` for a step that takes at most `limit_s`."""
-        size = self._block_size
+        unit = self._unit
         seconds = limit_s - self._model.predict(self._work)
         most = min(self._num_tokens_left, end - start, self._model.chunk_tokens(start, seconds))
         num_tokens = self._within_limit(start, int(most), limit_s)
         if not self._chunks:
-            num_tokens = max(num_tokens, min(self._num_tokens_left, end - start, size))
+            num_tokens = max(num_tokens, min(self._num_tokens_left, end - start, unit))
         if start + num_tokens < end:
-            num_tokens = (start + num_tokens) // size * size - start
-        # Rounds shorter than a block, as a CPU has them, are no reason to cut.
-        if self._limits.rounds.num_tokens >= size:
+            num_tokens = (start + num_tokens) // unit * unit - start
+        # Rounds shorter than a unit, as a CPU has them, are no reason to cut.
+        if self._limits.rounds.num_tokens >= unit:
             num_tokens = self._within_rounds(start, num_tokens, end, limit_s)
             num_tokens = self._evened(start, num_tokens, end)
         return max(num_tokens, 0)
@@ -140,7 +144,7 @@ class StepBudget:
         # A part of the last round takes as long as all of it: the next step computes the whole.
         if is_last and round_before <= 0:
             return 0
-        ends = range(start + round_before, start + num_tokens, self._block_size)
+        ends = range(start + round_before, start + num_tokens, self._unit)
         num_fitting = bisect_left(
             ends, True, key=lambda each: each > start and not self._fits(start, each - start, limit_s)
         )
@@ -158,10 +162,10 @@ class StepBudget:
         return self._round_before(start, num_tokens) if is_idle and not is_short else num_tokens
 
     def _round_before(self, start: int, num_tokens: int) -> int:
-        """Tokens of the chunk up to the last block boundary before its last round."""
-        even, size = self._limits.rounds.num_tokens, self._block_size
+        """Tokens of the chunk before its last round, up to a multiple of the unit."""
+        even, unit = self._limits.rounds.num_tokens, self._unit
         rounds = -(-num_tokens // even)
-        return (start + (rounds - 1) * even) // size * size - start
+        return (start + (rounds - 1) * even) // unit * unit - start
 
     def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
         """Whether the step keeps within `limit_s` with such a chunk that attends in whole rounds of the device."""

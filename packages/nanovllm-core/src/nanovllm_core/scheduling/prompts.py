@@ -14,6 +14,8 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 # Waiting requests that are considered for a step.
 WINDOW = 64
+# Chunks end at multiples of this number of tokens, or of shorter blocks. With longer units more of a step is padding.
+CHUNK_UNIT = 16
 # After so many steps a request that lacked blocks is looked up again: it may share blocks that others hold by now.
 RETRY_STEPS = 16
 
@@ -78,7 +80,7 @@ class PromptScheduler:
             candidates += self._waiting()
         if not candidates:
             return
-        budget = StepBudget(self._limits, self._model, decodes, self._cache.block_size)
+        budget = StepBudget(self._limits, self._model, decodes, min(self._cache.block_size, CHUNK_UNIT))
         candidates.sort(key=self._order)
         most_urgent = request_class(candidates[0].request)
         oldest = min(
