@@ -191,7 +191,7 @@ def _refusal(status: int, body: Any) -> tuple[Verdict, str, str]:
         return "broken", detail, ""
     if code in ("context_length_exceeded", "invalid_grammar"):
         return "limit", detail, ""
-    if code == "invalid_value" and "must be a schema that takes an object" in message:
+    if code == "invalid_value" and "must be a schema that allows an object" in message:
         return "no object", detail, ""
     if code in ("unsupported_schema", "invalid_value") and names_keyword(message):
         return "refused", detail, ""

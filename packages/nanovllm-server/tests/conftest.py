@@ -1,4 +1,4 @@
-"""A server whose engine is a script: everything above the engine is real."""
+"""Fixtures: the real server with a scripted engine."""
 
 import asyncio
 import contextlib

@@ -1,8 +1,4 @@
-"""An OpenAI-compatible chat completions server over the nanovllm engine.
-
-The only package that knows text and HTTP: messages come in, token ids go to the engine, tokens come back and leave as
-server-sent events or as one JSON body.
-"""
+"""An OpenAI-compatible chat completions server for the nanovllm engine: converts between text and token ids."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""`python -m nanovllm_server` is `nanovllm-server`."""
+"""Runs `nanovllm-server` for `python -m nanovllm_server`."""
 
 import sys
 

@@ -1,7 +1,4 @@
-"""The command line of `nanovllm-server`: flags in, settings out. Whatever fails at the start is one line on stderr.
-
-Imports little, so that --help and a wrong flag are answered at once.
-"""
+"""The command line of `nanovllm-server`. Imports torch and the server late, so that --help responds at once."""
 
 import argparse
 import asyncio
@@ -24,99 +21,99 @@ REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
-# There when a container or machine has a GPU; asking torch would take seconds.
+# Exists on machines and in containers with a GPU. Importing torch to ask it would take seconds.
 NVIDIA = Path("/dev/nvidiactl")
 MOST_WORKERS = 4
 CORES_PER_WORKER = 4
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The parser of the flags."""
     flags = argparse.ArgumentParser(
         prog="nanovllm-server",
-        description="Serve a language model over HTTP, the way OpenAI's chat completions do.",
+        description="Serve a language model over HTTP with an OpenAI-compatible chat completions API.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = flags.add_argument
-    add("model", nargs="?", type=Path, help="checkpoint directory; without it, a small model that comes along")
+    add("model", nargs="?", type=Path, help="checkpoint directory; without it, a small bundled model")
     add("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
     http = flags.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on")
     http.add_argument("--port", type=_integer(0, 65535), default=8000, help="port to listen on; 0 for any free one")
-    http.add_argument("--served-model-name", nargs="+", help="names that requests may call the model by")
+    http.add_argument("--served-model-name", nargs="+", help="names that requests may use for the model")
     http.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
-        help=f"key that requests must bring; may be given several times; better in a file or as {KEY_VARIABLE}",
+        help=f"key that requests must send; repeat for several keys; safer in a file or in {KEY_VARIABLE}",
     )
-    http.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with further keys, one a line")
+    http.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with further keys, one per line")
     http.add_argument("--http-workers", type=_integer(1), help="processes that serve HTTP; by device and cores")
     http.add_argument("--max-queue", type=_integer(0), default=1024, help="sequences that may wait; more get a 429")
     http.add_argument(
         "--max-body-mib", type=_integer(1, 1024), default=16, help="size of a request's body; larger ones get a 413"
     )
     http.add_argument(
-        "--request-timeout", type=_seconds, metavar="SECONDS", help="most that any request may take; more get a 504"
+        "--request-timeout", type=_seconds, metavar="SECONDS", help="longest time of a request; then it gets a 504"
     )
     http.add_argument(
         "--drain-timeout",
         type=_seconds,
         default=30.0,
         metavar="SECONDS",
-        help="what running requests may still take when the server is told to stop",
+        help="time that running requests have to end when the server is told to stop",
     )
     http.add_argument("--chat-template", help="Jinja template to use instead of the model's, or a file with it")
     http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how the model reasons")
     http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="how the model calls tools")
     model = flags.add_argument_group("model")
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs")
-    model.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
+    model.add_argument("--dtype", choices=DTYPES, default="auto", help="dtype of weights and activations")
     model.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
-    model.add_argument("--seed", type=int, default=0, help="base of the seeds of requests that bring none")
+    model.add_argument("--seed", type=int, default=0, help="base of the seeds of requests without a seed")
     model.add_argument(
-        "--attention-backend", choices=("auto", "torch", "triton", "flash"), default="auto", help="kernels"
+        "--attention-backend", choices=("auto", "torch", "triton", "flash"), default="auto", help="attention kernels"
     )
     engine = flags.add_argument_group("engine")
-    engine.add_argument("--max-model-len", type=_integer(1), help="most tokens of a request, prompt and output")
-    engine.add_argument("--max-num-seqs", type=_integer(1), help="most requests running at once")
+    engine.add_argument("--max-model-len", type=_integer(1), help="most tokens of a request's prompt and output")
+    engine.add_argument("--max-num-seqs", type=_integer(1), help="most sequences that run at once")
     engine.add_argument("--max-num-batched-tokens", type=_integer(1), help="most tokens computed in a step")
     engine.add_argument(
         "--target-step-ms",
         type=float,
         metavar="MS",
-        help="longest time of a step with prompts and decodes; smaller: smoother streams, slower prompts",
+        help="longest time of a step with prompts and decodes; a shorter one makes streams smoother, prompts slower",
     )
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
     engine.add_argument("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
-    engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
-    engine.add_argument("--state-dtype", choices=STATE_DTYPES, default="float32", help="of what recurrent layers keep")
+    engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
+    engine.add_argument("--state-dtype", choices=STATE_DTYPES, default="float32", help="dtype of recurrent states")
     engine.add_argument(
         "--block-size", type=int, choices=(16, 32, 64, 128), help="tokens per KV block; by the attention kernels"
     )
     engine.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
-    engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, that nobody can forge")
+    engine.add_argument("--multi-tenant", action="store_true", help="SHA-256 prefix hashes, which can't be forged")
     engine.add_argument(
         "--graph-mode",
         choices=("auto", *GRAPH_MODES),
         default="auto",
-        help="steps replayed from CUDA graphs",
+        help="which steps are replayed from CUDA graphs",
     )
     engine.add_argument("--no-compile", action="store_true", help="no torch.compile between attention operators")
     engine.add_argument("--depth", type=int, choices=(1, 2), help="steps in flight; by default 2 on a GPU")
     logs = flags.add_argument_group("logs")
-    logs.add_argument("--trace", type=Path, metavar="FILE", help="write the engine's steps there, for Perfetto")
-    logs.add_argument("--log-format", choices=("text", "json"), default="text", help="for people or for machines")
-    logs.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least shown")
-    logs.add_argument("--log-prompts", action="store_true", help="write what people say to the model into the log")
+    logs.add_argument("--trace", type=Path, metavar="FILE", help="write the engine's steps to FILE, for Perfetto")
+    logs.add_argument("--log-format", choices=("text", "json"), default="text", help="format of the log")
+    logs.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level")
+    logs.add_argument("--log-prompts", action="store_true", help="write rendered prompts to the log")
     return flags
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server; returns the exit status: 0 stopped, 1 failed, 2 told something that can't be."""
+    """Runs the server. Returns the exit status: 0 after a stop, 1 after a failure, 2 for invalid settings."""
     options = parser().parse_args(arguments)
 
-    # From here on it takes a while.
+    # These imports take seconds.
     from nanovllm_core import ConfigError, EngineDeadError
     from nanovllm_models.errors import ModelError
     from nanovllm_server.observability.logs import configure_logs
@@ -135,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings(options: argparse.Namespace) -> "Settings":
-    """What the flags say, and the environment. Raises SettingsError."""
+    """The settings from the flags and the environment. Raises SettingsError."""
     from nanovllm_core import EngineConfig
     from nanovllm_server.settings import Settings, check_keys, read_keys
 
@@ -187,7 +184,7 @@ def settings(options: argparse.Namespace) -> "Settings":
 
 
 def _http_workers(device: str) -> int:
-    # On a CPU every core is worth more to the model. A GPU makes tokens faster than one process can send them.
+    # On a CPU, the model needs every core. A GPU generates tokens faster than one process can send them.
     if device == "cpu" or not NVIDIA.exists():
         return 1
     return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // CORES_PER_WORKER))

@@ -1,4 +1,4 @@
-"""What the server is told at its start, and the model's own advice on sampling. This room must not know argparse."""
+"""The server's settings, and the model's recommended sampling parameters."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +15,24 @@ from nanovllm_server.protocol.request import SamplingDefaults
 
 
 class SettingsError(ValueError):
-    """A setting that can't be honoured, in one line."""
+    """A setting is invalid. The message has one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that the command line says.
+    """The settings from the command line and the environment.
 
-    model: a checkpoint directory or file; None for the model that comes with the project. names: under which requests
-    may ask for it; None for its own. api_keys: any of which lets in; none of them lets in everybody. http_workers:
-    processes that serve HTTP. chat_template: see `read_template`. max_queue: sequences that may wait beyond those that
-    the engine runs at once. request_timeout_s: what a request may take; None for as long as it does. drain_s: what
-    running requests may still take when the server is told to stop. log_prompts: write what people say to the model
-    into the log. dtype: of the model; None for the checkpoint's own, `engine` leaves it open. reasoning_parser,
-    tool_call_parser: the format's name or "none"; None for what the model's template says.
+    model: checkpoint directory or file; None for the bundled model.
+    names: names that requests may use for the model; None for its directory's name.
+    api_keys: accepted keys; empty: no key is needed.
+    http_workers: number of processes that serve HTTP.
+    dtype: dtype of the model; None for the checkpoint's. `engine` has none.
+    chat_template: see `read_template`; None for the model's.
+    reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect it from the template.
+    max_queue: sequences that may wait in addition to those that the engine runs.
+    request_timeout_s: longest time of a request; None for no limit.
+    drain_s: time that running requests have when the server is told to stop.
+    log_prompts: log rendered prompts.
     """
 
     model: Path | None
@@ -53,7 +57,7 @@ class Settings:
 
 
 def read_template(given: str) -> str:
-    """A chat template: `given` itself if it looks like one, else what is in the file of that name.
+    """Returns a chat template: `given` itself if it has a brace or a line break, else the text of the file `given`.
 
     Raises SettingsError.
     """
@@ -63,16 +67,16 @@ def read_template(given: str) -> str:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The API keys in a file, one a line; empty lines and those that begin with # are none. Raises SettingsError."""
+    """Reads API keys, one per line. Empty lines and lines that begin with # are skipped. Raises SettingsError."""
     lines = [line.strip() for line in _read(path, "the API keys in").splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise SettingsError(f"{path} has no API key: write one a line")
+        raise SettingsError(f"{path} has no API key: write one per line")
     return keys
 
 
 def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The same. Raises SettingsError, which shows none, when one of them can't come in a header."""
+    """Returns `keys`. Raises SettingsError, which shows no key, if a key can't be sent in a header."""
     if not all(key.isascii() and key.isprintable() and key == key.strip() != "" for key in keys):
         raise SettingsError("an API key must be printable ASCII, not empty, and without spaces around it")
     return keys
@@ -86,7 +90,7 @@ def _read(path: Path, what: str) -> str:
 
 
 def sampling_defaults(model: Path) -> SamplingDefaults:
-    """The defaults that `generation_config.json` in the model's directory advises. Raises SettingsError."""
+    """The defaults from `generation_config.json` in the model's directory. Raises SettingsError."""
     path = model / "generation_config.json"
     if not path.is_file():
         return SamplingDefaults()
@@ -94,10 +98,10 @@ def sampling_defaults(model: Path) -> SamplingDefaults:
         values = cast(JSON, orjson.loads(path.read_bytes()))
     except orjson.JSONDecodeError as error:
         raise SettingsError(f"{path} is not valid JSON: {error}") from error
-    advice = values if isinstance(values, dict) else {}
+    recommended = values if isinstance(values, dict) else {}
 
     def number(name: str, default: float) -> float:
-        value = advice.get(name)
+        value = recommended.get(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -105,7 +109,7 @@ def sampling_defaults(model: Path) -> SamplingDefaults:
         return float(value)
 
     fallback = SamplingDefaults()
-    greedy = advice.get("do_sample") is False
+    greedy = recommended.get("do_sample") is False
     defaults = SamplingDefaults(
         temperature=0.0 if greedy else number("temperature", fallback.temperature),
         top_p=number("top_p", fallback.top_p),
@@ -120,7 +124,7 @@ def sampling_defaults(model: Path) -> SamplingDefaults:
             top_k=defaults.top_k,
             min_p=defaults.min_p,
             repetition_penalty=defaults.repetition_penalty,
-        ).validate(vocab_size=0)  # it names no tokens
+        ).validate(vocab_size=0)  # These parameters contain no token ids.
     except RequestError as error:
         raise SettingsError(f"{path}: {error}") from error
     return defaults

@@ -1,4 +1,4 @@
-"""The command line of `nanovllm-bench`: what it asks for, refuses and says at once."""
+"""Flags of `nanovllm-bench`: defaults, parsing and errors."""
 
 import subprocess
 import sys
@@ -28,19 +28,19 @@ def test_help_imports_nothing_slow():
     assert "None" not in done.stdout
 
 
-def test_lengths_are_one_number_or_a_range():
+def test_lengths_parse_as_a_number_or_a_range():
     options = cli.parser().parse_args(["throughput", "--input-len", "7", "--output-len", "3..5"])
     assert (options.input_len, options.output_len) == (Lengths(7, 7), Lengths(3, 5))
 
 
-def test_defaults_are_nano_bench():
+def test_throughput_defaults_to_nano_bench():
     options = cli.parser().parse_args(["throughput"])
     assert options.num_requests == 256
     assert options.input_len == options.output_len == Lengths(100, 1024)
     assert (options.temperature, options.prefix_len, options.peer) == (0.6, 0, "none")
 
 
-def test_loads_are_lists():
+def test_serve_takes_several_rates_and_concurrencies():
     options = cli.parser().parse_args(["serve", "--rate", "1.5", "inf", "--concurrency", "4", "8"])
     assert options.rate == [1.5, None]
     assert options.concurrency == [4, 8]
@@ -64,7 +64,7 @@ def test_loads_are_lists():
         [],
     ],
 )
-def test_nonsense_is_refused(arguments, capsys):
+def test_invalid_flags_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as refused:
         cli.main(arguments)
     assert refused.value.code == 2
@@ -97,6 +97,6 @@ def test_kernels_are_measured(tmp_path, capsys):
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:8000", "ftp://host/v1", "http://", "http://host:99999/v1", "http://host/?a"]
 )
-def test_a_url_that_is_none_is_refused(url, capsys):
+def test_invalid_base_url_is_refused(url, capsys):
     assert cli.main(["serve", url]) == 1
     assert url in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`throughput`, `latency` and `prefill`, on a model that is only a config.json, and peers in processes of their own."""
+"""`throughput`, `latency` and `prefill` with random weights, and peers in their own processes."""
 
 import importlib.util
 import json
@@ -90,7 +90,7 @@ def vllm(tmp_path):
     return flags, lambda: [json.loads(line) for line in record.read_text().splitlines()]
 
 
-def test_throughput_makes_every_token(bench, tmp_path, capsys):
+def test_throughput_generates_every_token(bench, tmp_path, capsys):
     plot = tmp_path / "plot.png"
     work = ("--num-requests", "6", "--input-len", "5..20", "--output-len", "3..9", "--repeat", "2")
     status, result = bench("throughput", *work, "--plot", str(plot))
@@ -107,7 +107,7 @@ def test_throughput_makes_every_token(bench, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_steps_are_traced_for_who_asks(bench, tmp_path, capsys):
+def test_trace_flag_writes_every_step(bench, tmp_path, capsys):
     trace, figures = tmp_path / "steps.json", tmp_path / "figures.json"
     assert bench("latency", "--batch", "1", "--output-len", "6", "--repeat", "1", "--trace", str(trace))[0] == 0
     capsys.readouterr()
@@ -121,7 +121,7 @@ def test_steps_are_traced_for_who_asks(bench, tmp_path, capsys):
     assert found["rest"] is None
 
 
-def test_a_trace_that_cannot_be_written_is_refused(bench, tmp_path, capsys):
+def test_unwritable_trace_file_is_refused(bench, tmp_path, capsys):
     file = tmp_path / "none" / "steps.json"
     assert bench("latency", "--batch", "1", "--repeat", "1", "--trace", str(file)) == (2, None)
     assert capsys.readouterr().err.startswith(
@@ -129,7 +129,7 @@ def test_a_trace_that_cannot_be_written_is_refused(bench, tmp_path, capsys):
     )
 
 
-def test_latency_is_a_case_a_batch(bench):
+def test_latency_has_one_case_per_batch(bench):
     status, result = bench("latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "6", "--repeat", "1")
     assert status == 0
     assert [case["output_tokens"] for case in result["cases"]] == [6, 18]
@@ -139,7 +139,7 @@ def test_latency_is_a_case_a_batch(bench):
         assert case["nanovllm"]["rate"] == pytest.approx(made / (run["last"] - run["first"]))
 
 
-def test_prefill_counts_prompts(bench):
+def test_prefill_reports_prompt_tokens(bench):
     status, result = bench("prefill", "--num-requests", "3", "--input-len", "100", "--repeat", "1")
     assert status == 0
     (case,) = result["cases"]
@@ -174,7 +174,7 @@ def test_batches_of_transformers_are_timed_as_one(monkeypatch):
     assert run == {"num_tokens": 7, "first": 2.0, "last": 6.0}
 
 
-def test_vllm_is_left_its_own_limits(bench, vllm):
+def test_vllm_chooses_limits_that_are_not_given(bench, vllm):
     flags, told = vllm
     work = ("--num-requests", "3", "--input-len", "5", "--output-len", "7..9", "--repeat", "2")
     status, result = bench("throughput", *work, *flags)
@@ -197,7 +197,7 @@ def test_vllm_is_left_its_own_limits(bench, vllm):
     assert first["temperature"] == 0.6
 
 
-def test_vllm_is_told_the_limits_that_were_given(bench, vllm):
+def test_vllm_gets_the_given_limits(bench, vllm):
     flags, told = vllm
     limits = ("--max-model-len", "200", "--max-num-seqs", "5", "--max-num-batched-tokens", "64")
     limits += ("--state-dtype", "bfloat16")
@@ -212,7 +212,7 @@ def test_vllm_is_told_the_limits_that_were_given(bench, vllm):
     assert len({run["prompts"][0]["cache_salt"] for run in runs}) == 3
 
 
-def test_first_token_of_vllm_takes_a_run_of_its_own(bench, vllm):
+def test_first_tokens_of_vllm_take_an_extra_run(bench, vllm):
     flags, told = vllm
     status, result = bench("latency", "--batch", "2", "--output-len", "60", "--repeat", "1", *flags)
     assert status == 0
@@ -222,7 +222,7 @@ def test_first_token_of_vllm_takes_a_run_of_its_own(bench, vllm):
     assert result["cases"][0]["peer"]["rate"] == pytest.approx(118 / (run["last"] - run["first"]))
 
 
-def test_how_vllm_is_to_route_can_be_said(bench, vllm):
+def test_peer_env_selects_the_routing_of_vllm(bench, vllm):
     flags, told = vllm
     flags = [*flags, "--peer-env", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=normal_routing"]
     assert bench("throughput", "--num-requests", "1", "--input-len", "5", "--output-len", "2", *flags)[0] == 0
@@ -230,7 +230,7 @@ def test_how_vllm_is_to_route_can_be_said(bench, vllm):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
-def test_a_peer_that_fails_is_quoted(bench, capsys):
+def test_failed_peer_shows_the_end_of_its_stderr(bench, capsys):
     status, result = bench("prefill", "--input-len", "8", "--peer", "vllm")
     assert (status, result) == (1, None)
     error = capsys.readouterr().err
@@ -238,7 +238,7 @@ def test_a_peer_that_fails_is_quoted(bench, capsys):
     assert error.endswith("ModuleNotFoundError: No module named 'vllm'\n")
 
 
-def test_a_peer_that_ends_early_is_a_failure(bench, vllm, tmp_path, capsys):
+def test_peer_that_ends_early_is_a_failure(bench, vllm, tmp_path, capsys):
     (tmp_path / "vllm.py").write_text(
         VLLM.replace(
             "        return [",
@@ -253,7 +253,7 @@ def test_a_peer_that_ends_early_is_a_failure(bench, vllm, tmp_path, capsys):
     )
 
 
-def test_what_a_peer_leaves_behind_is_ended(bench, vllm, tmp_path, capsys):
+def test_processes_of_a_peer_are_killed_after_it(bench, vllm, tmp_path, capsys):
     # A process that was forked holds the pipe that we read.
     left = "import time\npid = os.fork()\nif not pid: time.sleep(600)\nkeep(pid=pid)\nraise RuntimeError('no GPU')\n"
     (tmp_path / "vllm.py").write_text(VLLM + left)
@@ -264,18 +264,18 @@ def test_what_a_peer_leaves_behind_is_ended(bench, vllm, tmp_path, capsys):
     assert is_gone(record["pid"])
 
 
-def test_a_peer_needs_an_interpreter(bench, tmp_path, capsys):
+def test_missing_interpreter_of_a_peer_is_an_error(bench, tmp_path, capsys):
     status, _ = bench("prefill", "--input-len", "8", "--peer", "vllm", "--peer-python", str(tmp_path / "none"))
     assert status == 1
     assert f"{tmp_path / 'none'}: No such file" in capsys.readouterr().err
 
 
-def test_work_that_does_not_fit_is_refused_before_anyone_starts(bench, capsys):
+def test_requests_beyond_the_context_are_refused_before_the_peer_starts(bench, capsys):
     status, _ = bench("prefill", "--input-len", "256", "--peer", "vllm", "--peer-python", sys.executable)
     assert status == 1
     assert "257 tokens don't fit into a context of 256" in capsys.readouterr().err
 
 
-def test_a_model_that_is_none_is_one_line(tmp_path, capsys):
+def test_invalid_model_is_a_one_line_error(tmp_path, capsys):
     assert cli.main(["throughput", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -24,7 +24,7 @@ def job(url, engine) -> GrammarsJob:
     )
 
 
-async def test_each_mix_has_its_streams(job, engine):
+async def test_each_mix_sends_its_streams(job, engine):
     engine.compiling_s = 0.005
     model, mixes = await grammars.measure(job)
     assert model == "scripted"
@@ -51,7 +51,7 @@ async def test_schemas_that_are_refused_are_counted(job, engine):
     assert mixes[2].refused > 0
 
 
-async def test_answers_that_end_early_are_no_figures(job, engine):
+async def test_answers_that_end_early_are_an_error(job, engine):
     engine.endless, engine.reply = False, [*b"ab"]
     with pytest.raises(BenchError, match="ended early"):
         await grammars.measure(job)

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer: what it is asked to compute, over a stand-in for its Python package."""
+"""llama.cpp as a peer, with a stand-in for its Python package."""
 
 import importlib.util
 import json
@@ -177,7 +177,7 @@ def test_llama_cpp_ends_each_request_at_its_length(bench):
     assert chains == [[0.5, "dist"]] * wanted
 
 
-def test_weights_are_made_once(bench, tmp_path):
+def test_weights_are_converted_once(bench, tmp_path):
     work = ("--num-requests", "1", "--input-len", "5")
     runs = [bench("prefill", *work, "--peer-weights", weights) for weights in ("Q8_0", "Q8_0", "BF16")]
     made = [[record for record in told if "made" in record] for _, _, told in runs]
@@ -188,14 +188,14 @@ def test_weights_are_made_once(bench, tmp_path):
     assert [name.rpartition("-")[2] for name in kept] == ["BF16.gguf", "Q8_0.gguf"]
 
 
-def test_weights_that_cannot_be_made_leave_no_file(bench, tmp_path, capsys):
+def test_failed_conversion_leaves_no_file(bench, tmp_path, capsys):
     assert bench("prefill", "--input-len", "5", "--peer-env", "STATUS=1")[0] == 1
     assert "llama.cpp can't make F16 of" in capsys.readouterr().err
     assert not list((tmp_path / "cache" / "llamacpp").iterdir())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is not None, reason="llama-cpp-python is installed")
-def test_an_interpreter_without_llama_cpp_is_told_what_to_install(bench, tmp_path, capsys):
+def test_missing_llama_cpp_names_the_package_to_install(bench, tmp_path, capsys):
     (tmp_path / "record").touch()
     (tmp_path / "llama_cpp.py").unlink()
     with pytest.raises(FileNotFoundError):
@@ -214,7 +214,7 @@ def test_an_interpreter_without_llama_cpp_is_told_what_to_install(bench, tmp_pat
         (["--device", "cuda", "--peer-gguf", __file__], "computes on the CPU: add --device cpu"),
     ],
 )
-def test_what_llama_cpp_lacks_is_said_before_it_starts(arguments, said, model, monkeypatch, capsys):
+def test_unsupported_options_of_llama_cpp_are_refused_before_it_starts(arguments, said, model, monkeypatch, capsys):
     import nanovllm_models
 
     load = nanovllm_models.load

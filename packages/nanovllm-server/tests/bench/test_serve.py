@@ -1,4 +1,4 @@
-"""`nanovllm-bench serve` over a real socket, and what its client makes of servers that misbehave."""
+"""`nanovllm-bench serve` over a real socket, and its client with malformed answers."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def delta(finish_reason=None, **fields):
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}]}
 
 
-async def test_every_load_is_a_point(job, engine):
+async def test_each_load_gives_one_point(job, engine):
     engine.endless, engine.delay = True, 0.002
     model, points = await serve.measure(replace(job, rates=[None, 200.0], concurrencies=[2, 6]))
     assert model == "scripted"
@@ -72,7 +72,7 @@ async def test_every_load_is_a_point(job, engine):
         assert point.tpot.mean == pytest.approx(point.itl.mean)
 
 
-async def test_requests_say_what_is_measured(job, engine):
+async def test_requests_have_exact_lengths_and_new_prompts(job, engine):
     engine.endless = True
     await serve.measure(replace(job, repeat=2, temperature=0.25))
     warm_up, *requests = [request.sampling for request in engine.requests]
@@ -122,19 +122,19 @@ async def test_a_key_is_sent(job, service):
     await serve.measure(replace(job, endpoint=replace(job.endpoint, key="secret")))
 
 
-async def test_nobody_there(job):
+async def test_unreachable_server_is_an_error(job):
     with pytest.raises(BenchError, match="can't connect to 127.0.0.1:1"):
         await serve.measure(replace(job, endpoint=replace(job.endpoint, port=1)))
 
 
-async def test_dies_in_mid_stream(job, engine):
+async def test_engine_death_in_mid_stream_is_an_error(job, engine):
     engine.endless, engine.delay = True, 0.005
     asyncio.get_running_loop().call_later(0.1, engine.die, "out of memory")
     with pytest.raises(BenchError, match="out of memory"):
         await serve.measure(replace(job, shape=WorkloadShape(3, Lengths(3, 3), Lengths(400, 400))))
 
 
-async def test_pieces_are_what_has_content():
+async def test_only_deltas_with_content_are_pieces():
     events = sse(
         delta(role="assistant", content=""),
         delta(reasoning_content="hm"),
@@ -150,7 +150,7 @@ async def test_pieces_are_what_has_content():
     assert (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == (3, 0, 2)
 
 
-async def test_an_answer_may_have_no_text():
+async def test_answer_without_text_is_measured():
     events = sse(delta("length"), {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}, b"[DONE]")
     async with answering(OK + events) as endpoint:
         answer = await stream_chat(endpoint, {})
@@ -179,25 +179,25 @@ async def test_events_may_come_in_any_pieces(length):
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "connection broke"),
     ],
 )
-async def test_a_bad_answer_is_one_line(answer, complaint):
+async def test_malformed_answer_is_a_one_line_error(answer, complaint):
     async with answering(answer) as endpoint:
         with pytest.raises(ExchangeError, match=complaint) as failure:
             await stream_chat(endpoint, {})
     assert "\n" not in str(failure.value)
 
 
-async def test_a_list_of_models_that_is_none():
+async def test_invalid_list_of_models_is_an_error():
     async with answering(OK + b"[]") as endpoint:
         with pytest.raises(ExchangeError, match="models"):
             await list_models(endpoint)
 
 
-def test_a_base_url_is_taken_apart():
+def test_base_url_is_split_into_its_parts():
     endpoint = parse_base_url("https://[::1]/some/v1/", "key")
     assert (endpoint.host, endpoint.port, endpoint.tls, endpoint.prefix) == ("::1", 443, True, "/some/v1")
 
 
-def test_spreads():
+def test_spread_is_mean_and_interpolated_percentiles():
     of = spread(value / 1000 for value in range(101))
     assert (of.mean, of.p50, of.p90, of.p99) == pytest.approx((50, 50, 90, 99))
     assert spread([0.001, 0.002]).p50 == pytest.approx(1.5)

@@ -1,4 +1,4 @@
-"""`nanovllm-bench trace`: what a trace says of steps, and what it says of files that are none."""
+"""`nanovllm-bench trace`: figures from traces, and errors for other files."""
 
 import json
 
@@ -46,7 +46,7 @@ def steps(tmp_path):
     return written(tmp_path, *lines)
 
 
-def test_what_steps_took_and_how_long_the_device_rested(tmp_path, steps, capsys):
+def test_step_times_and_idle_times_are_reported(tmp_path, steps, capsys):
     tracks, rest = figures(tmp_path, steps)
     assert tracks == {
         "host": {"steps": 5, "p50": 62, "p90": pytest.approx(63.6), "p99": pytest.approx(63.96)},
@@ -61,7 +61,7 @@ def test_what_steps_took_and_how_long_the_device_rested(tmp_path, steps, capsys)
     assert shown[-1].split() == ["2.0", "97.1", "100.0", "1"]
 
 
-def test_only_the_steps_that_were_asked_for(tmp_path, steps, capsys):
+def test_only_selected_steps_are_reported(tmp_path, steps, capsys):
     tracks, rest = figures(tmp_path, steps, "--steps", "1..3")
     assert tracks["host"]["steps"] == 3
     assert rest == {"p50": 2, "p99": 2, "most": 2, "long": 0}
@@ -71,7 +71,7 @@ def test_only_the_steps_that_were_asked_for(tmp_path, steps, capsys):
     assert capsys.readouterr().err == f"nanovllm-bench: {steps} has no steps from 5 to 9\n"
 
 
-def test_a_step_counts_for_the_host_once_all_of_it_is_there(tmp_path):
+def test_incomplete_steps_are_not_in_the_host_sums(tmp_path):
     path = written(
         tmp_path, span("plan", 0, 0, 5), span("plan", 1, 9, 7), span("launch", 0, 5, 10), '{"pid":7,"ph":"X', end=""
     )
@@ -96,14 +96,14 @@ def test_a_step_counts_for_the_host_once_all_of_it_is_there(tmp_path):
         ),
     ],
 )
-def test_a_file_that_is_no_trace_is_an_error(tmp_path, capsys, text, said):
+def test_file_that_is_not_a_trace_is_an_error(tmp_path, capsys, text, said):
     path = tmp_path / "steps.json"
     path.write_text(text)
     assert cli.main(["trace", str(path)]) == 1
     assert capsys.readouterr().err.startswith(f"nanovllm-bench: {path}{'' if said[0] == ',' else ' '}{said}")
 
 
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path, capsys):
+def test_unreadable_trace_is_an_error(tmp_path, capsys):
     assert cli.main(["trace", str(tmp_path / "none.json")]) == 1
     assert "can't be read: [Errno 2]" in capsys.readouterr().err
     (tmp_path / "image").write_bytes(b"\x89PNG\r\n")

@@ -1,4 +1,4 @@
-"""What benchmarks ask for: the same every time, and of the shape that was asked."""
+"""The requests of benchmarks are reproducible and have the given shape."""
 
 from nanovllm_server.bench.workload import (
     WORDS,
@@ -13,13 +13,13 @@ from nanovllm_server.bench.workload import (
 SHAPE = WorkloadShape(50, Lengths(3, 9), Lengths(2, 5), prefix=4)
 
 
-def test_nano_bench_makes_the_number_of_tokens_it_is_known_for():
+def test_nano_bench_has_133966_output_tokens():
     works = random_works(WorkloadShape(256, Lengths(100, 1024), Lengths(100, 1024)), vocab_size=151_936)
     assert sum(work.max_tokens for work in works) == 133_966
     assert max(max(work.prompt) for work in works) == 10_000
 
 
-def test_works_have_their_shape():
+def test_requests_have_the_given_shape():
     works = random_works(SHAPE, vocab_size=20)
     assert works == random_works(SHAPE, vocab_size=20)
     assert len({work.prompt[:4] for work in works}) == 1
@@ -44,7 +44,7 @@ def test_another_seed_changes_words_and_not_lengths():
     assert len({tuple(chat.text.split()[:4]) for chat in one}) == 1
 
 
-def test_words_are_apart():
+def test_words_are_distinct():
     assert len(set(WORDS)) == len(WORDS)
 
 

@@ -1,4 +1,4 @@
-"""What a chat completion answers, streamed and whole."""
+"""Chat completions, streamed and complete."""
 
 import json
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ def events(data: bytes) -> list[dict]:
     return [json.loads(line.split("data: ", 1)[1]) for line in lines[:-1]]
 
 
-async def test_whole(post):
+async def test_complete_answer(post):
     response = await post()
     body = await response.get_json()
     assert response.status_code == 200
@@ -42,7 +42,7 @@ async def test_whole(post):
 
 
 @pytest.mark.parametrize("burst", [1, 2, 7])
-async def test_stream(post, engine, burst):
+async def test_streamed_answer(post, engine, burst):
     engine.burst = burst
     chunks = events(await (await post(stream=True)).get_data())
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -116,7 +116,7 @@ def joined(chunks, index=0):
     ],
     ids=str,
 )
-async def test_stream_says_the_same_as_the_whole(post, engine, fields, burst):
+async def test_stream_equals_complete_answer(post, engine, fields, burst):
     engine.reply = [*"Hello wörld 😀!".encode()]
     whole = await (await post(**fields)).get_json()
     engine.burst = burst
@@ -125,7 +125,7 @@ async def test_stream_says_the_same_as_the_whole(post, engine, fields, burst):
     assert chunks[-1]["usage"] == whole["usage"]
 
 
-async def test_stop_string(post, engine, service):
+async def test_stop_string_ends_the_answer(post, engine, service):
     engine.endless = True
     body = await (await post(stop=["oHe", "zzz"])).get_json()
     (choice,) = body["choices"]
@@ -136,13 +136,13 @@ async def test_stop_string(post, engine, service):
     assert service.admission.active == 0
 
 
-async def test_stop_strings_do_not_count_before_min_tokens(post, engine):
+async def test_stop_strings_have_no_effect_before_min_tokens(post, engine):
     engine.reply = [*b"a!b!c"]
     (choice,) = (await (await post(stop="!", min_tokens=3)).get_json())["choices"]
     assert (choice["message"]["content"], choice["stop_reason"]) == ("a!b", "!")
 
 
-async def test_stop_token(post):
+async def test_stop_token_ends_the_answer(post):
     body = await (await post(stop_token_ids=[ord("o")])).get_json()
     (choice,) = body["choices"]
     assert choice["message"]["content"] == "Hell"
@@ -150,14 +150,14 @@ async def test_stop_token(post):
     assert body["usage"]["completion_tokens"] == 5
 
 
-async def test_length(post):
+async def test_max_tokens_ends_the_answer_by_length(post):
     body = await (await post(max_completion_tokens=2)).get_json()
     (choice,) = body["choices"]
     assert choice["message"]["content"] == "He"
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
 
 
-async def test_n(post, engine):
+async def test_n_choices_are_answered(post, engine):
     body = await (await post(n=3, seed=7, temperature=0)).get_json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert [request.sampling.seed for request in engine.requests] == [7, 8, 9]
@@ -178,7 +178,7 @@ async def test_seeds_stay_in_range(post, engine):
     assert [request.sampling.seed for request in engine.requests] == [2**63 - 1, -(2**63)]
 
 
-async def test_logprobs(post, engine):
+async def test_logprobs_are_returned_per_token(post, engine):
     engine.reply = [*"é".encode(), 256]
     body = await (await post(logprobs=True, top_logprobs=2)).get_json()
     half, rest, he, end = body["choices"][0]["logprobs"]["content"]

@@ -1,4 +1,4 @@
-"""Text comes out incrementally, whole characters only."""
+"""Detokenization is incremental and returns whole characters only."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def run(vocabulary, tokens):
 
 
 @given(tokens=st.lists(st.integers(0, 262), max_size=40))
-def test_any_tokens_give_what_the_tokenizer_itself_decodes(vocabulary, backend, tokens):
+def test_text_equals_that_of_the_tokenizer(vocabulary, backend, tokens):
     pieces = run(vocabulary, tokens)
     assert "".join(pieces) == backend.decode(tokens, skip_special_tokens=True)
 
@@ -29,7 +29,7 @@ def test_never_half_a_character(vocabulary, text):
     assert "\ufffd" not in "".join(pieces)
 
 
-def test_a_character_comes_out_with_its_last_byte(vocabulary):
+def test_character_is_returned_with_its_last_byte(vocabulary):
     detokenizer = Detokenizer(vocabulary)
     assert [detokenizer.push(byte) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
 
@@ -62,7 +62,7 @@ def test_sentencepiece_with_byte_fallback():
     assert "".join(pieces) == tokenizer.decode([0, 1, 2, 3])
 
 
-def test_other_tokenizers_are_refused():
+def test_unsupported_tokenizers_are_refused():
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(VocabularyError, match="WordPiece"):

@@ -1,4 +1,4 @@
-"""Fields that other servers know too: what they change in the prompt, in the engine's work and in the answer."""
+"""Fields that OpenAI's API does not have: their effects on prompt, engine and answer."""
 
 import json
 
@@ -41,7 +41,7 @@ async def both(post, **fields):
     ],
     ids=str,
 )
-async def test_what_stops_the_answer_may_be_part_of_it(post, engine, fields, text, reason, burst):
+async def test_include_stop_keeps_the_stop_in_the_text(post, engine, fields, text, reason, burst):
     engine.reply, engine.burst = [*b"Hello world"], burst
     whole, _ = await both(post, include_stop_str_in_output=True, **fields)
     for choice in whole["choices"]:
@@ -65,7 +65,7 @@ async def test_special_tokens_may_be_shown(post, engine, burst):
 
 @pytest.mark.parametrize("burst", [1, 3, 50])
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stop": "lo"}, {"max_tokens": 2}, {"logprobs": True}], ids=str)
-async def test_token_ids(post, engine, tokenizer, burst, fields):
+async def test_token_ids_are_returned_on_request(post, engine, tokenizer, burst, fields):
     engine.burst = burst
     whole, chunks = await both(post, return_token_ids=True, **fields)
     assert whole["prompt_token_ids"] == tokenizer.encode("<|start|>user:hi", add_special_tokens=False).tolist()
@@ -78,13 +78,13 @@ async def test_token_ids(post, engine, tokenizer, burst, fields):
     assert whole["usage"]["completion_tokens"] == len(expected) * len(whole["choices"])
 
 
-async def test_no_token_ids_unless_asked_for(post):
+async def test_token_ids_are_absent_by_default(post):
     whole, chunks = await both(post)
     assert "token_ids" not in json.dumps([whole, chunks])
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, 1), (5, 5), (400, 8), (-1, 8)])
-async def test_the_end_of_a_prompt(post, engine, tokenizer, keep, kept):
+async def test_truncation_keeps_the_end_of_the_prompt(post, engine, tokenizer, keep, kept):
     body = await (await post(truncate_prompt_tokens=keep, return_token_ids=True)).get_json()
     prompt = tokenizer.encode("<|start|>user:hi", add_special_tokens=False).tolist()
     assert body["prompt_token_ids"] == engine.requests[0].prompt_ids.tolist() == prompt[-kept:]
@@ -92,7 +92,7 @@ async def test_the_end_of_a_prompt(post, engine, tokenizer, keep, kept):
 
 
 @pytest.mark.parametrize(("fields", "kept"), [({}, 511), ({"max_tokens": 12}, 500)])
-async def test_the_most_of_a_prompt_that_fits(post, engine, fields, kept):
+async def test_truncation_keeps_as_many_tokens_as_fit(post, engine, fields, kept):
     messages = [{"role": "user", "content": "x" * 600}]
     assert (await post(messages=messages, **fields)).status_code == 400
     response = await post(messages=messages, truncate_prompt_tokens=-1, **fields)
@@ -118,6 +118,6 @@ async def test_bad_words_reach_the_engine_in_both_spellings(post, engine):
     ],
     ids=str,
 )
-async def test_how_the_prompt_ends_and_what_documents_it_has(post, tokenizer, fields, expected):
+async def test_template_options_reach_the_template(post, tokenizer, fields, expected):
     assert (await post(**fields)).status_code == 200
     assert tokenizer.turns[-1] == expected

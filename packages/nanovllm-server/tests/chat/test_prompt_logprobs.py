@@ -1,4 +1,4 @@
-"""What a whole answer tells of its prompt."""
+"""The field `prompt_logprobs` of complete answers."""
 
 import math
 
@@ -14,7 +14,7 @@ TEXT = "user:hi"
 
 
 @pytest.mark.parametrize(("top", "n"), [(0, 1), (1, 1), (3, 1), (20, 3)])
-async def test_each_token_but_the_first_is_told_of_with_the_likeliest(post, engine, top, n):
+async def test_each_prompt_token_but_the_first_has_its_likeliest_tokens(post, engine, top, n):
     body = await (await post(prompt_logprobs=top, n=n, seed=1)).get_json()
     first, *told = body["prompt_logprobs"]
     assert first is None
@@ -31,7 +31,7 @@ async def test_each_token_but_the_first_is_told_of_with_the_likeliest(post, engi
     assert [request.sampling.prompt_logprobs for request in engine.requests] == [top] + [None] * (n - 1)
 
 
-async def test_nobody_else_is_told(post, engine):
+async def test_prompt_logprobs_only_on_request(post, engine):
     for fields in ({}, {"prompt_logprobs": None}, {"logprobs": True, "top_logprobs": 2}):
         assert "prompt_logprobs" not in await (await post(**fields)).get_json()
     assert (await post(prompt_logprobs=None, stream=True)).status_code == 200
@@ -45,7 +45,7 @@ async def test_a_refusal_says_what_to_do(post):
     assert error["message"] == "prompt_logprobs must be an integer from 0 to 20, not 21"
 
 
-def test_what_json_cannot_say(vocabulary):
+def test_minus_infinity_is_replaced(vocabulary):
     """An infinity, and half a character."""
     columns = np.float32([-math.inf]), np.int32([320]), np.int32([[258]]), np.float32([[0.0]])
     found = PromptLogprobs(1, *(column.tobytes() for column in columns))
@@ -57,5 +57,5 @@ def test_what_json_cannot_say(vocabulary):
     ]
 
 
-def test_a_prompt_of_one_token_has_nothing_to_tell(vocabulary):
+def test_prompt_of_one_token_has_one_null(vocabulary):
     assert orjson.dumps(write_prompt_logprobs(vocabulary, (258,), PromptLogprobs(5, b"", b"", b"", b""))) == b"[null]"

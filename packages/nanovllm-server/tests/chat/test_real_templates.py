@@ -1,4 +1,4 @@
-"""The chat templates of real models: what is picked for each, and that calls go in and come out of each alike."""
+"""Chat templates of real models: the detected format parses the calls that the template writes."""
 
 import json
 import subprocess
@@ -71,7 +71,7 @@ def model(request, templates, backend):
     renderer.close()
 
 
-async def test_what_is_picked(model):
+async def test_format_is_detected_from_the_template(model):
     name, template, renderer = model
     reasoning, calls, begins, shows_tools = MODELS[name]
     form = pick_format(None, template)

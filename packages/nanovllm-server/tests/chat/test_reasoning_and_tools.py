@@ -1,4 +1,4 @@
-"""Reasoning and tool calls over HTTP: what the template is given, and what answers say, streamed and whole."""
+"""Reasoning and tool calls over HTTP: inputs of the template, and answers, streamed and complete."""
 
 import json
 
@@ -142,7 +142,7 @@ def joined(chunks):
 )
 @pytest.mark.parametrize("burst", [1, 4, 500])
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-async def test_a_stream_says_the_same_as_the_whole(ask, post, speak, engine, answer, burst, fields):
+async def test_stream_equals_complete_answer(ask, post, speak, engine, answer, burst, fields):
     speak(*answer)
     choice, usage = await ask(**fields)
     engine.burst = burst
@@ -194,7 +194,7 @@ async def test_reasoning_then_content(ask, speak):
     assert usage["completion_tokens"] == len("<think>\nHm.\n</think>\n\nHello.") + 1
 
 
-async def test_reasoning_that_has_no_end_is_all_there_is(ask, speak):
+async def test_unfinished_reasoning_has_no_content(ask, speak):
     speak(QWEN, "<think>\nHm.")
     choice, usage = await ask(max_tokens=10)
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Hm")
@@ -212,7 +212,7 @@ async def test_the_prompt_says_whether_reasoning_has_begun(ask, speak, opening, 
     assert choice["message"]["content"] == ("Hello." if reasoning else "Hm.</think>\n\nHello.")
 
 
-async def test_reasoning_is_left_out_when_nobody_wants_it(ask, speak):
+async def test_reasoning_is_omitted_on_request(ask, speak):
     speak(QWEN, "<think>\nHm.\n</think>\n\nHello.")
     choice, usage = await ask(include_reasoning=False)
     assert choice["message"] == {"role": "assistant", "content": "Hello.", "refusal": None}
@@ -222,7 +222,7 @@ async def test_reasoning_is_left_out_when_nobody_wants_it(ask, speak):
     assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
 
 
-async def test_a_call(ask, speak):
+async def test_call_is_returned_as_tool_calls(ask, speak):
     speak(QWEN, CALL)
     choice, usage = await ask()
     assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [called()]}
@@ -249,7 +249,7 @@ async def test_a_call_that_is_cut_off_ends_by_length(ask, speak, engine):
     assert ended == whole
 
 
-async def test_what_is_no_call_is_content(ask, speak):
+async def test_text_that_is_no_call_is_content(ask, speak):
     speak(QWEN, "<tool_call>\nno\n</tool_call>")
     choice, _ = await ask()
     assert choice["message"] == {"role": "assistant", "content": "<tool_call>\nno\n</tool_call>", "refusal": None}
@@ -266,7 +266,7 @@ async def test_only_one_call_when_calls_may_not_be_parallel(ask, speak, engine):
     assert len(engine.aborted) == 1
 
 
-async def test_each_choice_is_read_for_itself(post, speak):
+async def test_each_choice_has_its_own_parser(post, speak):
     speak(QWEN, f"<think>Hm.</think>{CALL}")
     body = await (await post(tools=TOOLS, n=2)).get_json()
     ids = [choice["message"]["tool_calls"][0]["id"] for choice in body["choices"]]
@@ -285,7 +285,7 @@ async def test_without_tools_a_call_is_text(ask, speak, tokenizer, fields):
     assert tokenizer.given[-1][0] is None
 
 
-async def test_stop_strings_count_in_content_only(ask, speak):
+async def test_stop_strings_apply_to_content_only(ask, speak):
     speak(QWEN, f"<think>\nNo. Stop.\n</think>\n\nStart.\n{CALL}\nStop. More.")
     choice, _ = await ask(stop=["Stop", "Paris", "</think>", "<tool_call>"])
     assert choice["message"]["reasoning"] == "No. Stop."
@@ -333,7 +333,7 @@ async def test_tools_and_values_reach_the_template(ask, speak, tokenizer):
     assert tokenizer.given[-1][1] == {}
 
 
-async def test_tools_are_refused_where_nobody_knows_how_they_are_called(post):
+async def test_tools_are_a_400_if_the_call_format_is_unknown(post):
     response = await post(tools=TOOLS)
     error = (await response.get_json())["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, "tools", "unsupported_parameter")
@@ -355,7 +355,7 @@ async def test_an_answer_can_be_sent_back(ask, post, speak, tokenizer):
     assert tokenizer.rendered[-1][-1]["content"] == ""
 
 
-async def test_ends_are_counted(ask, speak, client):
+async def test_finish_reasons_are_counted_in_metrics(ask, speak, client):
     speak(QWEN, CALL)
     await ask()
     metrics = (await (await client.get("/metrics")).get_data()).decode()

@@ -1,4 +1,4 @@
-"""Roles that a template knows and roles that it merely prints, and calls in the style that it takes."""
+"""Rendering adapts roles, tools and calls to the support of the template."""
 
 import json
 
@@ -49,7 +49,7 @@ def strict(*known):
         (lambda role, content: f"<{'boss' if role == 'developer' else role}>{content}", "<boss>be brief<user>hi"),
     ],
 )
-async def test_developer_is_system_unless_the_template_knows_better(template, expected):
+async def test_developer_becomes_system_unless_the_template_supports_it(template, expected):
     renderer = Renderer(TemplateTokenizer(template))
     assert (await renderer.render(CONVERSATION)).text == expected
     renderer.close()
@@ -107,13 +107,13 @@ def as_either(arguments):
         (as_either, 'hi;;[f {"x": 1}][g {}]4;'),
     ],
 )
-async def test_calls_go_in_as_the_template_takes_them(write_call, expected):
+async def test_calls_are_passed_in_the_templates_style(write_call, expected):
     renderer = Renderer(CallTokenizer(write_call))
     assert (await renderer.render(CALLS)).text == expected
     renderer.close()
 
 
-async def test_a_call_that_was_cut_off_goes_in_as_it_is_or_is_refused():
+async def test_incomplete_call_is_passed_as_text_or_refused():
     cut = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", '{"x'),))
     renderer = Renderer(CallTokenizer(as_json))
     assert (await renderer.render([cut])).text == r';[f "{\"x"]'
@@ -160,7 +160,7 @@ CALLED = (
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @pytest.mark.parametrize("system", [None, "Be brief."])
-async def test_tools_are_described_where_the_template_shows_none(name, system):
+async def test_tools_become_text_if_the_template_shows_none(name, system):
     form = TOOL_CALL_FORMATS[name]
     renderer = Renderer(TemplateTokenizer(lambda role, content: f"<{role}>{content}"), form)
     before = () if system is None else (Message(role="system", content=system),)
@@ -178,7 +178,7 @@ async def test_tools_are_described_where_the_template_shows_none(name, system):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-async def test_calls_of_the_history_are_text_where_the_template_shows_none(name):
+async def test_past_calls_become_text_if_the_template_shows_none(name):
     form = TOOL_CALL_FORMATS[name]
     renderer = Renderer(TemplateTokenizer(strict("system", "user", "assistant")), form)
     text = (await renderer.render(CALLED)).text
@@ -203,7 +203,7 @@ async def test_a_template_that_shows_tools_is_given_them():
     renderer.close()
 
 
-async def test_a_prompt_can_be_made_longer():
+async def test_extend_appends_text_to_a_prompt():
     renderer = Renderer(TemplateTokenizer(lambda role, content: content))
     prompt = await renderer.extend(await renderer.render(ASKED), "\n<think>")
     assert prompt.text == "hi\n<think>"

@@ -1,4 +1,4 @@
-"""Stop strings are found however the text is cut, and never come out."""
+"""Stop strings are found in any pieces of text, and are never returned."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def first_stop(text, stops):
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=5))
-def test_stop_strings_whatever_the_cut(text, stops, cuts):
+def test_stop_strings_are_found_in_any_pieces(text, stops, cuts):
     matcher = StopMatcher(tuple(stops))
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     out = ""
@@ -40,8 +40,8 @@ def test_stop_strings_whatever_the_cut(text, stops, cuts):
 
 
 @given(text=TEXT, stops=STOPS)
-def test_stop_strings_by_characters(text, stops):
-    test_stop_strings_whatever_the_cut.hypothesis.inner_test(text, stops, list(range(len(text))))
+def test_stop_strings_are_found_by_single_characters(text, stops):
+    test_stop_strings_are_found_in_any_pieces.hypothesis.inner_test(text, stops, list(range(len(text))))
 
 
 def test_held_text_comes_out_as_soon_as_it_is_decided():
@@ -49,7 +49,7 @@ def test_held_text_comes_out_as_soon_as_it_is_decided():
     assert [matcher.push(character) for character in "xababdc"] == ["x", "", "", "ab", "", "abd", "c"]
 
 
-def test_a_stop_string_does_not_go_on_beyond_a_flush():
+def test_flush_ends_partial_stop_strings():
     matcher = StopMatcher(("abc",))
     assert [matcher.push("ab"), matcher.flush(), matcher.push("cab")] == ["", "ab", "c"]
     assert [matcher.found, matcher.flush()] == [None, "ab"]

@@ -1,4 +1,4 @@
-"""The default model's tokens, and answers drawn at random from what a grammar allows."""
+"""Fixtures: random answers that a grammar allows, in the default model's tokens."""
 
 import functools
 import json
@@ -108,7 +108,7 @@ def tell(walker):
         for _ in range(count):
             tokens, finished = walker.draw(grammar, random, goals)
             schemas = None if tools is None else tools.schemas
-            parser = model_format.parser(prompt, schemas, apart=constraint.apart)
+            parser = model_format.parser(prompt, schemas, calls_only_at_start=constraint.calls_only_at_start)
             detokenizer = Detokenizer(walker.vocabulary, model_format.tags(schemas))
             pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]
             told = Told("".join(pieces), finished)

@@ -1,4 +1,4 @@
-"""Structured outputs, calls that must be made and budgets of reasoning over HTTP: what the engine is asked for."""
+"""Structured outputs, required calls and reasoning budgets over HTTP: the grammars that the engine gets."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ def parts(spec):
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_an_answer_without_reasoning_is_held_to_what_was_wanted(grammar, fields, kind, source):
+async def test_answer_without_reasoning_matches_the_requested_format(grammar, fields, kind, source):
     spec = await grammar(**fields)
     assert spec.kind == kind
     assert (json.loads(spec.source) if kind == "json_schema" else spec.source) == source
@@ -87,7 +87,7 @@ async def test_free_answers_have_no_grammar(grammar, speak):
         assert await grammar(**fields) is None
 
 
-async def test_choices_are_texts(grammar):
+async def test_choices_become_literals(grammar):
     (choices,) = parts(await grammar(structured_outputs={"choice": ["a", 'b"']}))
     assert [element["value"] for element in choices["elements"]] == ["a", 'b"']
 
@@ -101,7 +101,7 @@ async def test_a_structural_tag_is_passed_on(grammar, as_text):
 
 
 @pytest.mark.parametrize("fields", [{"response_format": JSON_SCHEMA}, {"tools": TOOLS, "tool_choice": "required"}])
-async def test_reasoning_comes_before(grammar, speak, fields):
+async def test_reasoning_precedes_the_constraint(grammar, speak, fields):
     speak(THINKING)
     free, *_ = parts(await grammar(**fields))
     assert free["type"] == "optional"
@@ -131,7 +131,7 @@ async def test_named_and_required_calls(grammar, speak):
     assert "repeat" not in single.source
 
 
-async def test_strict_functions_hold_calls_but_not_text(grammar, speak):
+async def test_strict_functions_constrain_calls_but_not_text(grammar, speak):
     speak(PLAIN)
     text, calls = parts(await grammar(tools=STRICT))
     assert text == {"type": "any_text", "excludes": ["<tool_call>"]}
@@ -141,7 +141,7 @@ async def test_strict_functions_hold_calls_but_not_text(grammar, speak):
     assert either["type"] == "or"
 
 
-async def test_an_answer_of_a_schema_may_be_a_call_instead(grammar, post, speak):
+async def test_answer_with_a_schema_may_be_a_call(grammar, post, speak):
     speak(PLAIN, CALL)
     (either,) = parts(await grammar(tools=TOOLS, response_format=JSON_SCHEMA))
     assert either["type"] == "or"
@@ -167,7 +167,7 @@ async def test_an_answer_of_a_schema_may_be_a_call_instead(grammar, post, speak)
     ],
     ids=str,
 )
-async def test_why_an_answer_with_calls_ended(post, speak, stream, choice, max_tokens, reason):
+async def test_finish_reason_of_answers_with_calls(post, speak, stream, choice, max_tokens, reason):
     speak(PLAIN, CALL)
     response = await post(tools=TOOLS, tool_choice=choice, max_tokens=max_tokens, stream=stream)
     if stream:
@@ -181,7 +181,7 @@ async def test_why_an_answer_with_calls_ended(post, speak, stream, choice, max_t
         assert choice["message"]["tool_calls"]
 
 
-async def test_a_budget_closes_reasoning(post, engine, speak, service, vocabulary, monkeypatch):
+async def test_budget_closes_reasoning(post, engine, speak, service, vocabulary, monkeypatch):
     speak(THINKING, "Hm.</think>\n\nok")
     # Of this tokenizer no one token is the tag.
     response = await post(max_reasoning_tokens=3)
@@ -204,7 +204,7 @@ async def test_a_budget_closes_reasoning(post, engine, speak, service, vocabular
     assert engine.requests[-1].sampling.budget is None
 
 
-async def test_every_choice_is_held_to_it(post, engine):
+async def test_constraint_applies_to_every_choice(post, engine):
     body = await (await post(n=3, seed=1, logprobs=True, structured_outputs={"regex": "Hello"})).get_json()
     assert len(body["choices"]) == 3
     assert {request.sampling.grammar for request in engine.requests} == {GrammarSpec("regex", "Hello")}
@@ -226,7 +226,7 @@ async def test_every_choice_is_held_to_it(post, engine):
     ],
     ids=str,
 )
-async def test_a_grammar_that_is_none_is_refused_by_its_field(post, engine, service, speak, fields, bad, param, stream):
+async def test_invalid_grammar_is_a_400_of_its_field(post, engine, service, speak, fields, bad, param, stream):
     speak(PLAIN)
     engine.grammar_errors = {bad: "it takes more than 10 s to compile"}
     response = await post(**fields, stream=stream)
@@ -250,7 +250,7 @@ async def test_too_many_tools_are_refused(post, engine, speak):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_while_a_grammar_compiles_leaves_nothing_behind(url, engine, service, stream):
+async def test_disconnect_during_compilation_frees_everything(url, engine, service, stream):
     engine.compiling_s = 60
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as sdk:
         fields = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "response_format": JSON_SCHEMA}
@@ -267,7 +267,7 @@ async def test_who_leaves_while_a_grammar_compiles_leaves_nothing_behind(url, en
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_grammar_that_fails_later_is_refused_by_its_field(post, engine, service, stream):
+async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, service, stream):
     engine.endless = True
     engine.delay = 0.01
     asking = asyncio.create_task(post(structured_outputs={"regex": "x+"}, stream=stream, n=2))

@@ -1,4 +1,4 @@
-"""Whatever a grammar lets come, the parser reads calls in it whose arguments validate, in every family's format."""
+"""Random answers that grammars allow: in every format, the parser reads calls with valid arguments from them."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def check(told):
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_calls_validate(tell, name, choice, prompt):
+def test_arguments_of_calls_are_valid(tell, name, choice, prompt):
     reasoning, text = PROMPTS[prompt]
     form = TOOL_CALL_FORMATS[name]
     tool_choice = NAMED if choice == "named" else choice
@@ -106,7 +106,7 @@ def test_only_allowed_functions_are_called(tell, name):
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_an_answer_of_a_schema_or_calls(tell, name, prompt):
+def test_answer_is_schema_json_or_calls(tell, name, prompt):
     reasoning, text = PROMPTS[prompt]
     form = TOOL_CALL_FORMATS[name]
     schema = {
@@ -149,7 +149,7 @@ def test_an_answer_of_a_schema_or_calls(tell, name, prompt):
     ids=["regex", "choice", "grammar", "tag"],
 )
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_text_is_as_it_was_wanted(tell, prompt, wanted, pattern):
+def test_text_matches_the_requested_format(tell, prompt, wanted, pattern):
     reasoning, text = PROMPTS[prompt]
     answers = tell(ChatFormat(reasoning, None), text, count=6, goals=("</think>",) * 2, structured_outputs=wanted)
     contents = [told.content for told in answers if told.finished]

@@ -1,4 +1,4 @@
-"""Who is let in, who is told to wait, and what the other endpoints say."""
+"""API keys, the queue limit, draining, and the other endpoints."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from nanovllm_core.engine.status import EngineStats
 @pytest.mark.parametrize(
     "value", [None, "", "Bearer", "Bearer ", "Bearer nope", "Basic secret", "secret", "Bearer sécret"]
 )
-async def test_wrong_key(post, service, engine, value):
+async def test_wrong_api_key_is_rejected(post, service, engine, value):
     service.api_keys = ("secret",)
     response = await post(headers={} if value is None else {"Authorization": value})
     assert response.status_code == 401
@@ -20,7 +20,7 @@ async def test_wrong_key(post, service, engine, value):
     assert engine.requests == []
 
 
-async def test_right_key(post, client, service):
+async def test_right_api_key_is_accepted(post, client, service):
     service.api_keys = ("secret",)
     assert (await post(headers={"Authorization": "Bearer secret"})).status_code == 200
     assert (await client.get("/v1/models")).status_code == 401
@@ -28,7 +28,7 @@ async def test_right_key(post, client, service):
     assert (await client.get("/metrics")).status_code == 200
 
 
-async def test_full_queue(post, engine, service):
+async def test_full_queue_is_a_429(post, engine, service):
     engine.delay = 0.02
     first = [asyncio.create_task(post(n=4)), asyncio.create_task(post(n=4))]
     while service.admission.active < 8:
@@ -42,7 +42,7 @@ async def test_full_queue(post, engine, service):
     assert (await post()).status_code == 200
 
 
-async def test_draining(post, client, service):
+async def test_draining_server_is_a_503(post, client, service):
     service.admission.closed = "the server is shutting down"
     response = await post()
     assert response.status_code == 503
@@ -52,7 +52,7 @@ async def test_draining(post, client, service):
     assert "shutting down" in (await health.get_json())["reason"]
 
 
-async def test_dead_engine(post, client, engine):
+async def test_dead_engine_is_a_503(post, client, engine):
     assert (await client.get("/health")).status_code == 200
     engine.die("out of memory")
     response = await post()
@@ -114,7 +114,7 @@ async def test_two_clients_may_choose_the_same_id(post, engine):
     assert [response.status_code for response in responses] == [200, 200]
 
 
-async def test_models(client):
+async def test_models_are_listed_under_each_name(client):
     body = await (await client.get("/v1/models")).get_json()
     assert [model["id"] for model in body["data"]] == ["scripted", "alias"]
     assert body["data"][0]["max_model_len"] == 512
@@ -134,7 +134,7 @@ async def scrape(client):
     }
 
 
-async def test_metrics(client, post, engine):
+async def test_metrics_report_requests_and_engine(client, post, engine):
     engine.stats = EngineStats(
         num_requests_running=3,
         num_blocks=10,

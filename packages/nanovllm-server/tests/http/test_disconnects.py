@@ -1,4 +1,4 @@
-"""Hundreds of clients leave at random moments, and not a task, a seat or a request of theirs stays."""
+"""Hundreds of clients disconnect at random moments, and leave no task, admission or request behind."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ async def leave(url: str, rng: random.Random) -> None:
             writer.transport.abort()
 
 
-async def test_nothing_stays_of_those_who_left(url, talkative, engine):
+async def test_disconnected_clients_leave_no_tasks_or_requests(url, talkative, engine):
     await asyncio.sleep(0.05)
     before = asyncio.all_tasks()
     rng, room = random.Random(0), asyncio.Semaphore(AT_ONCE)

@@ -1,4 +1,4 @@
-"""The page comes with what holds it to this server and its own script. What it does is tested in a browser."""
+"""The page and its Content-Security-Policy. test_page_in_browser.py tests its behaviour."""
 
 import base64
 import hashlib
@@ -14,19 +14,19 @@ async def page(client):
     return response, await response.get_data(as_text=True)
 
 
-def test_it_is_html(page):
+def test_page_is_html(page):
     response, text = page
     assert response.headers["Content-Type"] == "text/html; charset=utf-8"
     assert response.headers["X-Content-Type-Options"] == "nosniff"
     assert text.startswith("<!doctype html>")
 
 
-async def test_it_asks_for_no_key(client, service):
+async def test_page_needs_no_key(client, service):
     service.api_keys = ("secret",)
     assert (await client.get("/")).status_code == 200
 
 
-def test_nothing_but_its_own_script_and_style_may_run(page):
+def test_policy_allows_only_the_pages_script_and_style(page):
     response, text = page
     policy = dict(part.split(" ", 1) for part in response.headers["Content-Security-Policy"].split("; "))
     assert policy["default-src"] == "'none'"
@@ -39,13 +39,13 @@ def test_nothing_but_its_own_script_and_style_may_run(page):
     assert "unsafe" not in response.headers["Content-Security-Policy"]
 
 
-def test_it_needs_nothing_from_elsewhere(page):
+def test_page_loads_nothing_from_elsewhere(page):
     _, text = page
     # The name of a language is no address.
     assert not re.findall(r"(?:src|href)=\"(?!data:)|https?://(?!www\.w3\.org/)|@import|url\(", text)
 
 
-def test_labels_have_their_controls(page):
+def test_every_control_has_a_label(page):
     _, text = page
     for control in re.findall(r"<(?:input|select|textarea)\b[^>]*>", text):
         labelled = "aria-label" in control or re.search(r"<label[^>]*>[^<]*\s*" + re.escape(control), text)

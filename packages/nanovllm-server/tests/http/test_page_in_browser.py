@@ -1,4 +1,4 @@
-"""What a person does on the page, and sees: a real browser in front of the real application, over a scripted engine."""
+"""The chat page in a real browser, with the real application and a scripted engine."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def texts(tab, selector):
     return tab.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((found) => found.textContent)")
 
 
-async def test_a_conversation(tab, engine, tokenizer):
+async def test_conversation_is_shown_and_sent(tab, engine, tokenizer):
     engine.reply = [*"Hello, wörld 😀!".encode()]
     await ask(tab, "hi")
     await answered(tab)
@@ -89,7 +89,7 @@ async def test_shift_enter_is_a_new_line(tab, tokenizer):
 
 
 @pytest.mark.parametrize("how", ["Stop", "Escape"])
-async def test_an_answer_grows_and_is_stopped(tab, engine, service, tokenizer, how):
+async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer, how):
     engine.endless, engine.delay = True, 0.01
     await ask(tab, "hi")
     await tab.until("document.querySelector('.assistant .text')")
@@ -156,7 +156,7 @@ async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabular
     assert [result["tool_call_id"] for result in results] == [made["id"] for made in call["tool_calls"]]
 
 
-async def test_text_stays_text(tab, engine):
+async def test_hostile_text_is_not_parsed_as_html(tab, engine):
     engine.reply = [*HOSTILE.encode()]
     await ask(tab, HOSTILE)
     await answered(tab)
@@ -165,7 +165,7 @@ async def test_text_stays_text(tab, engine):
     assert await tab.value("document.title") == "nanovllm"
 
 
-async def test_the_policy_would_hold_what_slips_through(tab):
+async def test_policy_blocks_injected_html(tab):
     """If a line of the page ever did take text for HTML, the browser would refuse it."""
     refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()"
     assert await tab.value(refused) == "TypeError"
@@ -204,7 +204,7 @@ async def test_a_failure_in_mid_stream_is_shown(tab, engine):
     assert "out of memory" in shown
 
 
-async def test_a_key(url, service):
+async def test_wrong_key_is_reported_and_right_key_is_used(url, service):
     service.api_keys = ("secret",)
     async with browser.page() as tab:
         await tab.screen(1000, 850)

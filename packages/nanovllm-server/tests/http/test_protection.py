@@ -1,4 +1,4 @@
-"""What keeps one client from harming the others: keys, deadlines, bounds for those who read or write slowly."""
+"""Protection against harmful clients: API keys, timeouts, limits for slow readers and writers."""
 
 import asyncio
 import contextlib
@@ -40,13 +40,13 @@ def test_keys_come_from_flags_a_file_and_the_environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["", "  ", " sesame", "sésame", "ses\tame"])
-def test_a_key_that_no_header_could_bring_is_refused_and_not_shown(key):
+def test_key_that_a_header_cannot_hold_is_refused_and_not_shown(key):
     with pytest.raises(SettingsError) as refused:
         settings("--api-key", key)
     assert not key.strip() or key not in str(refused.value)
 
 
-def test_a_key_file_must_have_a_key(tmp_path):
+def test_key_file_without_a_key_is_refused(tmp_path):
     file = tmp_path / "keys"
     with pytest.raises(SettingsError, match="can't read"):
         settings("--api-key-file", str(file))
@@ -57,13 +57,13 @@ def test_a_key_file_must_have_a_key(tmp_path):
 
 @pytest.mark.parametrize("flag", ["--request-timeout", "--drain-timeout"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
-def test_times_must_be_times(flag, value, capsys):
+def test_invalid_timeouts_are_refused(flag, value, capsys):
     with pytest.raises(SystemExit):
         settings(flag, value)
     assert flag in capsys.readouterr().err
 
 
-def test_a_template_is_a_text_or_a_file(tmp_path):
+def test_chat_template_is_a_text_or_a_file(tmp_path):
     file = tmp_path / "template"
     file.write_text("{{ messages }}")
     assert read_template(str(file)) == "{{ messages }}"
@@ -72,7 +72,7 @@ def test_a_template_is_a_text_or_a_file(tmp_path):
         read_template(str(tmp_path / "none"))
 
 
-async def test_any_of_the_keys_lets_in(post, service):
+async def test_each_api_key_is_accepted(post, service):
     service.api_keys = ("first", "second")
     for key in service.api_keys:
         assert (await post(headers={"Authorization": f"Bearer {key}"})).status_code == 200
@@ -82,7 +82,7 @@ async def test_any_of_the_keys_lets_in(post, service):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["request", "server", "both"])
-async def test_a_deadline_before_the_first_token_is_a_504(post, engine, service, stream, by):
+async def test_timeout_before_the_first_token_is_a_504(post, engine, service, stream, by):
     engine.delay = 60
     fields = {} if by == "server" else {"timeout": 0.1 if by == "request" else 50}
     service.request_timeout_s = None if by == "request" else 0.1
@@ -96,7 +96,7 @@ async def test_a_deadline_before_the_first_token_is_a_504(post, engine, service,
     assert service.running == set()
 
 
-async def test_a_deadline_in_mid_stream_is_an_error_event(post, engine, service):
+async def test_timeout_in_mid_stream_is_an_error_event(post, engine, service):
     engine.delay, engine.endless = 0.01, True
     data = await (await post(stream=True, timeout=0.2)).get_data()
     *_, error, done = data.decode().split("\n\n")[:-1]
@@ -108,17 +108,17 @@ async def test_a_deadline_in_mid_stream_is_an_error_event(post, engine, service)
     assert engine.num_active == 0
 
 
-async def test_a_deadline_in_the_middle_of_a_whole_answer_is_a_504(post, engine, service):
+async def test_timeout_of_a_complete_answer_is_a_504(post, engine, service):
     engine.delay, engine.endless = 0.01, True
     assert (await post(timeout=0.2)).status_code == 504
     assert service.metrics.finished["abort"] == 1
 
 
-async def test_a_deadline_that_is_met_changes_nothing(post):
+async def test_unexpired_timeout_changes_nothing(post):
     assert (await post(timeout=30)).status_code == 200
 
 
-async def test_a_reader_who_takes_nothing_is_dropped(app, service, engine, serve_at):
+async def test_client_that_does_not_read_is_dropped(app, service, engine, serve_at):
     engine.endless, engine.burst, engine.delay = True, 40, 0.001
     async with serve_at(app, stalled_s=0.3) as url:
         parts = urlsplit(url)
@@ -155,7 +155,7 @@ def info_fields(info):
 @pytest.mark.parametrize(
     "sent", [b"", b"POST /v1/chat/comp", b"GET / HTTP/1.1\r\nHost: x\r\n", b"GET / HTTP/1.1\r\nX: "]
 )
-async def test_who_never_ends_a_head_is_cut_off(app, serve_at, sent):
+async def test_unfinished_request_head_is_cut_off(app, serve_at, sent):
     async with serve_at(app, keep_alive_s=0.3) as url:
         reader, writer = await connect(url)
         writer.write(sent)
@@ -174,7 +174,7 @@ async def test_who_never_ends_a_head_is_cut_off(app, serve_at, sent):
         writer.close()
 
 
-async def test_an_idle_connection_is_kept_for_a_while_and_then_closed(app, serve_at):
+async def test_idle_connection_is_closed_after_the_keep_alive(app, serve_at):
     async with serve_at(app, keep_alive_s=0.5) as url:
         reader, writer = await connect(url)
         for _ in range(3):
@@ -198,7 +198,7 @@ async def test_a_stream_outlasts_the_keep_alive(app, engine, serve_at):
         writer.close()
 
 
-async def test_who_never_ends_a_body_is_answered_and_cut_off(app, service, serve_at, monkeypatch):
+async def test_unfinished_body_is_a_408(app, service, serve_at, monkeypatch):
     app.config["BODY_TIMEOUT"] = 0.2
     monkeypatch.setattr("nanovllm_server.observability.exchange.LINGER_S", 0.2)
     async with serve_at(app) as url:
@@ -213,7 +213,7 @@ async def test_who_never_ends_a_body_is_answered_and_cut_off(app, service, serve
 
 
 @pytest.mark.parametrize(("length", "alone"), [(40, True), (5, False)])
-async def test_the_other_choices_wait_for_the_prompt(post, engine, service, length, alone):
+async def test_other_choices_start_after_the_first_token(post, engine, service, length, alone):
     engine.delay, engine.reply = 0.05, [*b"abc"]
     asking = asyncio.create_task(post(n=4, messages=[{"role": "user", "content": "x" * length}]))
     await until(lambda: engine.requests)
@@ -224,7 +224,7 @@ async def test_the_other_choices_wait_for_the_prompt(post, engine, service, leng
     assert len({request.arrival_time for request in engine.requests}) == 1
 
 
-async def test_nobody_waits_without_a_prefix_cache(post, engine):
+async def test_choices_start_at_once_without_a_prefix_cache(post, engine):
     engine.info = SimpleNamespace(**{**info_fields(engine.info), "prefix_caching": False})
     engine.delay = 0.05
     asking = asyncio.create_task(post(n=4, messages=[{"role": "user", "content": "x" * 40}]))
@@ -234,7 +234,7 @@ async def test_nobody_waits_without_a_prefix_cache(post, engine):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_leaving_while_the_others_wait_frees_everything(url, engine, service, when):
+async def test_disconnect_before_other_choices_start_frees_everything(url, engine, service, when):
     engine.delay, engine.endless = (30.0 if when == "before" else 0.02), True
     _, writer = await connect(url)
     writer.write(raw(stream=True, n=4, messages=[{"role": "user", "content": "x" * 40}]))
@@ -246,7 +246,7 @@ async def test_leaving_while_the_others_wait_frees_everything(url, engine, servi
 
 
 @pytest.mark.parametrize("host", ["..", "x" * 5000, "[::1", "a b", "\xff", ""])
-async def test_any_name_of_the_server_will_do(url, host):
+async def test_any_host_header_is_accepted(url, host):
     reader, writer = await connect(url)
     writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode("latin-1"))
     assert (await reader.readline()).split()[1] in (b"200", b"400")
@@ -268,7 +268,7 @@ async def test_websockets_are_refused(url):
         b"GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: Upgrade\r\nHTTP2-Settings: AAAA\r\n\r\n",
     ],
 )
-async def test_nobody_is_led_to_http_2(app, serve_at, sent):
+async def test_http_2_upgrades_are_ignored(app, serve_at, sent):
     async with serve_at(app, keep_alive_s=0.3) as url:
         reader, writer = await connect(url)
         writer.write(sent)
@@ -278,7 +278,7 @@ async def test_nobody_is_led_to_http_2(app, serve_at, sent):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives up on what nobody takes")
-async def test_the_kernel_gives_up_on_a_client_that_takes_nothing(monkeypatch):
+async def test_kernel_drops_a_client_that_acknowledges_nothing(monkeypatch):
     monkeypatch.setattr("nanovllm_server.processes.server.STALLED_S", 1)
     (listener,) = bind("127.0.0.1", 0, 1)
     listener.listen()

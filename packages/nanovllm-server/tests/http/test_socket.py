@@ -143,7 +143,7 @@ async def test_slow_reader_gets_more_at_a_time(engine, service):
     assert len(texts) < 30
 
 
-async def test_what_a_slow_reader_missed_comes_in_one_event(url, engine, service):
+async def test_slow_reader_gets_missed_tokens_in_one_event(url, engine, service):
     engine.reply = [*"Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. ".encode() * 7]
     fields = {"logprobs": True, "top_logprobs": 5}
     chat = parse_chat_request(request_bytes(**fields).split(b"\r\n\r\n")[1], service.limits, service.defaults)
@@ -221,7 +221,7 @@ async def test_early_refusal_of_a_large_body_reaches_a_client_that_is_still_send
     writer.close()
 
 
-async def test_many_at_once(sdk, service):
+async def test_many_simultaneous_requests_are_answered(sdk, service):
     service.admission.capacity = 100
     answers = await asyncio.gather(
         *(sdk.chat.completions.create(model="scripted", messages=MESSAGES) for _ in range(50))

@@ -1,4 +1,4 @@
-"""One line a request, with its id in whatever else is logged on its behalf, and nothing that a client could forge."""
+"""Each request has one log line; all lines have its id, and clients cannot forge lines."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def client(recorder, service):
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_every_line_has_the_id(log_format):
+def test_every_log_line_has_the_request_id(log_format):
     done = subprocess.run([sys.executable, "-c", PROGRAM, log_format], capture_output=True, text=True, check=True)
     assert "do not tell" not in done.stderr
     if log_format == "json":
@@ -62,7 +62,7 @@ def test_every_line_has_the_id(log_format):
         assert done.stderr.count("the-one") == 3
 
 
-async def test_a_request_is_one_line(post, recorder):
+async def test_request_is_one_log_line(post, recorder):
     await (await post(n=2, max_tokens=3, request_id="mine")).get_data()
     (line,) = recorder.lines
     assert 0 <= line["queue_seconds"] <= line["ttft_seconds"] <= line["seconds"] + 0.001
@@ -80,13 +80,13 @@ async def test_a_request_is_one_line(post, recorder):
     assert {name: line[name] for name in expected} == expected
 
 
-async def test_a_refusal_is_one_line_too(post, recorder):
+async def test_refused_request_is_one_log_line(post, recorder):
     assert (await post(temperature=9)).status_code == 400
     (line,) = recorder.lines
     assert (line["status"], line["path"]) == (400, "/v1/chat/completions")
 
 
-async def test_a_path_can_not_pretend_to_be_a_line(recorder, service, serve_at):
+async def test_path_cannot_forge_a_log_line(recorder, service, serve_at):
     async with serve_at(create_app(service)) as url:
         parts = urlsplit(url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -99,13 +99,13 @@ async def test_a_path_can_not_pretend_to_be_a_line(recorder, service, serve_at):
     assert len(line["path"]) == 200
 
 
-async def test_unknown_fields_are_named_shortly(post, recorder):
+async def test_log_shortens_names_of_unknown_fields(post, recorder):
     await post(**{"x" * 1000: 1, "a\nb": 2})
     line = recorder.lines[0]
     assert line["fields"] == ["x" * 80, "a\nb"]
 
 
-async def test_prompts_only_when_asked_for(post, recorder, service):
+async def test_prompts_are_logged_only_on_request(post, recorder, service):
     await post(messages=[{"role": "user", "content": "a secret"}])
     assert "secret" not in repr(recorder.lines)
     service.log_prompts = True

@@ -1,4 +1,4 @@
-"""A harness that feeds a parser whole, by characters and cut at every point, and reads what it said."""
+"""Fixtures that feed a parser with an answer as a whole, by characters, and cut at every point."""
 
 from dataclasses import dataclass, field
 
@@ -41,8 +41,8 @@ class Said:
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
 
-def hear(form, pieces, *, begun=False, tools=TOOLS, apart=False) -> Said:
-    parser = Parser(form, reasoning_begun=begun, tools=tools, apart=apart)
+def hear(form, pieces, *, begun=False, tools=TOOLS, calls_only_at_start=False) -> Said:
+    parser = Parser(form, reasoning_begun=begun, tools=tools, calls_only_at_start=calls_only_at_start)
     said = Said()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     calls: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""Any text at all: no exception, the same whatever the cut, nothing lost where nothing is a call, in linear time."""
+"""Random text: no exception, the same events for any pieces, no text lost, linear time."""
 
 from dataclasses import fields
 
@@ -28,18 +28,18 @@ def answers(draw):
     return form, "".join(draw(st.lists(st.one_of(word, word, cut_word), max_size=30)))
 
 
-@given(answer=answers(), begun=st.booleans(), apart=st.booleans(), data=st.data())
-def test_the_cut_makes_no_difference(listen, answer, begun, apart, data):
+@given(answer=answers(), begun=st.booleans(), calls_only_at_start=st.booleans(), data=st.data())
+def test_events_do_not_depend_on_the_pieces(listen, answer, begun, calls_only_at_start, data):
     form, text = answer
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = listen(form, [text], begun=begun, apart=apart)
-    assert listen(form, pieces, begun=begun, apart=apart) == whole
-    assert listen(form, text, begun=begun, apart=apart) == whole
+    whole = listen(form, [text], begun=begun, calls_only_at_start=calls_only_at_start)
+    assert listen(form, pieces, begun=begun, calls_only_at_start=calls_only_at_start) == whole
+    assert listen(form, text, begun=begun, calls_only_at_start=calls_only_at_start) == whole
 
 
 @given(answer=answers())
-def test_what_is_no_call_comes_back_unchanged(listen, answer):
+def test_text_that_is_no_call_is_unchanged(listen, answer):
     form, text = answer
     said = listen(ChatFormat(None, form.tool_calls), text)
     if not said.calls:
@@ -47,14 +47,14 @@ def test_what_is_no_call_comes_back_unchanged(listen, answer):
 
 
 @given(answer=answers())
-def test_apart_calls_are_what_an_answer_begins_with(listen, answer):
+def test_calls_only_at_start_are_read_only_there(listen, answer):
     form, text = answer
     alone = ChatFormat(None, form.tool_calls)
     begins = [form.tool_calls.begin, getattr(form.tool_calls, "call_begin", "{")]
     if getattr(form.tool_calls, "bare", True) and text.lstrip(" \n").startswith(tuple(begins)):
-        assert listen(alone, text, apart=True) == listen(alone, text)
+        assert listen(alone, text, calls_only_at_start=True) == listen(alone, text)
     elif not text.lstrip(" \n").startswith(form.tool_calls.begin):
-        assert listen(alone, text, apart=True) == listen(alone, text, tools=None)
+        assert listen(alone, text, calls_only_at_start=True) == listen(alone, text, tools=None)
 
 
 @given(answer=answers())
@@ -67,7 +67,7 @@ def test_reasoning_loses_whitespace_and_tags_only(listen, answer):
 
 
 @given(text=st.text(max_size=60))
-def test_plain_text_is_plain(listen, text):
+def test_text_without_a_format_is_unchanged(listen, text):
     form = ChatFormat(None, None)
     assert listen(form, text).content == text
 
@@ -75,7 +75,7 @@ def test_plain_text_is_plain(listen, text):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_long_text_takes_its_length_in_time(listen, name, begun):
+def test_parsing_takes_linear_time(listen, name, begun):
     # Twice as long as what takes most, if anything takes the square of it, takes minutes.
     size = 100_000
     begin = FORMS[name].tool_calls.begin

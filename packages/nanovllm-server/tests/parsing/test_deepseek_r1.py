@@ -1,4 +1,4 @@
-"""DeepSeek-R1: reasoning that the prompt begins, calls as a name and fenced JSON."""
+"""DeepSeek-R1: the prompt begins the reasoning; calls are a name and fenced JSON."""
 
 import pytest
 
@@ -102,7 +102,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_case(check, case):
+def test_deepseek_r1_answers_are_parsed(check, case):
     check(FORM, *case)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-Next: reasoning between tags, calls as JSON between tags."""
+"""Qwen3 and Qwen3-Next: reasoning and JSON calls are between tags."""
 
 import pytest
 
@@ -168,7 +168,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_case(check, case):
+def test_hermes_answers_are_parsed(check, case):
     check(FORM, *case)
 
 

@@ -1,4 +1,4 @@
-"""Llama 3.x: calls as bare JSON objects, of functions that there are; no reasoning but in R1-Distill-Llama."""
+"""Llama 3.x: calls are bare JSON objects that name known functions. Only R1-Distill-Llama reasons."""
 
 import pytest
 
@@ -107,7 +107,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_case(check, case):
+def test_llama_answers_are_parsed(check, case):
     check(FORM, *case)
 
 

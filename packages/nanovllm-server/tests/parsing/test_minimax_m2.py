@@ -1,4 +1,4 @@
-"""MiniMax-M2: reasoning that the prompt begins, calls as elements in one block."""
+"""MiniMax-M2: the prompt begins the reasoning; calls are elements in one block."""
 
 import pytest
 
@@ -89,7 +89,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_case(check, case):
+def test_minimax_m2_answers_are_parsed(check, case):
     check(FORM, *case)
 
 

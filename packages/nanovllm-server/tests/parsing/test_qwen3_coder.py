@@ -1,4 +1,4 @@
-"""Qwen3-Coder: calls as elements, their values typed by the schema; reasoning in models that have it."""
+"""Qwen3-Coder: calls are elements whose values get their types from the schema. Some models reason."""
 
 import pytest
 
@@ -165,5 +165,5 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_case(check, case):
+def test_qwen3_coder_answers_are_parsed(check, case):
     check(FORM, *case)

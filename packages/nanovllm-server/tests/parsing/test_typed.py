@@ -1,4 +1,4 @@
-"""Values as text, made JSON by the schema of a parameter."""
+"""Parameter values written as text are converted to JSON by the schema."""
 
 import pytest
 
@@ -32,5 +32,5 @@ SCHEMA = {
     ],
     ids=lambda value: value[:20],
 )
-def test_values(key, value, expected):
+def test_text_is_converted_to_the_type_of_the_schema(key, value, expected):
     assert typed_json(value, SCHEMA, key) == expected

@@ -1,4 +1,4 @@
-"""A worker finds in its cache what another one has encoded, and a message that is lost or malformed changes nothing."""
+"""Workers share encoded segments; lost or malformed messages do no harm."""
 
 import multiprocessing
 import random

@@ -1,4 +1,4 @@
-"""What a process that serves HTTP may not cost: torch takes seconds and half a gigabyte, once for every worker."""
+"""The server and its workers do not import torch, which takes seconds and half a gigabyte per process."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Which format a server reads: the model's own, or what it is told."""
+"""The parser flags override the detected format of the model."""
 
 import json
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from nanovllm_server import cli
 from nanovllm_server.processes.worker import select_chat_format
 
 
-def test_the_flags_name_every_format():
+def test_parser_flags_list_every_format():
     assert ("auto", "none", *REASONING_FORMATS) == cli.REASONING_PARSERS
     assert ("auto", "none", *TOOL_CALL_FORMATS) == cli.TOOL_CALL_PARSERS
 
@@ -25,14 +25,14 @@ def test_the_flags_name_every_format():
         (["--tool-call-parser", "none"], ChatFormat(None, None)),
     ],
 )
-def test_flags_go_before_the_model(tmp_path, arguments, expected):
+def test_parser_flags_override_the_model(tmp_path, arguments, expected):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     settings = cli.settings(cli.parser().parse_args([str(tmp_path), *arguments]))
     worker_arguments = SimpleNamespace(model=tmp_path, settings=settings)
     assert select_chat_format(worker_arguments, "{{ messages }}") == expected
 
 
-def test_other_names_are_refused(capsys):
+def test_unknown_parser_names_are_refused(capsys):
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["--tool-call-parser", "any"])
     assert "hermes" in capsys.readouterr().err

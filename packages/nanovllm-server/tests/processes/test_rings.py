@@ -1,4 +1,4 @@
-"""Messages on rings come whole and once, or not at all, whatever the other processes do."""
+"""A ring delivers each message once and undamaged, or not at all."""
 
 import multiprocessing
 import os

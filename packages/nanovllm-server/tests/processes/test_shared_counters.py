@@ -1,4 +1,4 @@
-"""What several workers count together."""
+"""Counters that several workers share."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from nanovllm_server.processes.shared_counters import COLUMNS, SharedCounters, a
 from nanovllm_server.protocol.error import ApiError
 
 
-def test_the_queue_is_one_for_all_workers():
+def test_queue_limit_covers_all_workers():
     memory = allocate_counters(3)
     admissions = [AdmissionControl(5, SharedCounters(memory, index)) for index in range(3)]
     leave = [admissions[0].admit(2), admissions[1].admit(2), admissions[2].admit(1)]
@@ -26,7 +26,7 @@ def test_the_queue_is_one_for_all_workers():
     assert admissions[2].active == 5
 
 
-def test_what_a_dead_worker_had_let_in_is_given_back():
+def test_sequences_of_a_dead_worker_are_released():
     memory = allocate_counters(2)
     first, second = AdmissionControl(4, SharedCounters(memory, 0)), AdmissionControl(4, SharedCounters(memory, 1))
     first.admit(1)
@@ -36,7 +36,7 @@ def test_what_a_dead_worker_had_let_in_is_given_back():
     replacement.admit(3)
 
 
-def test_any_worker_tells_the_metrics_of_all(engine):
+def test_each_worker_reports_the_metrics_of_all(engine):
     memory = allocate_counters(2)
 
     def metrics(index: int) -> Metrics:
@@ -64,7 +64,7 @@ def test_any_worker_tells_the_metrics_of_all(engine):
     assert 'nanovllm:time_to_first_token_seconds_sum{model_name="m"} 2000.003' in text
 
 
-def test_a_sheet_has_an_end():
+def test_too_many_counters_are_an_error():
     counters = SharedCounters(allocate_counters(1))
     counters.claim(COLUMNS)
     with pytest.raises(ValueError, match="too few"):

@@ -1,4 +1,4 @@
-"""Everything a client can get wrong is a clean refusal that names the field, and the server serves on."""
+"""Every invalid request gets an error that names the field, and the server continues to serve."""
 
 import json
 
@@ -267,7 +267,7 @@ async def assert_refused(response, status, param=None):
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: json.dumps(value)[:60])
-async def test_bad_field(post, engine, service, fields, param):
+async def test_wrong_field_is_a_400_that_names_the_field(post, engine, service, fields, param):
     error = await assert_refused(await post(**fields), 400, param)
     assert error["type"] == "invalid_request_error"
     # The message says it too, in a request with several mistakes that's what people read.
@@ -284,12 +284,12 @@ async def test_unsupported_field_is_refused_by_name(post, name):
 
 
 @pytest.mark.parametrize(("name", "successor"), SUCCESSORS.items())
-async def test_old_constraint_names_its_successor(post, name, successor):
+async def test_field_with_a_successor_names_it(post, name, successor):
     error = await assert_refused(await post(**{name: "x"}), 400, name)
     assert successor in error["message"]
 
 
-async def test_values_that_ask_for_nothing_are_accepted(post):
+async def test_unsupported_fields_without_effect_are_accepted(post):
     harmless = {name: values[0] for name, values in FOREIGN.items() if values}
     response = await post(
         **harmless,
@@ -332,7 +332,7 @@ async def test_unknown_fields_are_ignored(post):
     ],
     ids=lambda body: repr(body[:24]),
 )
-async def test_body_that_is_no_request(client, post, body):
+async def test_body_that_is_not_a_json_object_is_a_400(client, post, body):
     response = await client.post("/v1/chat/completions", data=body, headers={"Content-Type": "application/json"})
     error = await assert_refused(response, 400)
     assert "JSON" in error["message"]
@@ -350,24 +350,24 @@ async def test_body_that_is_no_request(client, post, body):
         {},
     ],
 )
-async def test_other_content(client, headers):
+async def test_unsupported_content_is_a_415(client, headers):
     await assert_refused(await client.post("/v1/chat/completions", data=b"{}", headers=headers), 415)
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "application/vnd.x+json"])
-async def test_json_by_other_names(client, kind):
+async def test_json_suffix_content_types_are_accepted(client, kind):
     body = json.dumps({"model": "scripted", "messages": [USER]})
     response = await client.post("/v1/chat/completions", data=body, headers={"Content-Type": kind})
     assert response.status_code == 200
 
 
-async def test_unknown_model(post):
+async def test_unknown_model_is_a_404(post):
     error = await assert_refused(await post(model="gpt-9"), 404, "model")
     assert error["code"] == "model_not_found"
     assert "scripted" in error["message"]
 
 
-async def test_the_key_comes_first_then_the_json_then_the_fields_then_the_model(client, service, engine):
+async def test_checks_run_in_order_key_json_fields_model(client, service, engine):
     service.api_keys = ("secret",)
     key, json_type = {"Authorization": "Bearer secret"}, {"Content-Type": "application/json"}
     wrong = {"model": "gpt-9", "messages": [USER], "guided_json": {}}
@@ -382,12 +382,12 @@ async def test_the_key_comes_first_then_the_json_then_the_fields_then_the_model(
     assert engine.requests == []
 
 
-async def test_unknown_path(client):
+async def test_unknown_path_is_a_404(client):
     await assert_refused(await client.post("/v1/completions", json={}), 404)
     await assert_refused(await client.get("/nothing"), 404)
 
 
-async def test_wrong_method(client):
+async def test_wrong_method_is_a_405(client):
     response = await client.get("/v1/chat/completions")
     error = await assert_refused(response, 405)
     assert "POST" in response.headers["Allow"]
@@ -399,7 +399,7 @@ async def test_context_length_exceeded_has_its_code(post):
     assert error["code"] == "context_length_exceeded"
 
 
-async def test_body_too_large_by_its_own_word(client, app, service, post):
+async def test_too_large_content_length_is_a_413(client, app, service, post):
     headers = {"Content-Type": "application/json", "Content-Length": str(100 << 20)}
     await assert_refused(await client.post("/v1/chat/completions", data=b"{}", headers=headers), 413)
     assert (await post()).status_code == 200

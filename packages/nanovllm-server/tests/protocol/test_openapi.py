@@ -1,4 +1,4 @@
-"""The description of the API says what the reader of requests does, and what the routes are."""
+"""The OpenAPI document agrees with the request reader and with the routes."""
 
 import copy
 
@@ -34,13 +34,13 @@ def validator(document, name):
     )
 
 
-def test_every_route_is_there_and_nothing_else(document, app):
+def test_document_has_exactly_the_routes_of_the_app(document, app):
     routes = {(rule.rule, method.lower()) for rule in app.url_map.iter_rules() for method in rule.methods}
     described = {(path, method) for path, item in document["paths"].items() for method in item}
     assert described == {(path, method) for path, method in routes if method in METHODS}
 
 
-def test_every_reference_leads_somewhere(document):
+def test_every_reference_resolves(document):
     def follow(value):
         match value:
             case {"$ref": reference}:
@@ -59,7 +59,7 @@ def test_every_reference_leads_somewhere(document):
         validator(document, name)
 
 
-async def test_a_key_is_asked_for_where_it_is_needed(service, document):
+async def test_document_requires_a_key_where_the_server_does(service, document):
     from nanovllm_server.http.app import create_app
 
     chat = ("paths", "/v1/chat/completions", "post")
@@ -89,21 +89,21 @@ async def test_a_key_is_asked_for_where_it_is_needed(service, document):
         ),
     ],
 )
-def test_ranges_are_those_of_the_reader(properties, name, schema):
+def test_documented_ranges_are_those_of_the_reader(properties, name, schema):
     assert {key: value for key, value in properties[name].items() if key != "description"} == schema
 
 
-def test_what_is_refused_whatever_it_says_is_not_there(properties):
+def test_unsupported_fields_are_not_documented(properties):
     assert not {"guided_json", "logits_processors", "audio"} & set(properties)
 
 
-def test_descriptions_are_of_fields_that_are_there(properties):
+def test_every_description_belongs_to_a_field(properties):
     assert set(DESCRIPTIONS) <= set(properties)
     for name, text in DESCRIPTIONS.items():
         assert properties[name]["description"] == text
 
 
-def test_what_is_required(document):
+def test_required_fields_are_documented(document):
     request = document["components"]["schemas"]["ChatCompletionRequest"]
     assert request["required"] == ["model", "messages"]
     message = request["properties"]["messages"]["items"]
@@ -131,7 +131,7 @@ CHANGES = [(name, steps) for name, example in EXAMPLES.items() for steps in leav
 
 @pytest.mark.parametrize(("name", "steps"), CHANGES, ids=str)
 @pytest.mark.parametrize("value", [None, 7, True, "?", [], {}], ids=repr)
-def test_what_the_schema_refuses_the_reader_refuses(document, name, steps, value):
+def test_schema_and_reader_refuse_the_same_values(document, name, steps, value):
     """And what the reader takes the schema takes: a client that follows the document misses nothing."""
     example = copy.deepcopy(EXAMPLES[name])
     here = example
@@ -145,19 +145,19 @@ def test_what_the_schema_refuses_the_reader_refuses(document, name, steps, value
     validator(document, "ChatCompletionRequest").validate(example)
 
 
-def test_the_examples_are_good(document):
+def test_examples_are_valid_requests(document):
     content = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     for example in content["examples"].values():
         assert example["value"]["model"] == "scripted"
         validator(document, "ChatCompletionRequest").validate(example["value"])
 
 
-def test_a_bad_example_is_no_description():
+def test_invalid_example_is_an_error():
     with pytest.raises(ApiError):
         describe(lambda body: read_chat_request(body, LIMITS, DEFAULTS), [{"model": "m", "messages": []}])
 
 
-def test_a_field_may_be_read_in_two_ways():
+def test_field_with_two_readers_accepts_either_type():
     def read(body):
         if isinstance(body.raw("choice"), dict):
             body.child("choice").text("name")
@@ -174,7 +174,7 @@ def test_a_field_may_be_read_in_two_ways():
     }
 
 
-def test_a_field_that_two_look_at_is_what_the_closer_look_says():
+def test_unchecked_reads_do_not_widen_a_schema():
     def read(body):
         body.raw("a")
         body.integer("a", 1)

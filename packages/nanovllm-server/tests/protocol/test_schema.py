@@ -1,4 +1,4 @@
-"""Schemas that can't be enforced become refusals of the field that holds them."""
+"""Schemas that can't be enforced are a 400 of their field."""
 
 import pytest
 

@@ -1,8 +1,7 @@
-"""A headless Chromium to drive, over its DevTools protocol: for tests of what a person sees.
+"""Controls a headless Chromium over its DevTools protocol.
 
-The browser comes out of an npm package, by the lock in `chromium/`, and brings what libraries and fonts it needs: a
-machine needs neither a browser nor Node, and pages look the same everywhere. The package is for Linux on x86-64; on
-other machines a Chrome or Chromium that is installed is used.
+The browser comes from an npm package (lock file in `chromium/`) with its libraries and fonts, so that pages look the
+same everywhere. The package is for Linux on x86-64; other machines use an installed Chrome or Chromium.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""What answers may look like: OpenAI's own description of them, mirrored here, and what our contract adds to it.
+"""Models of responses: OpenAI's description, plus the fields that our API adds.
 
-Written by hand from that description and from nothing in the server, so that the two can disagree. Every answer made in
-tests is held to it, and to the schemas that the server hands out at /openapi.json.
+They are written by hand, independent of the server's code. Tests validate every response against them and against the
+schemas of /openapi.json.
 """
 
 import json

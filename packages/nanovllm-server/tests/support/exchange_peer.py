@@ -1,4 +1,4 @@
-"""What other processes do with rings in tests; they import these functions by name."""
+"""Functions that tests run in other processes, which import them by name."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What tests of real sockets share."""
+"""Helpers for tests with real sockets."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a turn costs in a worker that has not seen the conversation before, with the exchange of encodings and without.
+"""Measures a turn in a worker that has not seen the conversation, with and without the exchange of encodings.
 
 Run: python packages/nanovllm-server/tests/support/measure_encodings.py [--runs 10]
 

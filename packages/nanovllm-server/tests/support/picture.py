@@ -1,4 +1,4 @@
-"""The picture of the page in the README: a program that chats with a running server and looks at the page.
+"""Takes the picture of the page for the README: chats with a running server in a browser.
 
 uv run nanovllm-server --port 8000
 uv run python packages/nanovllm-server/tests/support/picture.py http://127.0.0.1:8000 docs/page.png

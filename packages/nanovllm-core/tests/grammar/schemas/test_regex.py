@@ -59,7 +59,7 @@ PATTERNS = [
 
 
 def whole(pattern: str) -> regex.Node:
-    return regex.narrow(regex.whole(regex.parse(pattern)), PLAIN)
+    return regex.narrow(regex.full_match(regex.parse(pattern)), PLAIN)
 
 
 def grammar(tree: regex.Node) -> xgrammar.Grammar:
@@ -97,8 +97,8 @@ def test_patterns_are_searched_for(pattern):
 def test_patterns_are_found(pattern):
     python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
     for text in texts(2):
-        for widest in (False, True):
-            assert search.found(regex.parse(pattern, widest=widest), text) == bool(python.search(text)), text
+        for any_engine in (False, True):
+            assert search.is_found(regex.parse(pattern, any_engine=any_engine), text) == bool(python.search(text)), text
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_patterns_that_are_refused(pattern):
 
 
 def test_braces_that_count_nothing_are_themselves():
-    assert search.found(regex.parse("^a{x}$"), "a{x}")
-    assert search.found(regex.parse("^a{1,9999999}$"), "a{1,9999999}")
+    assert search.is_found(regex.parse("^a{x}$"), "a{x}")
+    assert search.is_found(regex.parse("^a{1,9999999}$"), "a{1,9999999}")
 
 
 @pytest.mark.parametrize("pattern", ["a^b", "a$b", "(^a)*", "a(?!b)c"])
@@ -141,9 +141,9 @@ def test_assertions_in_the_middle_are_refused(pattern):
 
 def test_classes_beyond_ascii_have_what_every_engine_agrees_on():
     for pattern, text in ((r"^\w$", "é"), (r"^\d$", "٣"), (r"^\S$", "\x85"), (r"^.$", "\u2028"), (r"^[^\w]$", "é")):
-        assert not search.found(regex.parse(pattern), text)
-    assert search.found(regex.parse(r"^\S$"), "é")
-    assert search.found(regex.parse(r"^\w$", widest=True), "é")
+        assert not search.is_found(regex.parse(pattern), text)
+    assert search.is_found(regex.parse(r"^\S$"), "é")
+    assert search.is_found(regex.parse(r"^\w$", any_engine=True), "é")
 
 
 def test_all_but_some():

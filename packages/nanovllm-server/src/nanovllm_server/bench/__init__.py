@@ -1,1 +1,1 @@
-"""`nanovllm-bench`: programs that measure, against a peer where there is one, in the same run on the same machine."""
+"""`nanovllm-bench`: benchmark programs. Some also run a peer engine on the same machine in the same call."""

@@ -1,7 +1,4 @@
-"""What `throughput`, `latency` and `prefill` ask of an engine, and the rate that each makes of the times.
-
-This room must not know who does the work.
-"""
+"""The requests of `throughput`, `latency` and `prefill`, and the rate that each computes from their times."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ OfflineProgram = Literal["throughput", "latency", "prefill"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that are handed over at once, and what to make of when their tokens came."""
+    """Requests that are submitted at once. rate: computes the case's figure from a run's times."""
 
     name: str
     works: list[Work]
@@ -23,7 +20,7 @@ class Case:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens in, of all requests."""
+        """Prompt tokens of all requests."""
         return sum(len(work.prompt) for work in self.works)
 
 
@@ -31,7 +28,8 @@ class Case:
 class Program:
     """The cases of one benchmark.
 
-    unit: of the rates. needs_first: whether they depend on when the first token came.
+    unit: unit of the rates.
+    needs_first: the rates depend on the time of the first tokens.
     """
 
     name: OfflineProgram
@@ -52,16 +50,15 @@ def throughput(shape: WorkloadShape, vocab_size: int) -> Program:
 
 
 def latency(batches: Sequence[int], input_len: int, output_len: int, vocab_size: int) -> Program:
-    """A few requests at once: tokens made after the first of each, over the time from when all had theirs to the last.
-
-    `output_len` is at least 2.
+    """A few requests at once. The rate is the number of tokens after each request's first one, divided by the time
+    from the moment at which all requests have their first token. output_len: at least 2.
     """
     prompts = random_prompts(max(batches), input_len, vocab_size)
 
     def case(batch: int) -> Case:
         def rate(timing: Timing) -> float:
             if timing.first is None:
-                raise ValueError("nobody looked at when the first tokens came")
+                raise ValueError("the time of the first tokens was not measured")
             return (timing.num_tokens - batch) / (timing.last - timing.first)
 
         return Case(f"batch {batch}", [Work(prompt, output_len) for prompt in prompts[:batch]], rate)
@@ -71,7 +68,7 @@ def latency(batches: Sequence[int], input_len: int, output_len: int, vocab_size:
 
 
 def prefill(num_requests: int, input_len: int, vocab_size: int) -> Program:
-    """Prompts and one token each: tokens of prompt, over the whole of it."""
+    """Requests for one token each. The rate is the number of prompt tokens divided by the whole time."""
     shape = WorkloadShape(num_requests, Lengths(input_len, input_len), Lengths(1, 1))
     works = random_works(shape, vocab_size)
 

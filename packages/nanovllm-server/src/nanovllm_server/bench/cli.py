@@ -1,7 +1,4 @@
-"""The command line of `nanovllm-bench`: flags in, one of the programs run.
-
-Imports little, so that --help and a wrong flag are answered at once.
-"""
+"""The command line of `nanovllm-bench`. Imports programs late, so that --help responds at once."""
 
 import argparse
 import importlib.util
@@ -11,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_server.bench.flag_types import DEFAULT_URL, assignment, at_least_two, lengths, positive, rate, whole
+from nanovllm_server.bench.flag_types import (
+    DEFAULT_URL,
+    assignment,
+    at_least_two,
+    lengths,
+    non_negative,
+    positive,
+    rate,
+)
 from nanovllm_server.bench.interference import flags as interference_flags
 from nanovllm_server.bench.workload import Lengths, WorkloadShape
 from nanovllm_server.cli import GRAPH_MODES, STATE_DTYPES
@@ -25,90 +30,84 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 PEERS = ("vllm", "transformers", "llamacpp", "none")
 NANO_BENCH = Lengths(100, 1024)
-# Of the extra `bench`, those that no other dependency of the server is sure to bring.
+# Modules of the extra `bench` that no other dependency of the server installs.
 EXTRA_MODULES = ("matplotlib", "tqdm")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, where there are any."""
+    """Shows the default of each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, [None], [], "") else super()._get_help_string(action)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The programs and their flags."""
+    """The parser of the programs and their flags."""
     flags = argparse.ArgumentParser(prog="nanovllm-bench", description="Measure the engine, a server or the kernels.")
     programs = flags.add_subparsers(dest="program", required=True, metavar="PROGRAM")
 
     def program(name: str, text: str) -> argparse.ArgumentParser:
         return programs.add_parser(name, formatter_class=_Formatter, help=text, description=text)
 
-    throughput = program("throughput", "tokens a second of many requests at once; by default nano-bench")
-    _add_shape(throughput, NANO_BENCH, NANO_BENCH, "; with any, prefix caching is on")
+    throughput = program("throughput", "tokens per second of many simultaneous requests; by default nano-bench")
+    _add_shape(throughput, NANO_BENCH, NANO_BENCH, "; above 0, prefix caching is on")
     _add_engine(throughput, temperature=0.6)
 
-    latency = program("latency", "tokens a second of a few requests, from when each has its first to the last")
-    latency.add_argument("--batch", type=positive, nargs="+", default=[1, 8], help="requests at once, each a case")
+    latency = program("latency", "tokens per second of a few requests, after each has its first token")
+    latency.add_argument(
+        "--batch", type=positive, nargs="+", default=[1, 8], help="simultaneous requests; one case each"
+    )
     latency.add_argument("--input-len", type=positive, default=64, help="tokens of a prompt")
-    latency.add_argument("--output-len", type=at_least_two, default=128, help="tokens to make, at least 2")
+    latency.add_argument("--output-len", type=at_least_two, default=128, help="tokens to generate, at least 2")
     _add_engine(latency, temperature=0.0)
 
-    prefill = program("prefill", "tokens a second of prompts after each of which one token is made")
-    prefill.add_argument("--num-requests", type=positive, default=64, help="prompts at once")
+    prefill = program("prefill", "prompt tokens per second of requests that generate one token each")
+    prefill.add_argument("--num-requests", type=positive, default=64, help="simultaneous prompts")
     prefill.add_argument("--input-len", type=positive, default=2048, help="tokens of a prompt")
     _add_engine(prefill, temperature=0.0)
 
     serve = program(
-        "serve", "latencies and tokens a second of a server, ours or another, over streamed chat completions"
+        "serve", "latencies and tokens per second of any OpenAI-compatible server over streamed chat completions"
     )
-    serve.add_argument(
-        "url", nargs="?", default=DEFAULT_URL, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}"
-    )
-    serve.add_argument("--model", dest="served_model", help="name to ask for; without it, the first that is listed")
+    serve.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"base URL; its key comes from ${KEY_VARIABLE}")
+    serve.add_argument("--model", dest="served_model", help="model to request; without it, the first one listed")
     _add_shape(serve, Lengths(512, 512), Lengths(512, 512), "")
     serve.add_argument(
         "--rate",
         type=rate,
         nargs="+",
         default=[None],
-        help="requests a second, arriving as a Poisson process; inf: all at once; several: each in turn",
+        help="requests per second, arriving as a Poisson process; inf: all at once; several: one after another",
     )
     serve.add_argument(
-        "--concurrency", type=positive, nargs="+", default=[None], help="most requests at once; several: each in turn"
+        "--concurrency", type=positive, nargs="+", default=[None], help="most requests at once; several: in turn"
     )
-    serve.add_argument(
-        "--seed", type=int, default=0, help="another one makes other prompts, which no prefix cache has seen"
-    )
+    serve.add_argument("--seed", type=int, default=0, help="a new seed makes prompts that no prefix cache has")
     _add_common(serve, temperature=0.6, repeat=1)
 
-    grammars = program("grammars", "how long free streams wait for tokens beside streams that are held to schemas")
-    grammars.add_argument(
-        "url", nargs="?", default=DEFAULT_URL, help=f"base URL; a key for it is taken from ${KEY_VARIABLE}"
-    )
-    grammars.add_argument("--model", dest="served_model", help="name to ask for; without it, the first that is listed")
-    grammars.add_argument("--streams", type=at_least_two, default=64, help="at once; half of them are held")
+    grammars = program("grammars", "gaps between tokens of free streams beside streams that follow schemas")
+    grammars.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"base URL; its key comes from ${KEY_VARIABLE}")
+    grammars.add_argument("--model", dest="served_model", help="model to request; without it, the first one listed")
+    grammars.add_argument("--streams", type=at_least_two, default=64, help="simultaneous streams; half follow a schema")
     grammars.add_argument("--output-len", type=at_least_two, default=256, help="tokens of each answer")
-    grammars.add_argument("--repeat", type=positive, default=5, help="rounds, each of all mixes")
-    grammars.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    grammars.add_argument("--repeat", type=positive, default=5, help="rounds of all mixes")
+    grammars.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
     interference_flags.add_flags(program("interference", interference_flags.SUMMARY), KEY_VARIABLE)
 
-    trace = program(
-        "trace", "what steps took on the host and the device, and how long that rested, by a file of --trace"
-    )
-    trace.add_argument("file", type=Path, help="what --trace wrote")
-    trace.add_argument("--steps", type=lengths, metavar="N[..M]", help="only step N, or those from N to M")
-    trace.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    trace = program("trace", "times of steps on host and device, and idle times of the device, from a file of --trace")
+    trace.add_argument("file", type=Path, help="file that --trace wrote")
+    trace.add_argument("--steps", type=lengths, metavar="N[..M]", help="only step N, or steps N to M")
+    trace.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
-    kernels = program("kernels", "bytes and operations a second of the kernels; needs a GPU")
-    kernels.add_argument("--only", default="", metavar="WORD", help="only kernels with this in their name")
+    kernels = program("kernels", "bytes and operations per second of the kernels; needs a GPU")
+    kernels.add_argument("--only", default="", metavar="WORD", help="only kernels with WORD in their names")
     _add_results(kernels, repeat=1)
     return flags
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark; returns the exit status: 1 failed, 2 told something that can't be."""
+    """Runs a benchmark. Returns the exit status: 0 for success, 1 after a failure, 2 for invalid settings."""
     options = parser().parse_args(arguments)
     from nanovllm_server.bench.report import BenchError
 
@@ -150,7 +149,7 @@ def _check_extra() -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     if options.threads is not None:
-        # Before torch is imported: a later call reaches only the thread that makes it.
+        # Must precede the import of torch: `set_num_threads` would affect the calling thread only.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
 
     import nanovllm_models
@@ -237,7 +236,7 @@ def _engine_config(options: argparse.Namespace) -> "EngineConfig":
         cpu_cache_gib=options.cpu_cache_gib,
         kv_cache_dtype=options.kv_cache_dtype,
         state_dtype=options.state_dtype,
-        # Random prompts share nothing else, and looking for it costs time.
+        # Random prompts share only this prefix; without one, lookups in the cache would cost time.
         prefix_caching=options.program == "throughput" and options.prefix_len > 0,
         depth=options.depth,
         graph_mode=None if options.graph_mode == "auto" else options.graph_mode,
@@ -255,7 +254,7 @@ def _peer(options: argparse.Namespace, model: Path) -> "Peer | None":
 
 
 def _gguf(options: argparse.Namespace, model: Path) -> "GGUF | None":
-    """The weights of llama.cpp. Raises BenchError where nothing says which, and ModelError as `source_file`."""
+    """The weights for llama.cpp. Raises BenchError if no file is known, and ModelError like `source_file`."""
     from nanovllm_models.default_model import cache_directory, is_default_model, source_file
     from nanovllm_server.bench.peers import GGUF
     from nanovllm_server.bench.report import BenchError
@@ -286,14 +285,19 @@ def _shape(options: argparse.Namespace) -> WorkloadShape:
 
 def _add_shape(program: argparse.ArgumentParser, inputs: Lengths, outputs: Lengths, about_prefix: str) -> None:
     add = program.add_argument_group("work").add_argument
-    add("--num-requests", type=positive, default=256, help="requests in all")
-    add("--input-len", type=lengths, default=inputs, metavar="N[..M]", help="tokens of a prompt, or from..to")
-    add("--output-len", type=lengths, default=outputs, metavar="N[..M]", help="tokens to make, or from..to")
-    add("--prefix-len", type=whole, default=0, help=f"further tokens that all prompts begin with{about_prefix}")
+    add("--num-requests", type=positive, default=256, help="total number of requests")
+    add("--input-len", type=lengths, default=inputs, metavar="N[..M]", help="tokens of a prompt")
+    add("--output-len", type=lengths, default=outputs, metavar="N[..M]", help="tokens to generate per request")
+    add(
+        "--prefix-len",
+        type=non_negative,
+        default=0,
+        help=f"additional tokens with which all prompts begin{about_prefix}",
+    )
 
 
 def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None:
-    """What all programs take that run an engine, ours or a peer."""
+    """Adds the flags of all programs that run an engine, ours or a peer."""
     _add_common(program, temperature=temperature, repeat=3)
     add = program.add_argument_group("engine, and peer").add_argument
     add("model", nargs="?", type=Path, help="checkpoint directory; without it, the default model")
@@ -304,19 +308,19 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="dtype")
     add("--threads", type=positive, help="threads of torch")
     add("--max-model-len", type=positive, help="most tokens of a request; without it, each engine's choice")
-    add("--max-num-seqs", type=positive, help="most requests running at once; without it, each engine's choice")
-    add("--max-num-batched-tokens", type=positive, help="most tokens computed in a step; likewise")
+    add("--max-num-seqs", type=positive, help="most requests that run at once; without it, each engine's choice")
+    add("--max-num-batched-tokens", type=positive, help="most tokens computed in a step; without it, likewise")
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
-    add("--state-dtype", choices=STATE_DTYPES, default="float32", help="of what recurrent layers keep")
+    add("--state-dtype", choices=STATE_DTYPES, default="float32", help="dtype of recurrent states")
     ours = program.add_argument_group("engine").add_argument
     ours("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
-    ours("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
+    ours("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
     ours("--depth", type=int, choices=(1, 2), help="steps in flight; by default 2 on a GPU")
     ours("--graph-mode", choices=("auto", *GRAPH_MODES), default="auto", help="steps replayed from CUDA graphs")
     ours("--no-compile", action="store_true", help="no torch.compile between attention operators")
-    ours("--trace", type=Path, metavar="FILE", help="write what each step took here, for the program trace or Perfetto")
+    ours("--trace", type=Path, metavar="FILE", help="write times of steps to FILE, for the program trace or Perfetto")
     peer = program.add_argument_group("peer").add_argument
-    peer("--peer", choices=PEERS, default="none", help="whom to compare to, in the same call")
+    peer("--peer", choices=PEERS, default="none", help="engine to compare to in the same call")
     peer("--peer-python", type=Path, default=Path(sys.executable), metavar="PATH", help="interpreter that has the peer")
     peer(
         "--peer-env",
@@ -331,21 +335,21 @@ def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None
         "--peer-weights",
         choices=("F16", "BF16", "Q8_0", "F32"),
         default="F16",
-        help="what its quantiser makes of the GGUF file",
+        help="file type of the weights, converted from the GGUF file",
     )
-    llamacpp("--peer-gguf", type=Path, metavar="FILE", help="the model as GGUF; the default model brings its own")
+    llamacpp("--peer-gguf", type=Path, metavar="FILE", help="the model as GGUF; the default model has one")
 
 
 def _add_common(program: argparse.ArgumentParser, *, temperature: float, repeat: int) -> None:
-    program.add_argument("--temperature", type=float, default=temperature, help="0 takes the likeliest token")
+    program.add_argument("--temperature", type=float, default=temperature, help="0 selects the likeliest token")
     _add_results(program, repeat=repeat)
 
 
 def _add_results(program: argparse.ArgumentParser, *, repeat: int) -> None:
     add = program.add_argument_group("results").add_argument
-    add("--repeat", type=positive, default=repeat, help="runs; the medians count")
-    add("--json", type=Path, metavar="FILE", help="write all figures here")
-    add("--plot", type=Path, metavar="FILE", help="draw them here, as a PNG")
+    add("--repeat", type=positive, default=repeat, help="runs; figures are their medians")
+    add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    add("--plot", type=Path, metavar="FILE", help="draw the figures to FILE, a PNG")
 
 
 def _fail(error: Exception, status: int) -> int:

@@ -1,7 +1,6 @@
-"""Streamed chat completions over HTTP/1.1, and when each piece came. This room must not know what is made of it.
+"""A client of streamed chat completions over HTTP/1.1 that records the arrival time of each piece.
 
-Written for many streams at once in one process: a general client costs more a piece than a server takes to make it, and
-would be what is measured.
+A general HTTP client would need more time per piece than the server, and so limit the measurement.
 """
 
 import asyncio
@@ -19,22 +18,22 @@ import orjson
 from nanovllm_server.bench.report import BenchError
 from nanovllm_server.protocol.json import JSON
 
-# How long a whole answer may take. One timer a request: one a piece would cost as much as the piece.
+# Time limit of an answer. A timer per piece would cost as much as the piece.
 ANSWER_S = 3600.0
 LINE_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 ERROR_SHOWN = 300
-# A piece of an answer is one of these; a delta that has none says only who speaks.
+# Fields of a delta with a piece of the answer. A delta without them has only the role.
 CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 class ExchangeError(RuntimeError):
-    """A request that got no whole answer; the message says why, in one line."""
+    """A request got no complete answer. The message gives the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A base URL, taken apart. prefix: the path before `/chat/completions`. key: sent as a bearer token, if any."""
+    """The parts of a base URL. prefix: path before `/chat/completions`. key: sent as a bearer token; None for none."""
 
     host: str
     port: int
@@ -45,7 +44,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer: when its request was sent, when pieces with content came, when it was over (`time.perf_counter`)."""
+    """One answer. sent, pieces, ended: times of `time.perf_counter`; pieces are the arrivals of content."""
 
     sent: float
     pieces: tuple[float, ...]
@@ -56,7 +55,7 @@ class Answer:
 
 
 def parse_base_url(url: str, key: str | None) -> Endpoint:
-    """Take a base URL apart. Raises BenchError."""
+    """Splits a base URL into its parts. Raises BenchError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise BenchError(f"{url} is not a base URL such as http://127.0.0.1:8000/v1")
@@ -69,7 +68,7 @@ def parse_base_url(url: str, key: str | None) -> Endpoint:
 
 
 async def list_models(endpoint: Endpoint) -> list[str]:
-    """The names that the server goes by. Raises ExchangeError."""
+    """The names of the server's models. Raises ExchangeError."""
     async with _exchange(endpoint, "GET", "/models", b"") as body:
         text = b"".join([piece async for piece in body])
     try:
@@ -120,8 +119,8 @@ async def stream_chat(endpoint: Endpoint, request: JSON, on_piece: Callable[[flo
     if not finished:
         raise ExchangeError("the stream ended before its answer did")
     if usage is None:
-        raise ExchangeError("the server doesn't tell its usage in a stream")
-    # An answer may hold no text at all, such as one token that is half a character.
+        raise ExchangeError("the server doesn't send usage in a stream")
+    # An answer may have no text, for example one token that is half a character.
     return Answer(
         sent=sent,
         pieces=tuple(pieces or [finished]),
@@ -143,7 +142,7 @@ def _chunk(event: bytes) -> dict[str, Any]:
 
 
 async def _events(body: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The data of each server-sent event, up to [DONE]. Chat completions have one line of data an event."""
+    """Yields the data of each server-sent event, up to [DONE]. Chat completions have one line of data per event."""
     rest = b""
     async for piece in body:
         *lines, rest = (rest + piece).split(b"\n")
@@ -157,7 +156,7 @@ async def _events(body: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
 
 @asynccontextmanager
 async def _exchange(endpoint: Endpoint, method: str, path: str, body: bytes) -> AsyncGenerator[AsyncIterator[bytes]]:
-    """Send a request on a connection of its own; the body of the answer, which has status 200, as it comes."""
+    """Sends a request on a new connection, and yields the pieces of the body. Raises ExchangeError unless it is 200."""
     try:
         reader, writer = await asyncio.open_connection(
             endpoint.host, endpoint.port, ssl=ssl.create_default_context() if endpoint.tls else None, limit=LINE_BYTES
@@ -203,7 +202,7 @@ async def _request(
 
 
 async def _body(reader: StreamReader, headers: dict[bytes, bytes]) -> AsyncGenerator[bytes, None]:
-    """The body in the pieces it comes in: chunked, of a stated length, or up to the end of the connection."""
+    """Yields the pieces of a body that is chunked, has a Content-Length, or ends with the connection."""
     if headers.get(b"transfer-encoding") == b"chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]

@@ -1,6 +1,6 @@
-"""One program, by a peer if there is one and then by our engine; both results side by side.
+"""Runs one program with a peer, if given, and then with our engine, and shows both results.
 
-The peer goes first and in a process of its own, so that each has the machine, and the GPU's memory, to itself.
+The peer runs first, in its own process, so that neither engine shares the machine or the GPU's memory.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from nanovllm_server.protocol.json import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """On what to run a program. `config` says the device, the dtype and the limits, for the peer too."""
+    """The options of a run. config: device, dtype and limits, which the peer gets too. peer: None for no peer."""
 
     model: Path
     load_format: Literal["auto", "dummy"]
@@ -33,8 +33,8 @@ class Setting:
 
 
 def run(setting: Setting, spec: ModelSpec, program: Program) -> None:
-    """Measure, show a table, keep the figures. Raises BenchError when the peer fails, and as `engine.measure`."""
-    # The engine would say so too, but after minutes of the peer's work.
+    """Measures, shows a table, writes the figures. Raises BenchError if the peer fails, and like `engine.measure`."""
+    # The engine would raise this too, but only after the peer has run for minutes.
     context = setting.config.max_model_len or spec.max_position
     if (longest := max(len(work.prompt) + work.max_tokens for case in program.cases for work in case.works)) > context:
         raise BenchError(f"requests of up to {longest} tokens don't fit into a context of {context}")

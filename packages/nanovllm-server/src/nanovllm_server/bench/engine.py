@@ -1,4 +1,4 @@
-"""Our engine, in this process: work in, times out. This room must not know whom it is compared to."""
+"""Runs requests on our engine in this process, and measures their times."""
 
 import asyncio
 import gc
@@ -13,15 +13,17 @@ from tqdm import tqdm
 from nanovllm_core import AsyncEngine, EngineConfig, ModelSpec, Request, SamplingParams
 from nanovllm_server.bench.workload import Work
 
-# Enough to have every kernel compiled, and the shapes of both prefill and decode seen.
+# Enough tokens to compile every kernel for prefill and decode.
 WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When tokens came, in seconds since the requests were handed over. `num_tokens` counts all requests' output.
+    """Times of one run, in seconds since the requests were submitted.
 
-    first: when every request had one; None where that wasn't looked at.
+    num_tokens: output tokens of all requests.
+    last: time of the last token.
+    first: time at which every request had its first token; None if not measured.
     """
 
     num_tokens: int
@@ -38,14 +40,15 @@ async def measure(
     *,
     needs_first: bool,
 ) -> list[list[Timing]]:
-    """Start an engine, and run each case `repeat` times after a warm-up; the timings by case.
+    """Starts an engine and runs each case `repeat` times after a warm-up. Returns the timings by case.
 
-    needs_first: find out when every request had its first token, by a run for one token each: all that can be asked of
-    an engine that gives whole answers alone, and so asked of ours.
-    Raises ConfigError, ModelError, RequestError for work that the engine has no room for, and EngineDeadError.
+    needs_first: measure the time of first tokens with an extra run for one token per request. Our engine could
+    measure it directly, but peers that return only complete answers can't.
+
+    Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
     """
     engine = await AsyncEngine.start(spec, config)
-    # As servers do: a collection that walks through all that torch and the model hold stops every request for 0.2 s.
+    # Like the server: a garbage collection over all objects of torch and the model stops every request for 0.2 s.
     gc.collect()
     gc.freeze()
     try:
@@ -70,15 +73,13 @@ def _cut(works: Sequence[Work], at_most: int) -> list[Work]:
 
 
 async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, label: str) -> tuple[int, float]:
-    """Hand all requests over at once and wait for the last token, with a progress bar of tokens; how many there were,
-    and the seconds it took.
-    """
+    """Submits all requests at once and waits for the last token. Returns the number of tokens and the seconds."""
     requests = [
         Request(
             id=str(index),
             token_ids=work.prompt,
             sampling=SamplingParams(max_tokens=work.max_tokens, temperature=temperature, ignore_eos=True),
-            # A run finds what its own prompts share in the prefix cache, and nothing of the run before it.
+            # A run can find its own shared prefix in the prefix cache, but nothing of earlier runs.
             cache_salt=label,
         )
         for index, work in enumerate(works)
@@ -90,12 +91,12 @@ async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, l
         start = time.perf_counter()
 
         async def one(request: Request) -> int:
-            made = 0
+            num_tokens = 0
             async with aclosing(engine.generate(request)) as outputs:
                 async for output in outputs:
-                    made += len(output.new_token_ids)
+                    num_tokens += len(output.new_token_ids)
                     bar.update(len(output.new_token_ids))
-            return made
+            return num_tokens
 
         counts = await asyncio.gather(*(one(request) for request in requests))
         return sum(counts), time.perf_counter() - start

@@ -23,7 +23,7 @@ def integer_from(low: int) -> Callable[[str], int]:
     return integer
 
 
-whole, positive, at_least_two = integer_from(0), integer_from(1), integer_from(2)
+non_negative, positive, at_least_two = integer_from(0), integer_from(1), integer_from(2)
 
 
 def lengths(text: str) -> Lengths:

@@ -1,8 +1,7 @@
-"""What answers held to schemas cost the free ones beside them: `nanovllm-bench grammars`.
+"""`nanovllm-bench grammars`: measures how answers that follow schemas delay free answers.
 
-As many streams at once in each of three mixes, by turns: all of them free; half of them held to a schema; and half held
-while others keep sending schemas that nobody has sent before and that take long to compile. What counts is how long the
-free ones wait between tokens, while all stream. This room must not know whose server it is, as `serve`, which see.
+Three mixes with equally many streams alternate: all free; half with a schema; half with a schema while further requests
+bring new schemas that take long to compile. The figure is the time between tokens of the free streams.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from nanovllm_server.bench.workload import Lengths, WorkloadShape, random_chats
 from nanovllm_server.protocol.json import JSON
 
 MIXES = ("free", "half held", "held, others compile")
-# Sent at once, all the time, while others compile.
+# Simultaneous requests with new schemas in the third mix.
 COMPILING = 4
 TEMPERATURE = 0.6
 _TEXT: JSON = {"type": "string"}
@@ -27,7 +26,7 @@ _TEXT: JSON = {"type": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarsJob:
-    """What to ask of a server. num_streams: at once, an even number. output_len: tokens of each answer."""
+    """Options of a run. model: None for the first one that the server lists. num_streams: must be even."""
 
     endpoint: Endpoint
     model: str | None
@@ -39,11 +38,12 @@ class GrammarsJob:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """One mix, and how long its free streams waited between tokens, of all rounds together.
+    """The figures of one mix over all rounds.
 
-    ratios: of each round, the median and the 99th percentile over those of its free mix. tokens_held: made under a
-    schema. compiled, refused: of the requests with schemas of their own, those that were answered, and those that were
-    not.
+    itl: times between tokens of the free streams.
+    ratio_p50, ratio_p99: medians over rounds of the percentile's ratio to that of the free mix.
+    tokens_held: tokens generated under a schema.
+    compiled, refused: requests with new schemas that were answered, and that were not.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Mix:
 
 
 def run(job: GrammarsJob) -> None:
-    """Measure, show a table, keep the figures. Raises BenchError."""
+    """Measures, shows a table, writes the figures. Raises BenchError."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         model, mixes = runner.run(measure(job))
     facts = machine()
@@ -100,7 +100,7 @@ def run(job: GrammarsJob) -> None:
 
 @dataclass(slots=True)
 class _Round:
-    """One mix in one round: gaps between the tokens of the free streams, in seconds, and see `Mix`."""
+    """One mix in one round. gaps: seconds between tokens of the free streams. Other fields: see `Mix`."""
 
     gaps: list[float]
     tokens_held: int
@@ -109,10 +109,10 @@ class _Round:
 
 
 async def measure(job: GrammarsJob) -> tuple[str, list[Mix]]:
-    """The model's name, and each mix. Raises BenchError."""
+    """The model's name, and the figures of each mix. Raises BenchError."""
     try:
         model = job.model or (await list_models(job.endpoint))[0]
-        # The first grammar of a server takes seconds, once.
+        # The first grammar of a server takes seconds.
         await stream_chat(job.endpoint, _body(model, "Hello", 4, people()))
         await stream_chat(job.endpoint, _body(model, "Hello", 4, None))
     except ExchangeError as error:
@@ -144,7 +144,7 @@ async def _measure_round(job: GrammarsJob, model: str, name: str, seed: str, num
     half = job.num_streams // 2
     lengths = Lengths(32, 32)
     works = random_chats(WorkloadShape(job.num_streams, lengths, Lengths(job.output_len, job.output_len)), seed)
-    # Those that are held in other mixes are free in this one, but nobody's figures.
+    # In the free mix, the second half of the streams is free too, but is in no figure.
     schema = None if name == MIXES[0] else people()
     ending = asyncio.Event()
     outcome = _Round([], 0)
@@ -167,12 +167,12 @@ async def _measure_round(job: GrammarsJob, model: str, name: str, seed: str, num
     outcome.gaps = _gaps(answers, half)
     outcome.tokens_held = 0 if schema is None else sum(answer.output_tokens for answer in answers[half:])
     if schema is not None and outcome.tokens_held < half * job.output_len:
-        raise BenchError(f"answers held to a schema ended early ({name}): the figures would be of fewer streams")
+        raise BenchError(f"answers with a schema ended early ({name}): the figures would be of fewer streams")
     return outcome
 
 
 def _gaps(answers: Sequence[Answer], half: int) -> list[float]:
-    """Between the pieces of the free streams, from when the last stream began to when the first one ended."""
+    """Gaps between pieces of the free streams, while all streams run."""
     begin = max(answer.pieces[0] for answer in answers)
     end = min(answer.pieces[-1] for answer in answers)
     return [
@@ -184,7 +184,7 @@ def _gaps(answers: Sequence[Answer], half: int) -> list[float]:
 
 
 async def _compile(job: GrammarsJob, model: str, outcome: _Round, numbers: "count[int]", ending: asyncio.Event) -> None:
-    """Ask for one token under one new schema after another."""
+    """Sends one request after another, each for one token under a new schema."""
     while not ending.is_set():
         try:
             await stream_chat(job.endpoint, _body(model, "Hello", 1, hostile(next(numbers))))
@@ -202,16 +202,11 @@ def _body(model: str, text: str, max_tokens: int, schema: JSON) -> JSON:
 
 
 def _object(properties: dict[str, JSON]) -> JSON:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def people() -> JSON:
-    """A schema as people write them, whose answers go on for thousands of tokens."""
+    """A typical schema, whose answers have thousands of tokens."""
     address = _object({"street": _TEXT, "city": _TEXT, "country": {"enum": ["France", "Italy", "Spain"]}})
     person = _object(
         {
@@ -227,6 +222,6 @@ def people() -> JSON:
 
 
 def hostile(number: int) -> JSON:
-    """A schema that no other `number` gives, and that takes a server's compiler a second or so."""
+    """A schema that is different for each `number`, and that takes about a second to compile."""
     fields = {f"f{number}_{field}": _TEXT for field in range(20)}
     return _object({f"o{number}_{part}": _object(fields) for part in range(40)})

@@ -1,4 +1,4 @@
-"""The kernel ladder of nanovllm_kernels, with our tables, files and pictures around it."""
+"""Runs the kernel ladder of nanovllm_kernels, and shows its figures as tables, files and pictures."""
 
 import sys
 from dataclasses import asdict, replace
@@ -13,7 +13,7 @@ from nanovllm_server.bench.report import BenchError, Results, keep, machine, med
 
 
 def run(only: str, repeat: int, results: Results) -> None:
-    """Measure the kernels whose name has `only` in it. Raises BenchError."""
+    """Measures the kernels with `only` in their names. Raises BenchError."""
     if not has_cuda():
         raise BenchError("kernels needs an NVIDIA GPU")
     works = ladder.selected(only)

@@ -1,7 +1,4 @@
-"""Results as pictures. This room must not know how they were come by.
-
-Imports matplotlib only when a picture is wanted.
-"""
+"""Draws results as pictures. Imports matplotlib only when it draws."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +11,7 @@ DPI = 150
 
 
 def bars(path: Path, title: str, unit: str, cases: Sequence[str], series: dict[str, list[float]]) -> None:
-    """For each case a group of bars, one a series."""
+    """Draws a group of bars for each case, with one bar per series."""
     figure = _figure(max(5, 1.5 + 1.5 * len(cases) * len(series)), 4)
     axes = figure.subplots()
     width = 0.8 / len(series)
@@ -31,7 +28,7 @@ def bars(path: Path, title: str, unit: str, cases: Sequence[str], series: dict[s
 
 
 def ladder(path: Path, title: str, panels: dict[str, dict[str, float]]) -> None:
-    """Horizontal bars by name, a panel a unit."""
+    """Draws horizontal bars by name, in one panel per unit."""
     count = sum(map(len, panels.values()))
     figure = _figure(9, 1.5 + 0.25 * count)
     rows = figure.subplots(len(panels), squeeze=False, height_ratios=[len(rates) for rates in panels.values()])
@@ -48,7 +45,7 @@ def ladder(path: Path, title: str, panels: dict[str, dict[str, float]]) -> None:
 def curves(
     path: Path, title: str, x: tuple[str, list[float]], labels: Sequence[str], panels: dict[str, dict[str, list[float]]]
 ) -> None:
-    """Panels side by side, each with lines over the same x; `labels` names the points."""
+    """Draws panels side by side, each with lines over the same x. labels: names of the points."""
     figure = _figure(4.5 * len(panels), 4)
     columns = figure.subplots(1, len(panels), squeeze=False)
     for axes, (name, lines) in zip(columns[0], panels.items(), strict=True):
@@ -70,7 +67,7 @@ def _shown(value: float) -> str:
 
 
 def _figure(width: float, height: float) -> "Figure":
-    # Not pyplot, which keeps every figure and looks for a display.
+    # pyplot would keep every figure in memory and look for a display.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

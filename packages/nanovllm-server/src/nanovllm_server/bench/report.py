@@ -1,7 +1,4 @@
-"""How results are shown and kept: tables, JSON, and where and with what they were measured.
-
-This room must not know what is measured.
-"""
+"""Shows results as tables, writes them as JSON, and describes the machine and the versions."""
 
 import math
 import os
@@ -29,20 +26,20 @@ PACKAGES = (
 
 
 class BenchError(RuntimeError):
-    """A benchmark that can't be run, or that failed; the message says why."""
+    """A benchmark can't run or has failed. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Where results go beside the terminal: files, if wanted."""
+    """Files for results, in addition to the terminal; None for no file."""
 
     json: Path | None
     plot: Path | None
 
 
 def machine() -> dict[str, JSON]:
-    """Where and with what this was measured."""
-    # Takes seconds, and must not happen before a peer has had its turn.
+    """The machine and the versions of this measurement."""
+    # The import takes seconds and must not precede the run of a peer.
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -56,7 +53,7 @@ def machine() -> dict[str, JSON]:
 
 
 def processor() -> str:
-    """The name of the processor, where the system tells it."""
+    """The name of the processor, or of its architecture if the system does not tell the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -66,7 +63,7 @@ def processor() -> str:
 
 
 def show(title: str, facts: str, *tables: Sequence[Sequence[str]]) -> None:
-    """Write tables, each a header and its rows, and above them what was measured and where."""
+    """Prints title, facts and tables. A table is a header followed by rows."""
     lines = [title, facts]
     for table in tables:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -76,23 +73,23 @@ def show(title: str, facts: str, *tables: Sequence[Sequence[str]]) -> None:
 
 
 def one_line(facts: dict[str, JSON]) -> str:
-    """What `machine` says, but for what isn't there."""
+    """The facts of `machine` in one line, without those that are None."""
     return ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
 
 
 def keep(path: Path | None, result: dict[str, JSON]) -> None:
-    """Write the result as JSON, if a file was named."""
+    """Writes the result as JSON. path: None for no file."""
     if path is not None:
         path.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle of the values."""
+    """The median of the values."""
     return statistics.median(values)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """A percentile of values in rising order, between the two nearest in proportion."""
+    """A percentile of sorted values, with linear interpolation."""
     at = percent / 100 * (len(ordered) - 1)
     below = ordered[math.floor(at)]
     return below + (ordered[math.ceil(at)] - below) * (at % 1)

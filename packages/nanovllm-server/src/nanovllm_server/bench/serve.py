@@ -1,7 +1,6 @@
-"""How a server answers many clients: latencies and rates under a load that arrives as it would, or all at once.
+"""`nanovllm-bench serve`: latencies and rates of any OpenAI-compatible server under load.
 
-Several rates or limits of concurrency, each a point, give the curve of latency over throughput. This room must not know
-whose server it is: it has a base URL and what OpenAI says of it, and asks beyond that only for `ignore_eos`.
+Each rate and each limit of concurrency gives one point of the curve of latency over throughput.
 """
 
 import asyncio
@@ -23,16 +22,18 @@ from nanovllm_server.bench.workload import ChatWork, WorkloadShape, arrivals, ra
 from nanovllm_server.protocol.json import JSON
 
 PERCENTILES = (50, 90, 99)
-# Above this share of its one core the client is what is measured.
+# Above this share of one core, the client may limit the measurement.
 BUSY = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeJob:
-    """What to ask of a server. rates: requests a second, None for all at once. concurrencies: most at once, or None.
+    """Options of a run.
 
-    model: None for the first that the server lists. seed: decides the words; a server that has seen them has them in
-    its prefix cache.
+    model: None for the first model that the server lists.
+    rates: requests per second; None for all at once.
+    concurrencies: most requests at once; None for no limit.
+    seed: selects the words. A server may have prompts of an earlier run with this seed in its prefix cache.
     """
 
     endpoint: Endpoint
@@ -48,7 +49,7 @@ class ServeJob:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of a latency, in milliseconds."""
+    """Mean and percentiles of a latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -58,11 +59,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load, and what came of it.
+    """The figures for one load.
 
-    ttft: from sending a request to the first piece of its answer. itl: between pieces; tpot: the same a token, which
-    differs where a piece has several; e2e: from sending to the end. busy: the client's share of one core. failed:
-    requests that got no whole answer, and are in none of the other figures.
+    failed: requests without a complete answer; they are in no other figure.
+    busy: the client's share of one core.
+    ttft: time from sending a request to the first piece of its answer.
+    itl: time between pieces.
+    tpot: time per token after the first piece; a piece may have several tokens.
+    e2e: time from sending a request to the end of its answer.
     """
 
     rate: float | None
@@ -82,7 +86,7 @@ class Point:
 
     @property
     def load(self) -> list[str]:
-        """The rate and the limit, for people."""
+        """The rate and the limit of concurrency, as text."""
         return [
             "at once" if self.rate is None else f"{self.rate:g}",
             "-" if self.concurrency is None else str(self.concurrency),
@@ -90,7 +94,7 @@ class Point:
 
 
 def run(job: ServeJob) -> None:
-    """Measure, show tables, keep the figures. Raises BenchError, at the end, when requests have failed."""
+    """Measures, shows tables, writes the figures. Raises BenchError, at the end, if requests failed."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         model, points = runner.run(measure(job))
     facts = machine()
@@ -100,7 +104,7 @@ def run(job: ServeJob) -> None:
         if point.busy > BUSY:
             sys.stderr.write(
                 f"nanovllm-bench: at {point.output_tokens_per_second:.0f} tok/s this client used {point.busy:.0%} of "
-                "a core: the server may be faster than that\n"
+                "a core: the server may be faster\n"
             )
     keep(
         job.results.json,
@@ -137,24 +141,24 @@ async def measure(job: ServeJob) -> tuple[str, list[Point]]:
         for concurrency in job.concurrencies:
             runs: list[Point] = []
             for _ in range(job.repeat):
-                # Other words each time, so that none are in the prefix cache but the shared ones.
+                # New words each time, so that the prefix cache has only the shared prefix.
                 works = random_chats(job.shape, f"{job.seed}-{len(points)}-{len(runs)}")
                 runs.append(await _measure_point(job, model, works, rate, concurrency))
-            points.append(_middle(runs))
+            points.append(_medians(runs))
     return model, points
 
 
 async def _measure_point(
     job: ServeJob, model: str, works: Sequence[ChatWork], rate: float | None, concurrency: int | None
 ) -> Point:
-    room = asyncio.Semaphore(concurrency or len(works))
+    limiter = asyncio.Semaphore(concurrency or len(works))
     label = f"rate {rate or 'inf'}, concurrency {concurrency or 'any'}"
     with tqdm(total=len(works), desc=label, unit="req", disable=not sys.stderr.isatty()) as bar:
         cpu, start = time.process_time(), time.perf_counter()
 
         async def one(work: ChatWork, at: float) -> Answer | ExchangeError:
             await asyncio.sleep(start + at - time.perf_counter())
-            async with room:
+            async with limiter:
                 try:
                     return await stream_chat(job.endpoint, _body(job, model, work))
                 except ExchangeError as error:
@@ -207,12 +211,12 @@ def _point(answers: Sequence[Answer], failed: int, rate: float | None, concurren
 
 
 def spread(seconds: Iterable[float]) -> Spread:
-    """Mean and percentiles, the latter between the two nearest values in proportion; NaN of nothing."""
+    """Mean and percentiles, with linear interpolation; NaN without values."""
     values = sorted(1000 * value for value in seconds) or [math.nan]
     return Spread(sum(values) / len(values), *(percentile(values, percent) for percent in PERCENTILES))
 
 
-def _middle(runs: Sequence[Point]) -> Point:
+def _medians(runs: Sequence[Point]) -> Point:
     """The median of each figure."""
 
     def spreads(values: Sequence[Spread]) -> Spread:
@@ -282,7 +286,7 @@ def _plot(path: Path, title: str, points: Sequence[Point]) -> None:
     def panel(spreads: Sequence[Spread]) -> dict[str, list[float]]:
         return {"p50": [of.p50 for of in spreads], "p99": [of.p99 for of in spreads]}
 
-    # Of rate and concurrency, what differs.
+    # Labels show only those of rate and concurrency that differ.
     differs = [len(set(column)) > 1 for column in zip(*(point.load for point in points), strict=True)]
     labels = [", ".join(compress(point.load, differs)) for point in points]
     plot.curves(

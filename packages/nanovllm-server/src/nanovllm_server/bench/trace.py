@@ -1,8 +1,4 @@
-"""What the steps of an engine took, by the file that `--trace` wrote: `nanovllm-bench trace`.
-
-On the host a step is planned, launched and taken in, each on its own; what counts beside the sum is whether the device
-had to wait. This room must not know how a trace comes about.
-"""
+"""`nanovllm-bench trace`: times of an engine's steps on host and device, from the file that `--trace` wrote."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -16,14 +12,17 @@ from nanovllm_server.bench.workload import Lengths
 from nanovllm_server.protocol.json import JSON
 
 DEVICE = "device"
-# What a step spends on the host, all of it together.
+# Label for the sum of a step's times on the host.
 HOST = "host"
-# A device that rests for longer than this was kept waiting, in us.
+# Idle time from which the device counts as waiting for the host, in us.
 LONG_REST = 50.0
 
 
 class Event(msgspec.Struct):
-    """A line of Chrome's array format: a span (`ph` X) from `ts` on for `dur`, in us, or (M) the name of a track."""
+    """A line of Chrome's array format.
+
+    ph: X for a span from `ts` for `dur` (us); M for the name of a track.
+    """
 
     ph: str
     name: str
@@ -35,7 +34,7 @@ class Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """What the steps took on one track, in us; of the host the spans of a step are added up."""
+    """Times of the steps on one track, in us. For the track `HOST`: sums of a step's spans."""
 
     track: str
     steps: int
@@ -46,7 +45,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """From the end of a step on the device to the start of the next, in us; long: how often it is over LONG_REST."""
+    """Idle times of the device between steps, in us. long: number of times above LONG_REST."""
 
     p50: float
     p99: float
@@ -55,7 +54,7 @@ class Rest:
 
 
 def run(path: Path, steps: Lengths | None, results: Results) -> None:
-    """Show a table, keep the figures. Raises BenchError for a file that is no trace, or has none of these steps."""
+    """Shows tables, writes the figures. Raises BenchError if the file is no trace or has none of these steps."""
     tracks = read(path)
     if steps is not None:
         tracks = {
@@ -90,7 +89,7 @@ def read(path: Path) -> dict[str, dict[int, Event]]:
         raise BenchError(f"{path} can't be read: {error}") from error
     if first != "[":
         raise BenchError(f"{path} is not what --trace writes: its first line is {first[:20]!r}")
-    # The array has no end; what is behind the last line break is nothing, or what a process wrote when it was killed.
+    # The array has no end. Text after the last line break is incomplete: the process was killed while it wrote.
     for number, line in enumerate(lines[:-1], 2):
         try:
             event = decode(line.removesuffix(","))
@@ -104,17 +103,17 @@ def read(path: Path) -> dict[str, dict[int, Event]]:
 
 
 def summarize(tracks: dict[str, dict[int, Event]]) -> Iterable[Spans]:
-    """What the steps took on each track, and of those that have a span on all of the host's, on the host."""
+    """Times of the steps on each track, and, for steps with spans on all host tracks, their sums on the host."""
     host = [spans for track, spans in tracks.items() if track != DEVICE]
-    if host and (whole := set[int].intersection(*map(set[int], host))):
-        yield _spans(HOST, [sum(spans[step].dur for spans in host) for step in whole])
+    if host and (complete_steps := set[int].intersection(*map(set[int], host))):
+        yield _spans(HOST, [sum(spans[step].dur for spans in host) for step in complete_steps])
     for track, spans in tracks.items():
         if spans:
             yield _spans(track, [event.dur for event in spans.values()])
 
 
 def rests(device: dict[int, Event]) -> Rest | None:
-    """How long the device rested between these steps; None when there are no two."""
+    """Idle times of the device between the steps; None if there are fewer than two steps."""
     events = [device[step] for step in sorted(device)]
     between = sorted(later.ts - event.ts - event.dur for event, later in pairwise(events))
     if not between:

@@ -1,17 +1,14 @@
-"""What is asked of an engine: prompts of random tokens, the same ones every time.
-
-This room must not know engines or what is measured, and imports nothing slow.
-"""
+"""The benchmarks' requests: prompts of random tokens or words, the same in every call. Imports nothing slow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-# nano-vllm's benchmark, whose shape `throughput` has by default, draws its tokens from here.
+# Largest token id in nano-vllm's benchmark, which `throughput` repeats by default.
 TOP_TOKEN = 10_000
 
-# Each is one token, after a space, in the vocabularies of GPT-2, Llama, Qwen and their descendants, so that a prompt's
-# length in tokens is known without the tokenizer of the model behind the URL.
+# After a space, each word is one token in the vocabularies of GPT-2, Llama, Qwen and their descendants.
+# So the client knows a prompt's length in tokens without the server's tokenizer.
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
@@ -31,7 +28,7 @@ class Lengths:
     high: int
 
     def draw(self, random: Random) -> int:
-        """One of them."""
+        """Returns a random length."""
         return random.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -40,7 +37,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadShape:
-    """How many requests, and how long: all prompts begin with the same `prefix` tokens, which `input` doesn't count."""
+    """Number and lengths of requests. prefix: tokens that all prompts share, in addition to `input`."""
 
     num_requests: int
     input: Lengths
@@ -54,7 +51,7 @@ class WorkloadShape:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A prompt and how many tokens to make after it."""
+    """A prompt and the number of tokens to generate."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -62,7 +59,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ChatWork:
-    """A user's message and how many tokens to make after it."""
+    """A user's message and the number of tokens to generate."""
 
     text: str
     max_tokens: int
@@ -75,7 +72,7 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[tuple[int, 
 
 
 def random_works(shape: WorkloadShape, vocab_size: int) -> list[Work]:
-    """Work of that shape. 256 requests of 100..1024 tokens in and out, the shape of nano-bench, make 133,966 tokens."""
+    """Random requests of that shape. The shape of nano-bench, 256 x 100..1024 in and out, has 133,966 output tokens."""
     random = Random(0)
     top = min(TOP_TOKEN, vocab_size - 1)
     prefix = tuple(random.randint(0, top) for _ in range(shape.prefix))
@@ -87,7 +84,7 @@ def random_works(shape: WorkloadShape, vocab_size: int) -> list[Work]:
 
 
 def random_chats(shape: WorkloadShape, seed: int | str) -> list[ChatWork]:
-    """Messages of that shape in words of one token. The lengths are always the same; `seed` decides the words."""
+    """Messages of that shape, in words of one token each. The lengths are always the same; `seed` selects the words."""
     lengths, words = Random(0), Random(seed)
 
     def text(count: int) -> Sequence[str]:
@@ -101,7 +98,7 @@ def random_chats(shape: WorkloadShape, seed: int | str) -> list[ChatWork]:
 
 
 def arrivals(count: int, rate: float | None) -> list[float]:
-    """When each request comes, in seconds from the start: a Poisson process of `rate` a second, or all at once."""
+    """Arrival times in seconds: a Poisson process with `rate` requests per second. rate: None for all at once."""
     random = Random(0)
     now = 0.0
     times: list[float] = []

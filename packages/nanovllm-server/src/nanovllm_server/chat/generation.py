@@ -1,7 +1,6 @@
-"""Runs the sequences of one answer on the engine and tells what became known, all that is ready at a time.
+"""Runs the sequences of one answer on the engine and yields their deltas.
 
-A reader that is slow, or a loop that is busy, gets more tokens at once instead of a longer queue. Leaving early, for
-whatever reason, aborts every sequence. This room must not know HTTP or JSON.
+A slow reader or a busy event loop gets larger deltas instead of a longer queue.
 """
 
 import asyncio
@@ -58,11 +57,12 @@ class OutputNotifier:
 
 
 class Generation:
-    """One answer while it is made: a request and an output assembler for each of its choices.
+    """One answer while it is generated: a request and an output assembler for each choice.
 
-    timeout_s: what it may take, from the arrival of its requests; None for as long as it does. refuse: what to raise,
-    given the reason, for a grammar that turns out to be none while answers are made. first_token_s: what its first
-    token took. prompt_logprobs: of all tokens of the prompt but the first, from the first token on, if asked for.
+    timeout_s: longest time from the requests' arrival to the end; None for no limit.
+    refuse: makes the exception to raise, from the reason, if the grammar fails during generation.
+    first_token_s: time from arrival to the first token; None before it.
+    prompt_logprobs: of all prompt tokens but the first; None before the first token, or if not requested.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Generation:
 
     @property
     def prompt_token_ids(self) -> NDArray[np.int32]:
-        """What the model reads; read-only."""
+        """The tokens of the prompt; read-only."""
         return self._requests[0].prompt_ids
 
     @property
@@ -113,14 +113,15 @@ class Generation:
         return [assembler.finish_reason or "abort" for assembler in self._assemblers]
 
     def fail(self, failure: Exception) -> None:
-        """End it from outside: whoever reads the deltas gets `failure`."""
+        """Ends the generation: `deltas` raises `failure`."""
         self._notifier.raise_in_reader(failure)
 
     async def deltas(self, idle_s: float = IDLE_S) -> AsyncGenerator[list[Delta], None]:
-        """What became known since the last time; nothing once in `idle_s` seconds while nothing does.
+        """Yields the deltas since the last time; an empty list after each `idle_s` seconds without new ones.
 
-        Ends when every choice has. Raises EngineDeadError, what `refuse` makes, whatever `fail` was given, and ApiError
-        when it is too late.
+        Ends when every choice has ended. If the caller stops earlier, all sequences are aborted.
+
+        Raises EngineDeadError, the exception of `refuse`, the argument of `fail`, and ApiError after `timeout_s`.
         """
         self._begin(idle_s)
         try:
@@ -143,7 +144,7 @@ class Generation:
                         deltas.append(delta)
                     if self._assemblers[index].finish_reason is not None:
                         unfinished -= 1
-                        # It may have been a stop string; the engine need not go on until the other choices end.
+                        # After a stop string, the engine would otherwise continue this choice.
                         self._opened[index].close()
                 if deltas:
                     yield deltas
@@ -151,7 +152,7 @@ class Generation:
             self.close()
 
     def close(self) -> None:
-        """Abort what still runs, and count; doing so again does nothing."""
+        """Aborts sequences that still run, and updates the metrics. Further calls do nothing."""
         if self._closed:
             return
         self._closed = True
@@ -163,8 +164,8 @@ class Generation:
 
     @property
     def _shares_prompt(self) -> bool:
-        # With its first token a prompt's blocks are there to be found: until then the other choices would compute it
-        # too. Shorter ones than a block never are.
+        # After the first token, the prefix cache has the prompt's blocks, so the other choices need not compute it.
+        # A prompt that is not longer than a block is never cached.
         info = self._engine.info
         return info.prefix_caching and self._requests[0].num_prompt_tokens > info.block_size
 
@@ -177,7 +178,7 @@ class Generation:
 
     def _expire(self, timeout_s: float) -> None:
         self.fail(timed_out(timeout_s))
-        # Whoever reads may be slow to hear of it.
+        # A slow reader notices the failure late: abort the sequences now.
         for each in self._opened.values():
             each.close()
 

@@ -8,7 +8,7 @@ from nanovllm_server.chat.detokenizing import TextVocabulary
 from nanovllm_server.parsing.call_parser import Tools
 from nanovllm_server.parsing.parser import Parser
 
-# How an answer may begin, as far as reasoning goes: within it, after it or not at all, or as the model likes.
+# begun: the answer begins within reasoning. over: it has no reasoning. free: it may begin with reasoning.
 Opening = Literal["begun", "over", "free"]
 
 
@@ -23,31 +23,33 @@ class ModelFormat:
 
     @property
     def has_calls(self) -> bool:
-        """Whether it is known how the model calls tools."""
+        """Whether the format of the model's tool calls is known."""
         return self.chat_format.tool_calls is not None
 
     @property
     def reasoning_end(self) -> int | None:
-        """The token that ends reasoning, if the model reasons and one does."""
+        """The token that ends reasoning; None if the model doesn't reason or its end tag is not a single token."""
         return None if self.chat_format.reasoning is None else self._vocabulary.id_of(self.chat_format.reasoning.end)
 
     def tags(self, tools: Tools | None) -> frozenset[int]:
-        """The special tokens that are part of an answer's text, for the parser to see."""
+        """The special tokens that the parser needs in an answer's text."""
         return self._reasoning_tags if tools is None else self._tags
 
     def opening(self, prompt: str) -> Opening:
-        """What the prompt says of reasoning in the answer to it."""
+        """Where the end of `prompt` leaves the answer with respect to reasoning."""
         reasoning = self.chat_format.reasoning
         if reasoning is None or prompt.rstrip().endswith(reasoning.end):
             return "over"
         return "begun" if prompt.rstrip().endswith(reasoning.begin) else "free"
 
-    def parser(self, prompt: str, tools: Tools | None, *, apart: bool = False) -> Parser:
-        """The parser of one answer to `prompt`; tools: the functions it may call, None when it may not call any.
-
-        apart: an answer that doesn't begin with a call has none.
-        """
-        return Parser(self.chat_format, reasoning_begun=self.opening(prompt) == "begun", tools=tools, apart=apart)
+    def parser(self, prompt: str, tools: Tools | None, *, calls_only_at_start: bool = False) -> Parser:
+        """The parser of one answer to `prompt`. tools, calls_only_at_start: see `Parser`."""
+        return Parser(
+            self.chat_format,
+            reasoning_begun=self.opening(prompt) == "begun",
+            tools=tools,
+            calls_only_at_start=calls_only_at_start,
+        )
 
 
 def _tags(form: ReasoningFormat | ToolCallFormat | None, vocabulary: TextVocabulary) -> frozenset[int]:

@@ -1,7 +1,4 @@
-"""One choice of an answer: engine outputs in, deltas out. Says when the choice has ended and why.
-
-This room must not know the engine, HTTP or the other choices.
-"""
+"""Assembles the deltas of one choice from engine outputs, and decides when and why the choice ends."""
 
 import uuid
 from collections.abc import Iterable, Iterator
@@ -56,7 +53,7 @@ class OutputAssembler:
         self._detokenizer = Detokenizer(vocabulary, options.tags)
         self._parser = parser
         self._stops = StopMatcher(options.stops) if options.stops else None
-        # Like an end-of-sequence token, a stop string counts only after that many tokens.
+        # Like the end-of-sequence token, stop strings have no effect before so many tokens.
         self._min_tokens = sampling.min_tokens
         self._stop_token_ids = sampling.stop_token_ids
         self._include_reasoning = options.include_reasoning
@@ -65,9 +62,9 @@ class OutputAssembler:
         self._named = options.named
         self._top = sampling.logprobs
         self._reasoning_ended = False
-        # Ended by what it says: a stop string, or the one call that it may make.
+        # The choice ended by a stop string, or by its only allowed call.
         self._over = False
-        # Of tokens whose text has not come out yet.
+        # Log-probabilities of tokens since the last delta.
         self._entries: list[TokenLogprob] = []
         self._token_ids: list[int] | None = [] if options.token_ids else None
         self._reasoning: list[str] = []
@@ -75,17 +72,17 @@ class OutputAssembler:
         self._calls: list[CallDelta] = []
 
     def take(self, output: RequestOutput) -> Delta | None:
-        """What `output` decides; None when that is nothing. Not to be called after the end."""
+        """Adds an output; returns the delta, or None if there is nothing new. Must not be called after the end."""
         tokens = output.new_token_ids
-        # A token that stops the model is no part of what it says, unless that is asked for.
-        spoken = len(tokens) if output.stop_token is None or self._include_stop else len(tokens) - 1
+        # A stop token is part of the text only if the request includes it.
+        num_text_tokens = len(tokens) if output.stop_token is None or self._include_stop else len(tokens) - 1
         for position, token in enumerate(tokens):
             self.num_tokens += 1
             if self._token_ids is not None:
                 self._token_ids.append(token)
             if self._top is not None and output.logprobs is not None:
                 self._entries.append(logprob_entry(self._vocabulary, token, output.logprobs[position], self._top))
-            if position < spoken and (text := self._detokenizer.push(token)):
+            if position < num_text_tokens and (text := self._detokenizer.push(token)):
                 self._read(self._parser.push(text))
             self._count_reasoning()
             if self._over:
@@ -108,12 +105,12 @@ class OutputAssembler:
         for event in events:
             match event:
                 case ContentText(text):
-                    self._say(text)
+                    self._add_text(text)
                 case ReasoningText(text):
                     if self._include_reasoning:
                         self._reasoning.append(text)
                 case CallBegun(index, name):
-                    # A stop string doesn't go on beyond a call.
+                    # A stop string can't continue after a call.
                     self._flush_stops()
                     self._calls.append(CallDelta(index, "", f"call_{uuid.uuid4().hex[:24]}", name))
                 case CallArguments(index, text):
@@ -123,7 +120,7 @@ class OutputAssembler:
             if self._over:
                 return
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self._stops is not None and self.num_tokens > self._min_tokens:
             text = self._stops.push(text)
             self._over = self._stops.found is not None
@@ -144,7 +141,7 @@ class OutputAssembler:
     def _end(self, reason: Finish, stop_reason: str | int | None = None) -> Delta:
         if self._stops is not None and self._stops.found is not None:
             stop_reason = self._stops.found
-        # Arguments that aren't whole are of no use, whatever cut them off.
+        # "length" tells the client that a call's arguments are incomplete, whatever cut them off.
         if self._parser.in_call:
             reason = "length"
         elif self._parser.num_calls and reason == "stop" and not self._named:
@@ -171,7 +168,7 @@ class OutputAssembler:
 
 
 def _joined(calls: list[CallDelta]) -> Iterator[CallDelta]:
-    """The same, with arguments that follow each other in one."""
+    """Joins consecutive arguments of the same call."""
     for (index, name), group in groupby(calls, lambda call: (call.index, call.name)):
         if name is None:
             yield CallDelta(index, "".join(call.arguments for call in group))
@@ -180,7 +177,7 @@ def _joined(calls: list[CallDelta]) -> Iterator[CallDelta]:
 
 
 def logprob_entry(vocabulary: TextVocabulary, token: int, logprobs: TokenLogprobs, top: int) -> TokenLogprob:
-    """OpenAI's object for one token: its text, its true bytes and its `top` likeliest alternatives."""
+    """OpenAI's object for one token: its text, its bytes and the `top` likeliest alternatives."""
     others = [_one(vocabulary, other, logprob) for other, logprob in logprobs.top[:top]]
     return {**_one(vocabulary, token, logprobs.logprob), "top_logprobs": others}
 
@@ -189,7 +186,7 @@ def _one(vocabulary: TextVocabulary, token: int, logprob: float) -> TopLogprob:
     piece = vocabulary.piece(token)
     return {
         "token": piece.decode(errors="replace"),
-        # Impossible tokens have minus infinity, which JSON can't say.
+        # JSON has no minus infinity, the log-probability of impossible tokens.
         "logprob": max(logprob, LEAST_LOGPROB),
         "bytes": None if vocabulary.is_special(token) else list(piece),
     }

@@ -1,7 +1,4 @@
-"""Messages in, a prompt out: the chat template and the tokenizer, off the event loop.
-
-This room must not know HTTP, engines or what becomes of the prompt.
-"""
+"""Renders messages to a prompt with the chat template and the tokenizer, in threads beside the event loop."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -22,7 +19,7 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 NUM_THREADS = 2
-# Conversations from this many characters on have a thread of their own, so that they hold up nobody but each other.
+# Conversations of at least this many characters use a separate thread, so that they don't delay shorter ones.
 LARGE_CHARACTERS = 1 << 18
 PLAIN = TemplateOptions()
 Tools = Sequence[Mapping[str, Any]]
@@ -30,17 +27,17 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What the model reads, as text and as tokens. token_ids: read-only."""
+    """A prompt as text and as tokens. token_ids: read-only."""
 
     text: str
     token_ids: NDArray[np.int32]
 
 
 class ChatTokenizer(Protocol):
-    """What is asked of a tokenizer here; `nanovllm_models.Tokenizer` has it."""
+    """The part of `nanovllm_models.Tokenizer` that rendering uses."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
-        """Text to token ids, read-only."""
+        """Converts text to token ids, read-only."""
         ...
 
     def render_chat(
@@ -53,50 +50,50 @@ class ChatTokenizer(Protocol):
         documents: Tools | None = None,
         template_values: Mapping[str, Any] | None = None,
     ) -> str:
-        """Messages to the text of a prompt. Raises TemplateError."""
+        """Renders messages to the text of a prompt. Raises TemplateError."""
         ...
 
 
 class Renderer:
-    """Renders conversations for one model. Raises TemplateError when the model's template takes not even one word.
+    """Renders conversations for one model. Raises TemplateError if the template can't render a short message.
 
-    calls: how the model calls tools; what its template has no place for is then said in text.
+    calls: format of the model's calls, for tools that its template does not show; None if unknown.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, calls: ToolCallFormat | None = None):
         self._tokenizer = tokenizer
         self._calls = calls
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
-        self._developer_role = "developer" if self._knows_developers() else "system"
-        self._takes_text, self._shows_calls = self._wants_text()
-        self._shows_tools = self._knows_tools()
+        self._developer_role = "developer" if self._supports_developer_role() else "system"
+        self._needs_text_arguments, self._shows_calls = self._probe_calls()
+        self._shows_tools = self._probe_tools()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
         self._large_pool = ThreadPoolExecutor(1, "nanovllm-render-large")
 
     async def render(
         self, messages: Sequence[Message], tools: Tools | None = None, options: TemplateOptions = PLAIN
     ) -> Prompt:
-        """The prompt of a conversation, with tools as requests define them.
+        """The prompt of a conversation. tools: as requests define them.
 
-        Raises ApiError (400) when the template refuses it.
+        Raises ApiError (400) if the template refuses the conversation.
         """
         large = sum(len(message.content or "") + 1 for message in messages) >= LARGE_CHARACTERS
         pool = self._large_pool if large else self._pool
         return await asyncio.get_running_loop().run_in_executor(pool, self._render, messages, tools, options)
 
     def tokens_of_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token ids by which each of `words` may be written: at the beginning of a text, and after a space."""
+        """The token ids of each word, at the beginning of a text and after a space."""
         spellings = (spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip()))
         found = (tuple(self._tokenizer.encode(spelling, add_special_tokens=False).tolist()) for spelling in spellings)
         return tuple(dict.fromkeys(found))
 
     async def extend(self, prompt: Prompt, text: str) -> Prompt:
-        """The same prompt with more text at its end."""
+        """The prompt with `text` appended."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._encoded, prompt.text + text)
 
     def close(self) -> None:
-        """End the threads, once they are done with what they are at."""
+        """Ends the threads after their current work."""
         for pool in (self._pool, self._large_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -106,8 +103,8 @@ class Renderer:
         except TemplateError:
             return None
 
-    def _knows_developers(self) -> bool:
-        # A template that writes any role's name into the prompt doesn't know the role, and neither does its model.
+    def _supports_developer_role(self) -> bool:
+        # A template that writes any role's name into the prompt does not support the role in particular.
         user = {"role": "user", "content": "."}
         as_developer = self._rendered({"role": "developer", "content": "."}, user)
         as_nobody = self._rendered({"role": "nobody", "content": "."}, user)
@@ -115,16 +112,16 @@ class Renderer:
             as_nobody is None or as_developer != as_nobody.replace("nobody", "developer")
         )
 
-    def _knows_tools(self) -> bool:
+    def _probe_tools(self) -> bool:
         function = {"name": "any_tool", "description": ".", "parameters": {"type": "object", "properties": {}}}
         tool = {"type": "function", "function": function}
         rendered = self._rendered({"role": "user", "content": "."}, tools=[tool])
         return rendered is not None and "any_tool" in rendered
 
-    def _wants_text(self) -> tuple[bool, bool]:
-        """Whether the template wants arguments as text, and whether it shows calls at all."""
+    def _probe_calls(self) -> tuple[bool, bool]:
+        """Whether the template needs arguments as text, and whether it shows calls at all."""
 
-        # Most templates write the arguments of a call as they see fit, some only put them in as text.
+        # Most templates format arguments themselves; some insert them as text.
         def written(*, as_text: bool) -> bool:
             call = _plain_call(PastToolCall("call_0", "f", '{"key": "valued"}'), as_text=as_text)
             rendered = self._rendered(
@@ -165,25 +162,25 @@ class Renderer:
 
     def _plain(self, message: Message) -> dict[str, Any]:
         role = self._developer_role if message.role == "developer" else message.role
-        # Templates that look into the content fail where there is none.
+        # Some templates fail if content is None.
         plain: dict[str, Any] = {"role": role, "content": message.content or ""}
         if message.name is not None:
             plain["name"] = message.name
         if message.tool_call_id is not None:
             plain["tool_call_id"] = message.tool_call_id
         if message.reasoning is not None:
-            # Templates know one name or the other.
+            # A template uses one name or the other.
             plain["reasoning"] = plain["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            plain["tool_calls"] = [_plain_call(call, as_text=self._takes_text) for call in message.tool_calls]
+            plain["tool_calls"] = [_plain_call(call, as_text=self._needs_text_arguments) for call in message.tool_calls]
         return plain
 
 
 def _plain_call(call: PastToolCall, *, as_text: bool) -> dict[str, Any]:
-    # Some clients send nothing for a call without arguments.
+    # Some clients send "" for a call without arguments.
     arguments: Any = call.arguments or "{}"
     if not as_text:
-        # What is no JSON, as of a call that was cut off, goes in as it is.
+        # Arguments that are not JSON, as in a call that was cut off, stay text.
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

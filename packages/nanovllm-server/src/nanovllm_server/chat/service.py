@@ -1,7 +1,4 @@
-"""What the routes need of the world, and the way of a chat completion through it, up to its first token.
-
-This room must not know the web framework: bytes and headers in, a `Generation` out.
-"""
+"""The dependencies of the routes, and the preparation of a chat completion up to its `Generation`."""
 
 import time
 import uuid
@@ -33,7 +30,7 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Service:
-    """One model behind one engine, and everything that serves it. `names` are those that requests may call it by."""
+    """One model, its engine, and everything that serves it. names: names that requests may use for the model."""
 
     engine: Engine
     renderer: Renderer
@@ -53,16 +50,16 @@ class Service:
 
     @property
     def limits(self) -> Limits:
-        """What requests are checked against."""
+        """The limits that requests are checked against."""
         info = self.engine.info
         return Limits(info.max_model_len, info.vocab_size, self.admission.capacity)
 
     def unhealthy(self) -> str | None:
-        """Why nothing can be served; None when it can."""
+        """The reason why the server can't serve; None if it can."""
         return f"the engine is dead: {self.engine.dead}" if self.engine.dead is not None else self.admission.closed
 
     async def begin(self, chat: ChatRequest, exchange: Exchange) -> Generation:
-        """Let a request in and make it ready for the engine; all it holds is given back at the exchange's end.
+        """Admits a request and prepares it for the engine. `exchange.on_end` releases everything that it holds.
 
         Raises ApiError.
         """
@@ -81,8 +78,8 @@ class Service:
         if chat.tools is not None and not self.model_format.has_calls:
             raise unsupported(
                 "tools",
-                "tools are not supported: nothing is known of how this model calls them; a server started with "
-                "--tool-call-parser is told",
+                "tools are not supported: the format of this model's tool calls is unknown; start the server with "
+                "--tool-call-parser to name it",
             )
         exchange.on_end.append(self.admission.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
@@ -94,7 +91,9 @@ class Service:
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, budget=budget)
         requests = self._requests(chat, self._truncated(chat, prompt.token_ids), sampling, exchange.arrival)
-        assemblers = self._assemblers(chat, prompt, apart=constraint is not None and constraint.apart)
+        assemblers = self._assemblers(
+            chat, prompt, calls_only_at_start=constraint is not None and constraint.calls_only_at_start
+        )
         timeout_s = self._timeout(chat)
         if constraint is None:
             generation = Generation(self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s)
@@ -121,7 +120,10 @@ class Service:
         return token_ids[-keep:]
 
     async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, Budget | None]:
-        """What closes the reasoning, and the prompt: with a budget the model does reason, so that there is an end."""
+        """The prompt, and the budget that closes the reasoning; None for no budget.
+
+        A budget requires that the model reasons, so the prompt then opens the reasoning.
+        """
         form, opening = self.model_format.chat_format.reasoning, self.model_format.opening(prompt.text)
         if chat.max_reasoning_tokens is None or form is None or opening == "over":
             return prompt, None
@@ -129,15 +131,15 @@ class Service:
         if end is None:
             raise unsupported(
                 "max_reasoning_tokens",
-                f"max_reasoning_tokens is not supported: no one token of this model is {form.end}",
+                f"max_reasoning_tokens is not supported: {form.end} is not a single token of this model",
             )
         if opening == "free":
             prompt = await self.renderer.extend(prompt, f"{form.begin}\n")
-        # Longer than any answer is as good as no budget, and an integer that the engine takes.
+        # The client's integer may be too large for the engine; no answer is longer than the context.
         return prompt, Budget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end,))
 
     async def _compile(self, constraint: AnswerConstraint) -> None:
-        """Have the grammar of a request compiled. Raises ApiError (400), which names the field that is to blame."""
+        """Compiles the grammar of a request. Raises ApiError (400), which names the field that caused the failure."""
         try:
             await self.engine.compile(constraint.spec)
         except GrammarError as error:
@@ -164,7 +166,7 @@ class Service:
             finish_reason=",".join(generation.finish_reasons),
         )
 
-    def _assemblers(self, chat: ChatRequest, prompt: Prompt, *, apart: bool) -> list[OutputAssembler]:
+    def _assemblers(self, chat: ChatRequest, prompt: Prompt, *, calls_only_at_start: bool) -> list[OutputAssembler]:
         tools = None if chat.tools is None else chat.tools.schemas
         options = ChoiceOptions(
             stops=chat.stop,
@@ -175,7 +177,9 @@ class Service:
             token_ids=chat.return_token_ids,
             named=chat.tools is not None and chat.tools.mode == "named",
         )
-        parsers = [self.model_format.parser(prompt.text, tools, apart=apart) for _ in range(chat.n)]
+        parsers = [
+            self.model_format.parser(prompt.text, tools, calls_only_at_start=calls_only_at_start) for _ in range(chat.n)
+        ]
         return [
             OutputAssembler(index, self.vocabulary, chat.sampling, parser, options)
             for index, parser in enumerate(parsers)
@@ -184,7 +188,7 @@ class Service:
     def _requests(
         self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, arrival: float
     ) -> list[Request]:
-        self._check_room(chat, len(token_ids))
+        self._check_context_length(chat, len(token_ids))
         if chat.bad_words:
             sampling = replace(sampling, forbidden=self.renderer.tokens_of_words(chat.bad_words))
         # Not the client's id: two clients may choose the same.
@@ -209,10 +213,10 @@ class Service:
             raise ApiError(400, message, param=param, code="invalid_value") from error
         return requests
 
-    def _check_room(self, chat: ChatRequest, num_tokens: int) -> None:
+    def _check_context_length(self, chat: ChatRequest, num_tokens: int) -> None:
         context = self.engine.info.max_model_len
         if num_tokens >= context:
-            # By the words of its first half clients know it that then shorten the conversation or take another model.
+            # Some clients recognise these words of OpenAI's, and then shorten the conversation or change the model.
             raise ApiError(
                 400,
                 f"Input tokens exceed the configured limit: this model's maximum context length is {context} tokens, "
@@ -220,16 +224,16 @@ class Service:
                 param="messages",
                 code="context_length_exceeded",
             )
-        room = context - num_tokens
+        most_tokens = context - num_tokens
         for name, value in (
             (chat.max_tokens_field, chat.sampling.max_tokens),
             ("min_tokens", chat.sampling.min_tokens),
         ):
-            if value is not None and value > room:
+            if value is not None and value > most_tokens:
                 raise ApiError(
                     400,
-                    f"{name} must be at most {room}, not {value}: the context holds {context} tokens, and the messages "
-                    f"take {num_tokens}",
+                    f"{name} must be at most {most_tokens}, not {value}: the context holds {context} tokens, and the "
+                    f"messages take {num_tokens}",
                     param=name,
                     code="context_length_exceeded",
                 )
@@ -238,7 +242,7 @@ class Service:
 def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     if index == 0:
         return sampling
-    # The prompt is that of all choices: the first tells of it.
+    # All choices have the same prompt: only the first one returns its log-probabilities.
     sampling = replace(sampling, prompt_logprobs=None)
     if sampling.seed is None:
         return sampling

@@ -1,10 +1,10 @@
-"""Stop strings: found in text however it is cut, and never let out. This room must not know what the text is."""
+"""Finds stop strings in text that comes in pieces, and holds back text that may belong to one."""
 
 
 class StopMatcher:
-    """Finds the stop string that ends first, however the text is cut (Knuth, Morris, Pratt 1977, one table a string).
+    """Finds the stop string that ends first (Knuth, Morris, Pratt 1977; one table per string).
 
-    Of two that end together the longer wins, as no part of it may come out.
+    If two end at the same character, the longer one wins, because no part of it may be returned.
     """
 
     def __init__(self, stops: tuple[str, ...]):
@@ -16,7 +16,7 @@ class StopMatcher:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of the text so far that can't belong to a stop string and has not come out yet."""
+        """Adds `text`; returns the text that can't belong to a stop string. `found` is set if one is complete."""
         self._held += text
         for end, character in enumerate(text, len(self._held) - len(text) + 1):
             for index, stop in enumerate(self._stops):
@@ -29,7 +29,7 @@ class StopMatcher:
         return out
 
     def flush(self) -> str:
-        """What was held back, now that no more text comes, or none that belongs to it."""
+        """Returns the text that is held back. Later text can't complete a stop string that began in it."""
         out, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return out

@@ -1,8 +1,7 @@
-"""Tools and their calls as plain text, for models whose chat template has no place for them.
+"""Writes tools and calls as plain text, for models whose chat template does not show them.
 
-The model is told in a system message which functions there are and how to call them, in the format that the parser
-reads; its calls go back as it wrote them, and what they gave as the user's words. This room must not know how prompts
-are rendered.
+The system message describes the functions and the format of a call. Past calls become text of the assistant, and their
+results become text of the user.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ Plain = dict[str, Any]
 
 
 def with_tools(messages: Sequence[Plain], tools: Sequence[Mapping[str, Any]], form: ToolCallFormat) -> list[Plain]:
-    """The conversation, its system message made to say what may be called and how."""
+    """Adds a description of the functions and of the format of calls to the system message."""
     example = written_call(form, "NAME", {"PARAMETER": "VALUE"})
     functions = "\n".join(orjson.dumps(tool["function"]).decode() for tool in tools)
     text = (
@@ -31,20 +30,20 @@ def with_tools(messages: Sequence[Plain], tools: Sequence[Mapping[str, Any]], fo
 
 
 def with_history_as_text(messages: Sequence[Plain], form: ToolCallFormat) -> list[Plain]:
-    """The conversation, with calls that were made and their results as text."""
-    told: list[Plain] = []
+    """The conversation with past calls and their results written as text."""
+    rewritten: list[Plain] = []
     for message in messages:
         as_text = _as_text(message, form)
-        if message["role"] == "tool" and told and told[-1]["role"] == "user":
-            # Turns alternate, whatever the number of calls.
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{as_text['content']}"}
+        if message["role"] == "tool" and rewritten and rewritten[-1]["role"] == "user":
+            # Templates expect user and assistant to alternate: several results are one message.
+            rewritten[-1] = {**rewritten[-1], "content": f"{rewritten[-1]['content']}\n{as_text['content']}"}
         else:
-            told.append(as_text)
-    return told
+            rewritten.append(as_text)
+    return rewritten
 
 
 def written_call(form: ToolCallFormat, name: str, arguments: JSON) -> str:
-    """A call as a model of that format writes it; arguments that are a string, as of a call cut off, as they stand."""
+    """A call as a model with this format writes it. arguments: a string (from a call that was cut off) is unchanged."""
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     match form:
         case JsonCalls():

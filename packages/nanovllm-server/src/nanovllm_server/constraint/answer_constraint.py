@@ -1,7 +1,4 @@
-"""From a request to the grammar that its answer is held to: reasoning first, then calls, what was asked for, or both.
-
-This room must not know engines: it names the grammar, and says which part of the request to blame for one that is none.
-"""
+"""Builds the grammar of an answer: reasoning, then calls, or text in the requested format, or both."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,55 +25,58 @@ from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.tools import Toolbox
 
-# In bytes, of all that one request is held to.
+# Largest grammar of one request, in bytes.
 MAX_SOURCE = 1 << 20
-# Between reasoning and what follows it.
+# Text between reasoning and the content or calls.
 GAP = regex(r"\n{0,2}")
 ANY_OBJECT: JSON = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerConstraint:
-    """What an answer is held to. parts: what of it each field of the request wants, by the field's path, alone.
+    """The constraint on an answer.
 
-    apart: an answer that doesn't begin with a call has none.
+    parts: path and own grammar of each field of the request that contributes, to find the field of a failure.
+    calls_only_at_start: see `Parser`.
     """
 
     spec: GrammarSpec
     parts: tuple[tuple[str, GrammarSpec], ...]
-    apart: bool
+    calls_only_at_start: bool
 
     @property
     def path(self) -> str:
-        """The field that wants all of it."""
+        """The field that errors name if no single part fails."""
         return self.parts[0][0] if len(self.parts) == 1 else "tools"
 
 
 def constrain(
     answer: Answer | None, tools: Toolbox | None, model_format: ModelFormat, opening: Opening
 ) -> AnswerConstraint | None:
-    """What the answer to a prompt that ends with that `opening` is held to; None if it is free.
+    """The constraint on the answer; None for a free answer. opening: see `ModelFormat.opening`.
 
-    Raises ApiError (400) for what the model's format of calls can't say, and for too much of it.
+    Raises ApiError (400) for parameters that the format of calls can't write, and for too large grammars.
     """
     form = model_format.chat_format.tool_calls if tools is not None else None
     if tools is None or form is None or not (tools.constrains or answer is not None):
         if answer is None:
             return None
         if opening == "over":
-            return _checked(AnswerConstraint(_alone(answer), ((answer.path, _alone(answer)),), apart=False))
-        content, parts, apart = _part(answer), [(answer.path, _alone(answer))], False
+            return _checked(
+                AnswerConstraint(_own_spec(answer), ((answer.path, _own_spec(answer)),), calls_only_at_start=False)
+            )
+        content, parts, calls_only_at_start = _part(answer), [(answer.path, _own_spec(answer))], False
     else:
         callees = [
             Callee(name, function.parameters if function.enforced else ANY_OBJECT, function.path)
             for name, function in tools.functions.items()
         ]
-        content, apart = _content(answer, tools, form, callees)
+        content, calls_only_at_start = _content(answer, tools, form, callees)
         parts = [(callee.path, _json_spec(callee.schema)) for callee in callees]
         if answer is not None and tools.mode == "auto":
-            parts.append((answer.path, _alone(answer)))
-    whole = sequence(*_reasoning(model_format, opening, form), content)
-    return _checked(AnswerConstraint(_tag_spec(whole), tuple(parts), apart))
+            parts.append((answer.path, _own_spec(answer)))
+    answer_grammar = sequence(*_reasoning(model_format, opening, form), content)
+    return _checked(AnswerConstraint(_tag_spec(answer_grammar), tuple(parts), calls_only_at_start))
 
 
 def _content(
@@ -89,7 +89,7 @@ def _content(
         case None:
             return text_with_calls(form, callees, most), is_bare(form)
         case TagAnswer():
-            # Whoever writes one says what may be called, and where.
+            # A structural tag itself defines the calls and their places.
             return _part(answer), False
         case _:
             return either([calls(form, callees, most), _part(answer)]), True
@@ -99,7 +99,7 @@ def _reasoning(model_format: ModelFormat, opening: Opening, calls_form: ToolCall
     form = model_format.chat_format.reasoning
     if form is None or opening == "over":
         return
-    # A call would end it, and be under no constraint.
+    # A call within reasoning would end the reasoning and escape the constraint.
     ends = begins(calls_form) if calls_form is not None and calls_form.ends_reasoning else ()
     body = sequence(any_text((form.end, *ends)), literal(form.end), GAP)
     yield body if opening == "begun" else optional(sequence(literal(form.begin), body))
@@ -119,7 +119,7 @@ def _part(answer: Answer) -> Part:
             return form
 
 
-def _alone(answer: Answer) -> GrammarSpec:
+def _own_spec(answer: Answer) -> GrammarSpec:
     match answer:
         case JsonAnswer(schema=schema):
             return _json_spec(schema)
@@ -145,7 +145,7 @@ def _checked(constraint: AnswerConstraint) -> AnswerConstraint:
         if size > MAX_SOURCE:
             raise ApiError(
                 400,
-                f"{path} is {size} bytes long as a grammar, of at most {MAX_SOURCE}: make it shorter",
+                f"{path} is {size} bytes long as a grammar, but at most {MAX_SOURCE} are supported: make it shorter",
                 param=path,
                 code="invalid_value",
             )

@@ -1,7 +1,4 @@
-"""Tool calls as structural tags, each format's own way of writing them, so that `parsing` reads back what came.
-
-This room must not know requests: it gets functions with the schema that their arguments are to follow.
-"""
+"""Structural tags for tool calls in each format. The package `parsing` can read every call that they allow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,15 +20,19 @@ from nanovllm_server.constraint.structure import (
 )
 from nanovllm_server.protocol.json import JSON
 
-# In one answer. A small model that may go on calling may never stop.
+# Most calls in one answer: without a limit, a small model may never stop.
 MAX_CALLS = 16
-# Spaces and line breaks with which an answer may begin.
+# Most spaces and line breaks at the beginning of an answer.
 MAX_LEADING = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """A function that may be called. schema: that of an object, which its arguments are to follow. path: of it."""
+    """A function that the model may call.
+
+    schema: schema of the arguments, which must be an object.
+    path: path of the schema in the request.
+    """
 
     name: str
     schema: JSON
@@ -43,22 +44,22 @@ def calls(form: ToolCallFormat, callees: Sequence[Callee], most: int) -> Part:
     match form:
         case JsonCalls():
             call = _json_call(form, callees)
-            return _several(call, f"{form.separator} " if form.separator else "\n", most)
+            return _up_to(call, f"{form.separator} " if form.separator else "\n", most)
         case FencedCalls():
             call = _fenced_call(form, callees)
-            return sequence(literal(form.begin), _several(call, "\n", most), literal(form.end))
+            return sequence(literal(form.begin), _up_to(call, "\n", most), literal(form.end))
         case XmlCalls():
             call = _xml_call(form, callees)
             begin, end = sequence(literal(form.begin), literal("\n")), literal(form.end)
             if form.shared:
-                return sequence(begin, _several(call, "", most), end)
-            return _several(sequence(begin, call, end), "\n", most)
+                return sequence(begin, _up_to(call, "", most), end)
+            return _up_to(sequence(begin, call, end), "\n", most)
 
 
 def text_with_calls(form: ToolCallFormat, callees: Sequence[Callee], most: int) -> Part:
-    """Text, in which what begins a call goes on as one, up to `most` times. Raises as `calls` does.
+    """Text with up to `most` calls in it: whatever begins like a call must be one.
 
-    Where any object may be a call, the answer is text or calls, never both.
+    In bare formats, the answer is text or calls, never both. Raises ApiError like `calls`.
     """
     if isinstance(form, JsonCalls) and form.bare:
         return either([calls(form, callees, most), optional(_text_that_begins_no_call(form))])
@@ -67,16 +68,16 @@ def text_with_calls(form: ToolCallFormat, callees: Sequence[Callee], most: int) 
 
 
 def begins(form: ToolCallFormat) -> tuple[str, ...]:
-    """What within a text begins a call, as `parsing` sees it."""
+    """The texts with which a call begins within other text; `parsing` looks for the same ones."""
     return (form.begin,) if isinstance(form, JsonCalls) else (form.begin, form.call_begin)
 
 
 def is_bare(form: ToolCallFormat) -> bool:
-    """Whether a call may begin like any other text, so that only what an answer begins with tells the two apart."""
+    """Whether calls need no opening tag. Only an answer that begins with a call can then have calls."""
     return isinstance(form, JsonCalls) and form.bare
 
 
-def _several(call: Part, separator: str, most: int) -> Part:
+def _up_to(call: Part, separator: str, most: int) -> Part:
     return call if most == 1 else sequence(call, repeated(sequence(literal(separator), call), most - 1))
 
 

@@ -1,7 +1,6 @@
-"""The arguments of a call as one element a parameter: values typed by the schema, as `parsing.typed` reads them back.
+"""Structural tags for arguments in formats that have one element per parameter; `parsing.typed` reads the values.
 
-Strings stand as they are, other values as JSON. Nothing within a value may look like its end. This room must not know
-what stands around the parameters.
+Strings are written as they are, other values as JSON. No value may contain the tag that ends it.
 """
 
 from nanovllm_core.grammar.schemas.characters import PLAIN, common, invert
@@ -24,20 +23,21 @@ from nanovllm_server.parsing.typed import resolved, types_of
 from nanovllm_server.protocol.error import ApiError, unsupported
 from nanovllm_server.protocol.json import JSON
 
-# Of a function whose parameters have no names.
+# Most parameters of a function whose schema does not name them.
 MAX_UNNAMED = 16
-# Of a name in a refusal.
+# Most characters of a name in an error.
 MAX_SHOWN = 80
 NAME = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
-# What a schema of parameters, as `check_schema` writes it, may say.
+# Keywords that the schema of parameters may have, as a result of `check_schema`.
 KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "$anchor"})
 
 
 def parameters(form: XmlCalls, schema: JSON, path: str) -> Part:
-    """The elements of all parameters, those that aren't required optional, in the order of the schema.
+    """The elements of all parameters, in the order of the schema. Parameters that are not required are optional.
 
-    schema: an object's, as `check_schema` gives it. Raises ApiError (400) for what can't be written in such elements or
-    told apart in them.
+    schema: schema of an object, as a result of `check_schema`.
+
+    Raises ApiError (400) for parameters that such elements can't hold or can't distinguish.
     """
     root = schema if isinstance(schema, dict) else {}
     branches = root.get("anyOf")
@@ -67,7 +67,7 @@ def _parameters(form: XmlCalls, schema: JSON, root: dict[str, JSON], path: str) 
 
 
 def _unnamed(form: XmlCalls, schema: dict[str, JSON], root: dict[str, JSON], path: str) -> Part:
-    """Parameters of any names: none unless the schema is one of any object."""
+    """Parameters of any names, if the schema allows any object; else no parameters."""
     value = schema.get("additionalProperties", False)
     if value is False:
         return literal("")
@@ -95,7 +95,7 @@ def _value(form: XmlCalls, schema: JSON, root: dict[str, JSON], path: str) -> Pa
 
 
 def _texts(form: XmlCalls, schema: JSON, root: dict[str, JSON], path: str) -> list[Part]:
-    """What strings a schema takes, as they stand; other values can't be told from them, and so are left out."""
+    """The strings that a schema allows. Other values are left out: unquoted text could be a string or such a value."""
     schema = resolved(schema, root)
     match schema:
         case {"anyOf": list(branches)}:
@@ -111,7 +111,7 @@ def _texts(form: XmlCalls, schema: JSON, root: dict[str, JSON], path: str) -> li
 
 
 def _without_end(form: XmlCalls, schema: JSON, path: str) -> JSON:
-    """The same schema, but that strings of a pattern can't hold what ends a value; xgrammar keeps others from it."""
+    """The schema with patterns that exclude the tag which ends a value. xgrammar excludes it from other strings."""
     if isinstance(schema, list):
         return [_without_end(form, item, path) for item in schema]
     if not isinstance(schema, dict):
@@ -128,7 +128,7 @@ def _without_end(form: XmlCalls, schema: JSON, path: str) -> JSON:
 
 
 def _without(form: XmlCalls, pattern: str, path: str) -> Node:
-    """A pattern, as `check_schema` writes it, where it matches nothing with the character that ends a value."""
+    """The pattern (a result of `check_schema`) without the first character of the tag that ends a value."""
     first = ord(form.parameter_end[0])
     tree = narrow(parse(pattern.removeprefix("^").removesuffix("$")), common(PLAIN, invert(((first, first),))))
     if tree == NOTHING:

@@ -1,7 +1,4 @@
-"""The parts that structural tags are made of (xgrammar 0.2, `xgrammar.structural_tag`), as JSON.
-
-This room must not know what they are put together to.
-"""
+"""Constructors for the parts of a structural tag (xgrammar 0.2, `xgrammar.structural_tag`), as JSON."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -19,7 +16,7 @@ def literal(text: str) -> Part:
 
 
 def any_text(excludes: Iterable[str] = ()) -> Part:
-    """Any text, empty too, in which none of `excludes` occurs."""
+    """Any text, including the empty one, in which none of `excludes` occurs."""
     return {"type": "any_text", "excludes": [*excludes]}
 
 
@@ -34,7 +31,7 @@ def ebnf(grammar: str) -> Part:
 
 
 def json_value(schema: JSON, excludes: Sequence[str] = ()) -> Part:
-    """JSON of a schema. excludes: what may not occur in its strings that have no pattern, format or length."""
+    """JSON of a schema. excludes: texts that must not occur in strings without a pattern, format or length."""
     part: Part = {"type": "json_schema", "json_schema": schema}
     if excludes:
         part["excludes"] = [*excludes]
@@ -49,7 +46,7 @@ def sequence(*parts: Part) -> Part:
             if each == EMPTY:
                 continue
             last = joined[-1] if joined else None
-            # The fewer parts the smaller the grammar.
+            # Fewer parts make a smaller grammar.
             if last is not None and last["type"] == each["type"] == "const_string":
                 joined[-1] = literal(f"{last['value']}{each['value']}")
             else:
@@ -70,5 +67,5 @@ def optional(part: Part) -> Part:
 
 
 def repeated(part: Part, most: int) -> Part:
-    """The part, up to `most` times or not at all."""
+    """The part, 0 to `most` times."""
     return {"type": "repeat", "min": 0, "max": most, "content": part}

@@ -1,7 +1,4 @@
-"""The routes: HTTP in and out of the service, and an answer of one shape for everything that goes wrong.
-
-This room must not know how anything is computed.
-"""
+"""The routes of the server, and the conversion of every exception to an error response."""
 
 import asyncio
 from collections.abc import Mapping
@@ -29,7 +26,7 @@ from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope, models_body
 
 BODY_TIMEOUT_S = 60
-# Bodies from here on take milliseconds to look at, which nobody else should wait for.
+# Bytes from which a body is parsed in a thread: parsing takes milliseconds, which would delay other requests.
 LARGE_BODY = 1 << 17
 EVENT_STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -39,7 +36,7 @@ EVENT_STREAM = {
 
 
 def create_app(service: Service) -> Quart:
-    """The application that serves `service`."""
+    """Returns the application that serves `service`."""
     app = Quart(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
     created = service.clock.now()
@@ -68,8 +65,8 @@ def create_app(service: Service) -> Quart:
                 for delta in deltas:
                     choices[delta.index].append(delta)
         body: dict[str, object] = {**envelope.completion(choices, generation.usage)}
-        if (told := generation.prompt_logprobs) is not None:
-            arguments = service.vocabulary, generation.prompt_token_ids.tolist(), told
+        if (prompt_logprobs := generation.prompt_logprobs) is not None:
+            arguments = service.vocabulary, generation.prompt_token_ids.tolist(), prompt_logprobs
             body["prompt_logprobs"] = await asyncio.to_thread(write_prompt_logprobs, *arguments)
         return _json(body)
 
@@ -100,7 +97,7 @@ def create_app(service: Service) -> Quart:
 
 
 def _add_documents(app: Quart, service: Service) -> None:
-    """Routes to what never changes."""
+    """Adds routes to the two documents that never change."""
     needs_key = bool(service.api_keys)
     description = orjson.dumps(document(service.names, service.limits, service.defaults, needs_key=needs_key))
     html, page_headers = read_page()
@@ -151,7 +148,7 @@ def _as_api_error(error: Exception, service: Service) -> ApiError:
             message = f"{request.method} is not allowed on {request.path}: use {allowed}"
             return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
         case NotFound():
-            return ApiError(404, f"there is no {request.path[:200]} here", code="not_found")
+            return ApiError(404, f"the path {request.path[:200]} does not exist", code="not_found")
         case HTTPException():
             return ApiError(error.code or 500, error.description or error.name)
         case _:

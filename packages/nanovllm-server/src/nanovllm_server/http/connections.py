@@ -1,9 +1,7 @@
-"""Serves an ASGI application over HTTP/1.1 on one socket, and lets no connection stay for nothing.
+"""Serves an ASGI application over HTTP/1.1 with Hypercorn's connections, which it changes in three ways.
 
-Hypercorn's connections, with three differences. They speak no HTTP/2, which nobody needs without TLS, and whose idle
-connections no timeout would end. A reader that takes nothing for a while is dropped, with all that waits for it. And
-what a client that left had open is closed then, not when it would have been idle for long enough.
-This room must not know the application.
+No HTTP/2 (no timeout would end idle connections). A client that stops reading is dropped after `STALLED_S`.
+A connection whose client left is closed at once, not after the idle timeout.
 """
 
 import asyncio
@@ -20,43 +18,43 @@ from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework
 
 BACKLOG = 2048
-# Since its last byte left for the kernel.
+# Longest time for which a write may wait for the client.
 STALLED_S = 60.0
 
 
 class PlainHttp(H11Protocol):
-    """HTTP/1.1, whatever else is proposed."""
+    """HTTP/1.1 without upgrades to other protocols."""
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        """Go on as we are: who proposes an upgrade must be content without, and a preface is a request like others."""
+        """Ignores proposals to upgrade; an HTTP/2 preface is treated as a request."""
 
 
 class Connection(TCPServer):
-    """One client's. stalled_s: how long what is sent may wait for its reader."""
+    """The connection of one client. stalled_s: longest time for which a write may wait for the client."""
 
     stalled_s = STALLED_S
     _left = False
 
     async def _read_data(self) -> None:
-        made = self.protocol
-        made.protocol = PlainHttp(
-            made.app,
-            made.config,
-            made.context,
-            made.task_group,
-            made.state,
-            made.ssl,
-            made.client,
-            made.server,
-            made.send,
+        wrapper = self.protocol
+        wrapper.protocol = PlainHttp(
+            wrapper.app,
+            wrapper.config,
+            wrapper.context,
+            wrapper.task_group,
+            wrapper.state,
+            wrapper.ssl,
+            wrapper.client,
+            wrapper.server,
+            wrapper.send,
         )
         await super()._read_data()
-        # Its requests may be ending yet, and each would have it wait for another one.
+        # Requests of this connection may still end; each would start the wait for another request again.
         self._left = True
         await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
-        """Send it, or drop the client."""
+        """Sends the event; drops the client if it takes too long."""
         if self._left and isinstance(event, Updated):
             return
         if not isinstance(event, RawData):
@@ -78,7 +76,7 @@ async def serve(
     *,
     stalled_s: float = STALLED_S,
 ) -> None:
-    """Serve until `stop` returns; then nobody comes in, and who is there has `config.graceful_timeout` seconds."""
+    """Serves until `stop` returns. Then accepts no connection, and ends open ones after `config.graceful_timeout` s."""
     loop = asyncio.get_running_loop()
     context = WorkerContext(None)
     tasks: set[asyncio.Task[None]] = set()
@@ -112,7 +110,7 @@ async def serve(
 
 
 def _is_break(error: BaseException) -> bool:
-    """Whether `error` says no more than that the connection broke, which is nobody's."""
+    """Whether `error` only means that the connection broke."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(_is_break, error.exceptions))
     return isinstance(error, OSError)

@@ -1,4 +1,4 @@
-"""An answer as server-sent events. This room must not know the engine or the web framework."""
+"""Streams an answer as server-sent events."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -16,7 +16,7 @@ from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-# Stands for the choice in a chunk that is cut in two. No text can look like it: its quotes would be escaped.
+# Placeholder for the choice in the template of a chunk. No text equals it, because JSON would escape its quotes.
 MARK = cast(ChunkChoice, ["nanovllm"])
 
 
@@ -26,7 +26,7 @@ def event(body: ChatCompletionChunk | Error) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """The event that says what went wrong in mid-stream."""
+    """The event for an error after the stream has begun."""
     return b"event: error\n" + event(error.body())
 
 
@@ -38,19 +38,19 @@ class ChatStream:
         self._generation = generation
         self._include_usage = include_usage
         self._started: set[int] = set()
-        # All chunks but the last are the same around their one choice, and there is one for about every token.
-        whole = event(envelope.chunk([MARK], None, with_usage=include_usage))
-        self._head, self._tail = whole.split(orjson.dumps(MARK))
+        # All chunks but the last differ only in their choice: serialise the rest once instead of for every token.
+        template = event(envelope.chunk([MARK], None, with_usage=include_usage))
+        self._head, self._tail = template.split(orjson.dumps(MARK))
         self._batches = generation.deltas()
         self._first: list[Delta] = []
-        self._tell_prompt = envelope.prompt_token_ids is not None
+        self._send_prompt = envelope.prompt_token_ids is not None
 
     async def begin(self) -> None:
-        """Wait for the first piece, so that what fails before is an answer of its own kind. Raises as `deltas` does."""
+        """Waits for the first deltas, so that an earlier failure gets its own HTTP status. Raises like `deltas`."""
         self._first = await anext(self._batches)
 
     async def events(self, exchange: Exchange, logger: Logger) -> AsyncIterator[bytes]:
-        """Everything up to [DONE], in as few pieces as there were waits. A failure becomes an event, never silence."""
+        """Yields all events up to [DONE], joined if they are ready together. A failure becomes an error event."""
         try:
             async with aclosing(self._batches) as batches:
                 yield self._piece(self._first)
@@ -80,7 +80,7 @@ class ChatStream:
         return b"".join([self._event(choice) for choice in stream_choices(delta, first=first)])
 
     def _event(self, choice: ChunkChoice) -> bytes:
-        if self._tell_prompt:
-            self._tell_prompt = False
+        if self._send_prompt:
+            self._send_prompt = False
             return event(self._envelope.chunk([choice], None, with_usage=self._include_usage, with_prompt=True))
         return self._head + orjson.dumps(choice) + self._tail

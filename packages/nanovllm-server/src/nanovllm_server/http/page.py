@@ -1,7 +1,4 @@
-"""The page at `/`: one file that needs nothing but this server, and the headers that hold it to that.
-
-This room must not know what the page says.
-"""
+"""The chat page at `/`, and the headers that forbid it to load anything from elsewhere."""
 
 import base64
 import hashlib
@@ -17,14 +14,14 @@ POLICY = {
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
-    # What a model says is hostile: the browser itself refuses to take any text for HTML.
+    # Output of a model is hostile: the browser refuses to parse any text as HTML.
     "require-trusted-types-for": "'script'",
     "trusted-types": "'none'",
 }
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """The page in UTF-8, and its headers. Its one script and one style are allowed by their hashes, nothing else is."""
+    """The page in UTF-8, and its headers, which allow its script and its style by their hashes, and no others."""
     html = resources.files("nanovllm_server.http").joinpath("page.html").read_bytes()
     policy = POLICY | {"script-src": _hash(html, b"script"), "style-src": _hash(html, b"style")}
     return html, {

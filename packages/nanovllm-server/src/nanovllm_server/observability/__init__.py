@@ -1,1 +1,1 @@
-"""What an operator sees: logs, metrics, and one line for every HTTP exchange."""
+"""Logs, metrics, and the log line of every HTTP exchange."""

@@ -1,7 +1,6 @@
-"""Around every HTTP exchange: its id, one log line, one count, and the one place where what it holds is given back.
+"""The ASGI layer around every HTTP exchange: assigns the id, logs and counts the end, and releases resources.
 
-An ASGI layer below the web framework, as only there it is certain to see the end, however it comes: answered, failed
-or left by the client (status 499). This room must not know routes or requests.
+It lies below the web framework, because only there it sees every end: answered, failed, or left by the client (499).
 """
 
 import asyncio
@@ -35,9 +34,11 @@ REQUEST_ID_HEADER = b"x-request-id"
 
 
 class Exchange:
-    """One request and its answer. `facts` go into the log line; `on_end` functions run at the end, last first.
+    """One request and its response.
 
-    has_own_id: the id was made here, as the client sent none.
+    has_own_id: the server made the id, because the client sent none.
+    facts: further fields of the log line.
+    on_end: functions that are called at the end, the last one first.
     """
 
     def __init__(self, request_id: str | None, path: str):
@@ -53,7 +54,7 @@ class Exchange:
 
 
 class ExchangeLayer:
-    """Wraps an ASGI application. `count` gets the path and the status of every exchange that has ended."""
+    """Wraps an ASGI application. count: called with path and status at the end of every exchange."""
 
     def __init__(self, app: ASGIFramework, logger: Logger, count: Callable[[str, int], None]):
         self._app = app
@@ -61,18 +62,18 @@ class ExchangeLayer:
         self._count = count
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        """One exchange. Websockets are refused."""
+        """Runs one exchange. Refuses websockets."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000, "reason": None})
             return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # What the server is called matters to nobody here, and the framework fails at names that can't be.
+        # No route depends on the Host header, and the web framework fails with invalid ones.
         scope["headers"] = [(name, HOST if name == b"host" else value) for name, value in scope["headers"]]
         exchange = Exchange(_request_id(scope), scope["path"])
         cast(dict[str, object], scope)[SCOPE_KEY] = exchange
-        # For whatever is logged on behalf of this exchange, by whomever. The task ends with it.
+        # Adds the id to all log lines of this task, which ends with the exchange.
         bind_contextvars(request_id=exchange.request_id)
 
         async def receive_and_note() -> ASGIReceiveEvent:
@@ -119,8 +120,8 @@ def exchange_of(scope: HTTPScope) -> Exchange:
 
 
 async def _linger(exchange: Exchange) -> None:
-    # Closing a connection whose request is still coming in resets it, and the client may never see the answer. The
-    # answer is complete but for its formal end, so wait for the rest of the request, which nobody keeps.
+    # To close a connection while its request still arrives would reset it, and the client might lose the response.
+    # The response is complete except for its end: wait for the rest of the request, which is discarded.
     try:
         await asyncio.wait_for(exchange.body_received.wait(), LINGER_S)
     except TimeoutError:

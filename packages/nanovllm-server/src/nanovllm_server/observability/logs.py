@@ -1,8 +1,4 @@
-"""One log for everything in the process, for people (text) or for machines (json).
-
-Never the content of a conversation, unless the server is told so, and never a key. This room must not know what is
-logged.
-"""
+"""Configures the log of a process, as text or JSON. It shows neither conversations (without --log-prompts) nor keys."""
 
 import logging
 import sys
@@ -20,7 +16,7 @@ Logger = structlog.stdlib.BoundLogger
 
 
 def configure_logs(log_format: LogFormat, level: str) -> None:
-    """Send structlog's and the standard library's logs to stderr, in one format."""
+    """Sends the logs of structlog and of the standard library to stderr in one format."""
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -31,7 +27,7 @@ def configure_logs(log_format: LogFormat, level: str) -> None:
     if log_format == "json":
         renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_dumps)]
     else:
-        # Not the default, which shows local variables: what people said to the model, and keys.
+        # The default formatter shows local variables, which include conversations and keys.
         plain = structlog.dev.plain_traceback
         renderers = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     handler = logging.StreamHandler(sys.stderr)
@@ -45,11 +41,7 @@ def configure_logs(log_format: LogFormat, level: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=Logger,
         cache_logger_on_first_use=True,

@@ -1,7 +1,6 @@
-"""Prometheus metrics: the engine's own numbers, read when somebody scrapes, and latencies observed by the workers.
+"""Prometheus metrics: statistics of the engine, and latencies that the workers observe. Any worker reports for all.
 
-Whichever worker is asked answers for all. Names follow the field's usage, so that dashboards made for other servers
-need only the prefix changed. This room must not know HTTP frameworks; it hands out text.
+Names follow other servers: their dashboards work after a change of the prefix.
 """
 
 import time
@@ -25,41 +24,41 @@ QUEUE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
-# Paths are counted by name if the server has them, and together otherwise.
+# These paths are counted separately, all others together.
 PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions")
 OTHER_PATH = "other"
 STATUSES = range(100, 600)
 
 
 class Histogram:
-    """Counts of observations by upper bound. Cheap enough to be fed once a token; only for one thread."""
+    """Counts of observations by upper bound. Cheap enough for one observation per token. For one thread only."""
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], counters: SharedCounters):
         self.name = name
         self.help_text = help_text
         self._bounds = bounds
-        # The last of them is the sum.
+        # One column per bound, one for larger values, and one for the sum.
         self._counters = counters.claim(len(bounds) + 2)
         self._sum = len(bounds) + 1
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` times."""
+        """Counts `times` observations of `value`."""
         self._counters.add(bisect_left(self._bounds, value), times)
         self._counters.add(self._sum, value * times)
 
     def observe_since(self, start: float) -> None:
-        """Count the seconds from `start`, a time of `time.monotonic`, until now."""
+        """Observes the seconds since `start`, a time of `time.monotonic`."""
         self.observe(time.monotonic() - start)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulated counts by upper bound, and the sum of what was observed; over all workers."""
+        """Cumulated counts by upper bound, and the sum of all observations, over all workers."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = accumulate(map(self._counters.total, range(len(bounds))))
         return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum)
 
 
 class Metrics(Collector):
-    """All metrics of one server. `stats` gives the engine's latest numbers; `model` labels everything."""
+    """All metrics of one server. model: label of each metric. stats: returns the engine's latest statistics."""
 
     def __init__(self, model: str, info: EngineInfo, stats: Callable[[], EngineStats], counters: SharedCounters):
         def histogram(name: str, help_text: str, bounds: tuple[float, ...]) -> Histogram:
@@ -82,15 +81,15 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def count_http(self, path: str, status: int) -> None:
-        """Count an HTTP exchange."""
+        """Counts an HTTP exchange."""
         self.http.count((path if path in PATHS else OTHER_PATH, status))
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, for prometheus-client."""
+        """Yields all metrics for prometheus-client."""
         yield self._cache()
         yield from self._engine()
         for histogram in (
@@ -127,7 +126,8 @@ class Metrics(Collector):
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
         }
-        cache = GaugeMetricFamily(PREFIX + "cache_config_info", "What the KV cache is, always 1.", labels=list(labels))
+        help_text = "Configuration of the KV cache; always 1."
+        cache = GaugeMetricFamily(PREFIX + "cache_config_info", help_text, labels=list(labels))
         cache.add_metric(list(labels.values()), 1)
         return cache
 
@@ -146,7 +146,7 @@ class Metrics(Collector):
             yield gauge
         step_times = GaugeMetricFamily(
             PREFIX + "step_time_coefficient_seconds",
-            "Seconds by which step times are predicted: fixed, per token, per token of decode context, per pair of "
+            "Coefficients that predict step times: fixed, per token, per token of decode context, per pair of "
             "prompt tokens that attend to each other.",
             labels=["model_name", "term"],
         )
@@ -156,10 +156,10 @@ class Metrics(Collector):
         for name, help_text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("num_preemptions", "Requests put back into the queue for want of cache.", stats.num_preemptions),
-            ("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens),
-            ("generation_tokens", "Tokens made.", stats.generation_tokens),
-            ("iteration_tokens", "Tokens computed, prompts and decodes alike.", stats.iteration_tokens),
+            ("num_preemptions", "Requests put back into the queue because the cache was full.", stats.num_preemptions),
+            ("prompt_tokens", "Prompt tokens received.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("iteration_tokens", "Tokens computed, of prompts and decodes.", stats.iteration_tokens),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
         ):
             counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
@@ -167,7 +167,7 @@ class Metrics(Collector):
             yield counter
         graphs = CounterMetricFamily(
             PREFIX + "graph_mode",
-            "Steps by what was replayed from CUDA graphs, and whether all requests decoded.",
+            "Steps by the part replayed from CUDA graphs, and by whether all requests decoded.",
             labels=["model_name", "mode", "batch"],
         )
         for mode, batch, count in stats.graph_steps:

@@ -1,4 +1,1 @@
-"""The text of an answer taken apart: reasoning, content and tool calls, as the text comes.
-
-This room must not know tokens, engines or HTTP: pieces of text go in, events come out.
-"""
+"""Parses the text of an answer into events: reasoning, content and tool calls. Takes the text piece by piece."""

@@ -1,8 +1,7 @@
-"""Tool calls read from text, one reader a way of writing them; the formats themselves are data of nanovllm_models.
+"""Readers of tool calls, one class per kind of format. nanovllm_models defines the formats.
 
-A call is said to have begun when its function's name is known and its arguments begin; what is no call up to there is
-text like any other. What is wrong with the arguments later is said as it is: their beginning is out already. This room
-must not know requests or events beyond `Report`.
+A call is reported once its function's name is known and its arguments begin. Text that fails before is content;
+malformed arguments after that are passed on unchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -18,13 +17,13 @@ from nanovllm_server.parsing.typed import json_object, typed_json
 from nanovllm_server.protocol.json import JSON
 
 Format = TypeVar("Format", bound=ToolCallFormat)
-# The schema of each function's parameters, by name; None where it has none.
+# The schema of each function's parameters, by name; None if it has none.
 Tools = Mapping[str, JSON]
 Sink = Callable[[str], None]
 
 
 class CallReader(ABC, Generic[Format]):
-    """Reads the calls of one answer."""
+    """Reads the calls of one answer from `source` and reports them. tools: functions that the model may call."""
 
     def __init__(self, form: Format, source: Source, report: Report, tools: Tools):
         self.form = form
@@ -35,14 +34,14 @@ class CallReader(ABC, Generic[Format]):
     @property
     @abstractmethod
     def begins(self) -> tuple[str, ...]:
-        """Where calls may begin: the format's own beginning, then what may begin a call of a known function."""
+        """Texts with which calls begin: the format's opening tag, then the texts that begin a call without it."""
 
     @abstractmethod
     def call(self, *, wrapped: bool) -> Reading[bool]:
-        """Read one call; False, with nothing said, if there is none. wrapped: after the format's own beginning."""
+        """Reads one call. Returns False, with nothing reported, if there is none. wrapped: the opening tag was read."""
 
     def block(self, fallback: Sink) -> Reading[bool]:
-        """Read what one of `begins` begins. False if that is no call: its text has gone to `fallback`."""
+        """Reads the calls that begin with one of `begins`. Returns False if there is none; `fallback` gets its text."""
         self.source.record()
         wrapped = yield from self.source.literal(self.form.begin)
         sink, called = fallback, False
@@ -51,7 +50,7 @@ class CallReader(ABC, Generic[Format]):
             if called and self.form.end is not None and (yield from self._end(self.form.end)):
                 self.source.recorded()
                 return True
-            # Others begin anew.
+            # Without a closing tag, each call has its own beginning.
             alone = called and not (wrapped and self.form.end)
             if alone or not (yield from self.call(wrapped=wrapped)):
                 sink(self.source.recorded())
@@ -60,28 +59,28 @@ class CallReader(ABC, Generic[Format]):
             self.source.record()
 
     def _end(self, tag: str) -> Reading[bool]:
-        """Read a tag that nothing depends on any more; a part of it will do, if that is all there is."""
+        """Reads a closing tag, or, at the end of the answer, the first part of one."""
         return (yield from self.source.literal(tag)) or self.source.broken_off(tag)
 
     def known(self, name: str | None, *, wrapped: bool) -> bool:
-        """Whether a call may have that name: without a tag around it only functions that there are."""
+        """Whether a call may have this name. Without the format's opening tag, it must name a function of `tools`."""
         return bool(name) and (wrapped or name in self.tools)
 
     def begin(self, name: str) -> None:
-        """Say that a call begins: its text is no longer in doubt."""
+        """Reports that a call begins. The text recorded so far is then part of the call."""
         self.source.recorded()
         self.report.begin_call(name)
 
     def stream(self, name: str) -> Reading[None]:
-        """Say a call whose arguments, a JSON object, come next."""
+        """Reports a call whose arguments, a JSON object, are next in the text."""
         self.begin(name)
-        whole = yield from self.source.json(self.report.arguments)
-        # A tag ends the arguments too; only the end of all text leaves the call open.
-        if whole or (yield from self.source.peek()):
+        complete = yield from self.source.json(self.report.arguments)
+        # A tag ends incomplete arguments too; only the end of the answer leaves the call open.
+        if complete or (yield from self.source.peek()):
             self.report.end_call(self.form.separator)
 
     def cut(self, name: str | None, arguments: str = "") -> Reading[bool]:
-        """Say a call that came to its name and no further, if it's the end of all text that kept it from that."""
+        """Reports a call whose arguments are cut off by the end of the answer. Returns False if text follows."""
         if name is None or (yield from self.source.peek()):
             return False
         self.begin(name)
@@ -90,15 +89,15 @@ class CallReader(ABC, Generic[Format]):
 
 
 class JsonReader(CallReader[JsonCalls]):
-    """Calls as JSON objects."""
+    """Reads calls that are JSON objects."""
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The tag, and for some formats any object."""
+        """The opening tag and, in bare formats, any object."""
         return (self.form.begin, "{") if self.form.bare else (self.form.begin,)
 
     def block(self, fallback: Sink) -> Reading[bool]:
-        """Read what one of `begins` begins; objects within one that is no call are none either."""
+        """Like `CallReader.block`. If an object is no call, the objects inside it are no calls either."""
         opened = (yield from self.source.peek()) == "{"
         if (yield from super().block(fallback)):
             return True
@@ -107,7 +106,7 @@ class JsonReader(CallReader[JsonCalls]):
         return False
 
     def call(self, *, wrapped: bool) -> Reading[bool]:
-        """Read one object."""
+        """Reads one object."""
         source = self.source
         name: str | None = None
         arguments: str | None = None
@@ -127,7 +126,7 @@ class JsonReader(CallReader[JsonCalls]):
                 arguments = json_object((yield from source.value()))
                 if arguments is None:
                     return (yield from self.cut(name))
-            # Where any object may be a call, one that has something else to say is none.
+            # Without an opening tag, an object with other keys than those of a call is content.
             elif key is None or not (wrapped or key == "type") or (yield from source.value()) is None:
                 return (yield from self.cut(name, arguments or ""))
             yield from source.space()
@@ -150,7 +149,7 @@ class JsonReader(CallReader[JsonCalls]):
         return key
 
     def _rest(self) -> Reading[None]:
-        """Read what an object has after its arguments; forgive braces that it lacks or has too many of."""
+        """Reads the rest of an object after its arguments. Accepts missing and superfluous closing braces."""
         yield from self.source.space()
         while (yield from self.source.literal(",")):
             if (yield from self._key()) is None or (yield from self.source.value()) is None:
@@ -161,15 +160,15 @@ class JsonReader(CallReader[JsonCalls]):
 
 
 class FencedReader(CallReader[FencedCalls]):
-    """Calls as a name and a fenced JSON object."""
+    """Reads calls that are a name and a fenced JSON object."""
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The block's tag, and a call's."""
+        """The opening tags of a block and of a call."""
         return self.form.begin, self.form.call_begin
 
     def call(self, *, wrapped: bool) -> Reading[bool]:
-        """Read from one call's tag to its end."""
+        """Reads one call with its tags."""
         source, form = self.source, self.form
         if not (yield from source.literal(form.call_begin)):
             return False
@@ -194,15 +193,15 @@ class FencedReader(CallReader[FencedCalls]):
 
 
 class XmlReader(CallReader[XmlCalls]):
-    """Calls as elements, one a parameter."""
+    """Reads calls that have one element per parameter."""
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The block's tag, and a call's: some models leave the block out."""
+        """The opening tags of a block and of a call: some models omit the block."""
         return self.form.begin, self.form.call_begin
 
     def call(self, *, wrapped: bool) -> Reading[bool]:
-        """Read one call's element."""
+        """Reads the element of one call."""
         source, form = self.source, self.form
         if not (yield from source.literal(form.call_begin)):
             return False
@@ -229,7 +228,7 @@ class XmlReader(CallReader[XmlCalls]):
             typed = self._typed(name, key, "".join(value))
             self.report.arguments(f"{separator}{orjson.dumps(key).decode()}: {typed}")
             separator = ", "
-            # What is no parameter is text again.
+            # If no further parameter follows, the text from here on is content.
             source.record()
             yield from source.space()
         if separator != "{" and (yield from source.literal(form.call_end)):
@@ -256,7 +255,7 @@ class XmlReader(CallReader[XmlCalls]):
 
 
 def make_reader(form: ToolCallFormat, source: Source, report: Report, tools: Tools) -> CallReader[Any]:
-    """The reader of a format."""
+    """Returns the reader for a format."""
     match form:
         case JsonCalls():
             return JsonReader(form, source, report, tools)

@@ -1,7 +1,4 @@
-"""What an answer turns out to say, bit by bit, and the one place where whitespace around its parts is decided.
-
-This room must not know any format.
-"""
+"""The parser's events, and the removal of whitespace around reasoning, content and calls."""
 
 import msgspec
 
@@ -9,33 +6,33 @@ SPACE = " \n\r\t"
 
 
 class ReasoningText(msgspec.Struct, frozen=True, gc=False):
-    """Reasoning goes on."""
+    """More text of the reasoning."""
 
     text: str
 
 
 class ContentText(msgspec.Struct, frozen=True, gc=False):
-    """Content goes on."""
+    """More text of the content."""
 
     text: str
 
 
 class CallBegun(msgspec.Struct, frozen=True, gc=False):
-    """The `index`-th tool call of the answer, from 0, calls the function `name`."""
+    """A tool call of the function `name` begins. index: position among the answer's calls, from 0."""
 
     index: int
     name: str
 
 
 class CallArguments(msgspec.Struct, frozen=True, gc=False):
-    """The arguments of a call, JSON as text, go on."""
+    """More text of a call's arguments, which are JSON."""
 
     index: int
     text: str
 
 
 class CallEnded(msgspec.Struct, frozen=True, gc=False):
-    """A call has all of its arguments."""
+    """A call is complete."""
 
     index: int
 
@@ -44,23 +41,23 @@ Event = ReasoningText | ContentText | CallBegun | CallArguments | CallEnded
 
 
 class Trimmer:
-    """Text whose whitespace at either end may turn out to be no part of it: held back until what follows decides.
+    """Removes whitespace at the ends of a text that comes in pieces.
 
-    holds: whether whitespace at the end can be undecided at all. skip_leading: leave out whitespace and the characters
-    `extra` up to the first other one.
+    holds: hold back whitespace at the end until more text follows.
+    skip_leading: remove leading whitespace and the characters `extra`.
     """
 
     def __init__(self, *, holds: bool, skip_leading: bool):
         self.holds = holds
         self.skip_leading = skip_leading
-        # Whether text has come out.
-        self.said = False
-        # Characters that are treated as whitespace, until the next other one.
+        # Whether `push` has returned text.
+        self.has_text = False
+        # Characters that are treated like whitespace until other text comes.
         self.extra = ""
         self._held: list[str] = []
 
     def push(self, text: str) -> str:
-        """The text that is decided with `text`."""
+        """Adds `text`; returns the text that can be passed on."""
         body = text.rstrip(SPACE) if self.holds else text
         if self.extra and not body.strip(SPACE + self.extra):
             body = ""
@@ -71,17 +68,17 @@ class Trimmer:
         if self.skip_leading:
             out = out.lstrip(SPACE + self.extra)
         if out:
-            self.said, self.skip_leading, self.extra = True, False, ""
+            self.has_text, self.skip_leading, self.extra = True, False, ""
         if len(body) < len(text):
             self._held.append(text[len(body) :])
         return out
 
     def drop(self) -> None:
-        """Leave out what is held: it stands before something that is no text."""
+        """Discards the whitespace that is held back."""
         self._held.clear()
 
     def flush(self) -> str:
-        """What is held, at the end of everything, unless it is to be left out."""
+        """The text that is held back, at the end of the answer; "" if leading whitespace is skipped."""
         out = self._take()
         return "" if self.skip_leading else out
 
@@ -92,7 +89,7 @@ class Trimmer:
 
 
 class Report:
-    """The events of one answer in the making. calls: whether tool calls may come."""
+    """Collects the events of one answer. calls: the answer may have tool calls."""
 
     def __init__(self, *, calls: bool) -> None:
         self.num_calls = 0
@@ -104,31 +101,31 @@ class Report:
 
     @property
     def settled(self) -> bool:
-        """Whether content comes out as it goes in."""
+        """Whether content now passes unchanged."""
         return not (self._content.holds or self._content.skip_leading)
 
     def take(self) -> list[Event]:
-        """The events since the last time."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 
     def reasoning(self, text: str) -> None:
-        """Go on reasoning."""
+        """Adds text to the reasoning."""
         if out := self._reasoning.push(text):
             self._events.append(ReasoningText(out))
 
     def end_reasoning(self) -> None:
-        """Content or a call is next, without the whitespace between."""
+        """Ends the reasoning, and drops the whitespace between it and the content or call that follows."""
         self._reasoning.drop()
         self._content.skip_leading = True
 
     def content(self, text: str) -> None:
-        """Go on with content."""
+        """Adds text to the content."""
         if out := self._content.push(text):
             self._events.append(ContentText(out))
 
     def begin_call(self, name: str) -> None:
-        """A call of the function `name` begins, and with it the end of reasoning and text."""
+        """Begins a call of the function `name`; drops whitespace before it."""
         self._reasoning.drop()
         self._content.drop()
         self.in_call = True
@@ -136,20 +133,20 @@ class Report:
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """The call's arguments go on."""
+        """Adds text to the arguments of the call."""
         if text:
             self._events.append(CallArguments(self.num_calls - 1, text))
 
     def end_call(self, separator: str = "") -> None:
-        """The call is complete. separator: characters that count as whitespace between calls."""
+        """Ends the call. separator: characters that count as whitespace between calls."""
         self.in_call = False
         self._events.append(CallEnded(self.num_calls - 1))
-        # Between content and more content it stays.
-        self._content.skip_leading = not self._content.said
+        # Whitespace between content before the call and content after it stays.
+        self._content.skip_leading = not self._content.has_text
         self._content.extra = separator
 
     def finish(self) -> None:
-        """Nothing follows."""
+        """Ends the answer."""
         if reasoning := self._reasoning.flush():
             self._events.append(ReasoningText(reasoning))
         content = self._content.flush()

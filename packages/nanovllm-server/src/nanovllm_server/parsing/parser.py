@@ -1,6 +1,6 @@
-"""The parser of an answer: pieces of text in, events out, the same events' texts however the text is cut.
+"""The parser of an answer: turns pieces of text into events. The joined events don't depend on the pieces' borders.
 
-Takes any text without an exception. This room must not know stop strings, tokens or HTTP.
+Accepts any text without raising an exception.
 """
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat
@@ -8,19 +8,25 @@ from nanovllm_server.parsing.call_parser import Tools, make_reader
 from nanovllm_server.parsing.events import ContentText, Event, Report
 from nanovllm_server.parsing.source import Reading, Source
 
-# Read at a time, so that looking for a tag that isn't there never goes over much text.
+# Characters read at a time: bounds the text in which tags are searched for.
 PIECE = 4096
 
 
 class Parser:
-    """Reads one answer.
+    """Parses one answer.
 
-    reasoning_begun: whether the prompt ends within reasoning. tools: the functions that may be called; None when text
-    that looks like a call is text. apart: so it is too in an answer that doesn't begin with a call.
+    reasoning_begun: the prompt ends within reasoning.
+    tools: functions that the model may call; None: text that looks like a call is content.
+    calls_only_at_start: if the answer does not begin with a call, text that looks like one is content.
     """
 
     def __init__(
-        self, form: ChatFormat, *, reasoning_begun: bool = False, tools: Tools | None = None, apart: bool = False
+        self,
+        form: ChatFormat,
+        *,
+        reasoning_begun: bool = False,
+        tools: Tools | None = None,
+        calls_only_at_start: bool = False,
     ):
         self._source = Source()
         if form.tool_calls is None or tools is None:
@@ -29,32 +35,32 @@ class Parser:
         else:
             self._report = Report(calls=True)
             self._calls = make_reader(form.tool_calls, self._source, self._report, tools)
-        self._apart = apart
+        self._calls_only_at_start = calls_only_at_start
         self._reading = self._read(form.reasoning, reasoning_begun)
         self._in_reasoning = False
         self._at_content = False
-        # Nothing but content can come any more, which is so for most answers from the beginning and costs little.
+        # Only content can follow: `push` then skips the parsing. True for most answers from the beginning.
         self._settled = False
-        # Whether there has been reasoning, be it empty.
+        # Whether the answer has reasoning, even if it is empty.
         self.reasoned = False
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what was read so far ends within reasoning."""
+        """Whether the text so far ends within reasoning."""
         return self._in_reasoning and not self._report.num_calls
 
     @property
     def num_calls(self) -> int:
-        """How many calls have begun."""
+        """The number of calls that have begun."""
         return self._report.num_calls
 
     @property
     def in_call(self) -> bool:
-        """Whether what was read so far ends within a call; after `finish`: whether one was cut off."""
+        """Whether the text so far ends within a call; after `finish`, whether a call was cut off."""
         return self._report.in_call
 
     def push(self, text: str) -> list[Event]:
-        """What is decided with `text`."""
+        """Adds `text`; returns the events that are certain now."""
         if self._settled:
             return [ContentText(text)] if text else []
         for at in range(0, len(text), PIECE):
@@ -64,7 +70,7 @@ class Parser:
         return self._report.take()
 
     def finish(self) -> list[Event]:
-        """The rest, at the end of the answer."""
+        """Ends the answer; returns the remaining events."""
         self._source.end()
         for _ in self._reading:
             pass
@@ -76,14 +82,14 @@ class Parser:
             yield from self._read_reasoning(reasoning, begun)
         self._at_content = True
         begins = () if self._calls is None else self._calls.begins
-        if self._apart and not (yield from self._begins_with(begins)):
+        if self._calls_only_at_start and not (yield from self._begins_with(begins)):
             begins = ()
         while (yield from self._source.until(begins, self._report.content)) is not None:
             if self._calls is not None:
                 yield from self._calls.block(self._report.content)
 
     def _begins_with(self, tags: tuple[str, ...]) -> Reading[bool]:
-        """Whether one of `tags` comes next, after whitespace, which is content."""
+        """Reads whitespace as content; returns whether one of `tags` follows."""
         self._source.record()
         yield from self._source.space()
         self._report.content(self._source.recorded())
@@ -96,7 +102,7 @@ class Parser:
         source, report = self._source, self._report
         source.record()
         yield from source.space()
-        # Some models write the tag although the prompt has it.
+        # Some models repeat the tag with which the prompt ends.
         opened = yield from source.literal(form.begin)
         before = source.recorded()
         if not (opened or begun):

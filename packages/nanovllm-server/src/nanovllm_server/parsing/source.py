@@ -1,8 +1,6 @@
-"""Text that comes in pieces, read as if it were all there.
+"""Reads text that comes in pieces, independent of the pieces' borders.
 
-Readers are generators that yield where they need more text, so that what they read never depends on how it was cut, and
-each of them looks like what it reads. Text is looked at again only where a tag could begin at its end, so that reading
-takes time in proportion to its length. This room must not know any format.
+Readers are generators that yield when they need more text. The total time is proportional to the text's length.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -13,19 +11,19 @@ import orjson
 from nanovllm_server.parsing.events import SPACE
 
 Value = TypeVar("Value")
-# A reader: yields when it needs more text, returns what it read.
+# A reader: yields when it needs more text, and returns the value that it read.
 Reading: TypeAlias = Generator[None, None, Value]
 
-# Beyond that a name is none.
+# Most characters of a name.
 MAX_NAME = 256
-# What JSON has in numbers, true, false and null.
+# Characters of JSON's numbers, true, false and null.
 SCALARS = frozenset("+-.0123456789truefalsnE")
-# What nothing that is meant to be JSON has outside of strings; tags and fences begin with it.
+# Characters that JSON has only in strings. Tags, fences and separators of calls begin with them.
 NO_JSON = "<`;"
 
 
 class Nesting:
-    """How deep in brackets and strings a text is, as far as that can be said of any text."""
+    """Counts open brackets and strings in a text that need not be valid JSON."""
 
     def __init__(self, depth: int = 0):
         self.depth = depth
@@ -33,7 +31,7 @@ class Nesting:
         self._escaped = False
 
     def step(self, character: str) -> None:
-        """Go past a character."""
+        """Counts a character."""
         if self._escaped:
             self._escaped = False
         elif character == '"':
@@ -47,14 +45,14 @@ class Nesting:
             self.depth -= 1
 
     def end_line(self) -> None:
-        """Leave a string that was not closed: none of JSON's goes over several lines."""
+        """Closes an open string: a JSON string has one line."""
         if self.in_string:
             self.depth -= 1
         self.in_string = self._escaped = False
 
 
 class Source:
-    """Text that has come and is not yet read, and on demand a record of what was read, to be taken back."""
+    """Text that has arrived and is not yet read. On demand, it records the text that is read."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -63,25 +61,25 @@ class Source:
         self._record: list[str] | None = None
 
     def feed(self, piece: str) -> None:
-        """Add text."""
+        """Adds text."""
         self._text = self._text[self._at :] + piece
         self._at = 0
 
     def end(self) -> None:
-        """No more text comes."""
+        """Marks the end of the text."""
         self._ended = True
 
     def record(self) -> None:
-        """Keep what is read from here on."""
+        """Starts to record the text that is read."""
         self._record = []
 
     def recorded(self) -> str:
-        """What was read since `record`; it isn't kept any longer."""
+        """Stops recording; returns the text read since `record`."""
         record, self._record = self._record, None
         return "".join(record or ())
 
     def peek(self) -> Reading[str]:
-        """The next character, "" at the end; not read yet."""
+        """The next character, without reading it; "" at the end."""
         while self._at == len(self._text):
             if self._ended:
                 return ""
@@ -89,7 +87,7 @@ class Source:
         return self._text[self._at]
 
     def ahead(self, literal: str) -> Reading[bool]:
-        """Whether `literal` comes next; not read yet."""
+        """Whether `literal` comes next, without reading it."""
         while not self._text.startswith(literal, self._at):
             rest = len(self._text) - self._at
             if self._ended or rest >= len(literal) or not literal.startswith(self._text[self._at :]):
@@ -98,14 +96,14 @@ class Source:
         return True
 
     def literal(self, literal: str) -> Reading[bool]:
-        """Read `literal` if it comes next, and nothing if it doesn't."""
+        """Reads `literal` if it comes next; returns whether it did."""
         if not (yield from self.ahead(literal)):
             return False
         self._take(self._at + len(literal))
         return True
 
     def broken_off(self, *literals: str) -> bool:
-        """Read the rest, if all text ends within one of `literals`."""
+        """If the text ends within one of `literals`, reads the rest; returns whether it did."""
         rest = self._text[self._at :]
         if not self._ended or not rest or not any(literal.startswith(rest) for literal in literals):
             return False
@@ -113,12 +111,12 @@ class Source:
         return True
 
     def space(self) -> Reading[None]:
-        """Read whitespace."""
+        """Reads whitespace."""
         while (character := (yield from self.peek())) and character in SPACE:
             self._take(self._at + 1)
 
     def until(self, tags: Sequence[str], sink: Callable[[str], None]) -> Reading[str | None]:
-        """Read up to the first of `tags`, which is not read and returned; None at the end. The text goes to `sink`."""
+        """Reads text to `sink` up to the first of `tags`. Returns that tag, unread, or None at the end."""
         while True:
             found = [(at, tag) for tag in tags if (at := self._text.find(tag, self._at)) >= 0]
             if found:
@@ -131,9 +129,9 @@ class Source:
             yield
 
     def name(self, end: str) -> Reading[str | None]:
-        """Read up to and including `end`; the text before, or None if it isn't one line of at most MAX_NAME.
+        """Reads a name and `end` after it; returns the name: one line of at most MAX_NAME characters.
 
-        What isn't stays unread, unless it is all that is left.
+        Returns None if there is no such name. The text then stays unread, unless it is all that is left.
         """
         while (at := self._text.find(end, self._at)) < 0:
             rest = self._text[self._at :]
@@ -150,7 +148,10 @@ class Source:
         return name
 
     def string(self, max_length: int) -> Reading[str | None]:
-        """Read a JSON string of at most that many characters in source; None if none comes next."""
+        """Reads a JSON string, which takes at most `max_length` characters, and decodes it.
+
+        Returns None if no such string comes next.
+        """
         if (yield from self.peek()) != '"':
             return None
         parts: list[str] = []
@@ -159,7 +160,7 @@ class Source:
         return _decoded("".join(parts))
 
     def value(self) -> Reading[str | None]:
-        """Read any JSON value, and return it as it stands; None if none comes next."""
+        """Reads any JSON value; returns its text, or None if no value comes next."""
         parts: list[str] = []
         if (yield from self.peek()) in ('"', "{", "["):
             return "".join(parts) if (yield from self.json(parts.append)) else None
@@ -168,10 +169,11 @@ class Source:
         return "".join(parts) or None
 
     def json(self, sink: Callable[[str], None], max_length: int | None = None) -> Reading[bool]:
-        """Read the JSON object, array or string that comes next, to `sink` as it comes; whether it was all there.
+        """Reads a JSON object, array or string to `sink`, piece by piece; returns whether it was complete.
 
-        Looks only at strings and brackets, so that what a model gets wrong between them is passed on. Ends before a
-        character of NO_JSON; with `max_length`, also after so many characters and before the end of the line.
+        Checks strings and brackets only, so that other mistakes of the model are passed on.
+        Stops before a character of NO_JSON.
+        max_length: stop after so many characters, and before the end of a line; None for no limit.
         """
         nesting, length = Nesting(), 0
         ends_string = "" if max_length is None else "\n"
@@ -193,7 +195,7 @@ class Source:
             yield
 
     def braces(self, sink: Callable[[str], None]) -> Reading[None]:
-        """Read on, to `sink`, from within an opened brace to the one that closes it, or to a line that opens one."""
+        """Reads to `sink` up to the end of the object that is open, or to a line that begins with another object."""
         nesting, at_start = Nesting(1), False
         while True:
             text = self._text
@@ -214,7 +216,7 @@ class Source:
             yield
 
     def _undecided(self, tags: Sequence[str]) -> int:
-        """Where at the end of the text a tag could begin; its end if nowhere."""
+        """The position from which the end of the text may be the beginning of a tag; the text's length if nowhere."""
         text = self._text
         undecided = len(text)
         for tag in tags:

@@ -1,7 +1,4 @@
-"""Values that models write as plain text, made JSON by the schema of the function that is called.
-
-This room must not know formats or how text comes.
-"""
+"""Converts parameter values that models write as plain text to JSON, by the function's schema."""
 
 import json
 
@@ -9,9 +6,9 @@ import orjson
 
 from nanovllm_server.protocol.json import JSON
 
-# Of references within a schema that are followed, which may go in circles.
+# Most references that are followed in a row: they may be circular.
 MAX_DEPTH = 8
-# What JSON Schema calls the types of values.
+# Names of JSON Schema for the types of values.
 TYPES: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -21,12 +18,15 @@ TYPES: dict[type, str] = {
     dict: "object",
     type(None): "null",
 }
-# As Python prints them, which some templates do.
+# Python's spelling of these values, which some templates teach.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def json_object(value: str | None) -> str | None:
-    """The JSON object that a value, itself JSON, stands for: an object, one in a string, or none; None for others."""
+    """The arguments of a call as JSON text: `value` if it is an object, its content if it is a string with an object.
+
+    null is {}. Returns None for any other value.
+    """
     if value is None or value == "null":
         return value and "{}"
     if value.startswith('"'):
@@ -36,9 +36,10 @@ def json_object(value: str | None) -> str | None:
 
 
 def typed_json(value: str, schema: JSON, key: str) -> str:
-    """The text `value` of the parameter `key` as JSON, for a function whose parameters have that schema.
+    """Converts the text `value` of the parameter `key` to JSON. schema: the schema of all parameters.
 
-    It stays text where the schema wants a string. Otherwise it is what it says as JSON, and text if that is nothing.
+    If the schema allows a string, the result is a string, or null if that is allowed too.
+    Otherwise the result is `value` itself if it is JSON, else a string.
     """
     types = types_of(_property(schema, key), schema)
     word = value.strip()
@@ -59,12 +60,12 @@ def _property(schema: JSON, key: str) -> JSON:
 
 
 def types_of(schema: JSON, root: JSON) -> set[str]:
-    """The types that values of a schema within `root` may have, as far as it says."""
+    """The types that a schema within `root` names for its values; empty if it names none."""
     return _types(schema, root, MAX_DEPTH)
 
 
 def resolved(schema: JSON, root: JSON) -> JSON:
-    """The schema that a schema within `root` refers to; itself if it is no reference."""
+    """Follows the references of a schema within `root`; returns a schema without a reference."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
             break
@@ -73,7 +74,7 @@ def resolved(schema: JSON, root: JSON) -> JSON:
 
 
 def _types(schema: JSON, root: JSON, depth: int) -> set[str]:
-    """The types that values may have, as far as the schema says."""
+    """Like `types_of`. depth: remaining number of references and nested schemas."""
     if not isinstance(schema, dict) or not depth:
         return set()
     types: set[str] = set()
@@ -110,7 +111,7 @@ def _referred(reference: str, root: JSON) -> JSON:
 
 
 def _is_json(text: str) -> bool:
-    # orjson knows no numbers beyond float's and no halves of surrogate pairs, which JSON does.
+    # Not orjson: it rejects large numbers and lone surrogates, which JSON allows.
     try:
         json.loads(text, parse_int=float, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -119,7 +120,7 @@ def _is_json(text: str) -> bool:
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def _loads(text: str) -> JSON:

@@ -1,4 +1,4 @@
-"""What one worker has encoded, the other workers need not: encoded segments in messages on rings in shared memory."""
+"""Shares encoded segments of text between workers, so that each is encoded once. Uses rings in shared memory."""
 
 from collections.abc import Iterator, Mapping
 from threading import Lock
@@ -11,7 +11,7 @@ from nanovllm_server.processes.rings import RingMemory, RingReader
 
 # Bytes of one worker's ring: the texts and ids of about half a million tokens.
 RING_BYTES = 4 << 20
-# Bytes that msgpack takes besides the text and the ids of a segment, and of a message besides its segments, at most.
+# Most bytes of msgpack's headers per segment, and per message.
 _SEGMENT_HEADER_BYTES = 10
 _MESSAGE_HEADER_BYTES = 5
 
@@ -32,18 +32,18 @@ class RingEncodingExchange:
         rings = memory.rings()
         self._own = rings[worker]
         self._num_token_ids = num_token_ids
-        # The first time, the own ring is read too: it has what a worker published that this one replaces.
+        # The first call of `receive` reads the own ring too: it may hold messages of the worker that this one replaces.
         self._unread = [RingReader(ring) for ring in rings]
         self._others = [reader for index, reader in enumerate(self._unread) if index != worker]
         self._publishing = Lock()
         self._encoder = msgspec.msgpack.Encoder()
-        # The same memory for each message: new pages would take as long as all else.
+        # Reused for each message: fresh pages would double the time.
         self._message = bytearray()
         self._decoder = msgspec.msgpack.Decoder(dict[str, bytes])
         self._logger = get_logger("nanovllm")
 
     def publish(self, encoded: Mapping[str, bytes]) -> None:
-        """Give segments and their token ids to the other workers; any thread may call this, and never waits long.
+        """Sends segments and their token ids to the other workers. Any thread may call this; it never waits long.
 
         A segment that takes more than half a ring is not sent.
         """
@@ -53,7 +53,7 @@ class RingEncodingExchange:
                 self._own.write(self._message)
 
     def receive(self) -> dict[str, bytes]:
-        """Segments and token ids that others have published since the last call, as far as they are still there."""
+        """Segments and token ids that others published since the last call, except those already overwritten."""
         received: dict[str, bytes] = {}
         readers, self._unread = self._unread, self._others
         for reader in readers:
@@ -70,14 +70,14 @@ class RingEncodingExchange:
     def _check(self, encoded: Mapping[str, bytes]) -> None:
         if any(len(ids) % 4 for ids in encoded.values()):
             raise ValueError("token ids must have 4 bytes each")
-        # Without a sign, a negative id is too large.
+        # As unsigned integers, negative ids are too large.
         largest = np.frombuffer(b"".join(encoded.values()), np.uint32).max(initial=0)
         if largest >= self._num_token_ids:
             raise ValueError(f"token id {largest} is not below {self._num_token_ids}")
 
 
 def _batches(encoded: Mapping[str, bytes], max_bytes: int) -> Iterator[dict[str, bytes]]:
-    """`encoded` in parts that take at most `max_bytes` as messages, without segments that alone take more."""
+    """Splits `encoded` into messages of at most `max_bytes`, and leaves out larger segments."""
     batch: dict[str, bytes] = {}
     num_bytes = _MESSAGE_HEADER_BYTES
     for segment, ids in encoded.items():

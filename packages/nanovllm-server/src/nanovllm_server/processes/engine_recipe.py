@@ -1,4 +1,4 @@
-"""What the engine's process calls to make the model and the engine's configuration. Only the call imports torch."""
+"""The function that creates the model and the configuration in the engine's process. Only its call imports torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """The argument of `EngineProcess`. dtype: replaces that of `engine`; None for the checkpoint's."""
+    """The argument of `EngineProcess`. dtype: dtype of the model, put into `engine`; None for the checkpoint's."""
 
     model: Path
     load_format: LoadFormat

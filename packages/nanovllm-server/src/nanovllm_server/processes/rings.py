@@ -21,7 +21,7 @@ _CHECKSUM_MASK = (1 << 64) - 1
 
 
 class RingMemory:
-    """The memory of several rings, all empty: an argument for processes that are about to be started.
+    """The memory of several empty rings. It can be an argument of a process that is started.
 
     The memory has no name in any file system. The kernel frees it when the last process that has it ends.
     """
@@ -38,7 +38,7 @@ class RingMemory:
         weakref.finalize(self, os.close, descriptor)
 
     def __getstate__(self) -> tuple[Any, int, int]:
-        # Only while a process is started with this as an argument.
+        # Works only while a process is started with this object as an argument.
         return DupFd(self._descriptor), self._num_rings, self._ring_bytes
 
     def __setstate__(self, state: tuple[Any, int, int]) -> None:
@@ -48,27 +48,27 @@ class RingMemory:
     def rings(self) -> list["Ring"]:
         """All rings, mapped into this process."""
         size = _POSITIONS_BYTES + self._ring_bytes
-        # Pages come now rather than with the first messages, which would take several times as long.
+        # Allocates the pages now: the first messages would otherwise take several times as long.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         memory = memoryview(mmap.mmap(self._descriptor, self._num_rings * size, flags))
         return [Ring(memory[index * size : (index + 1) * size]) for index in range(self._num_rings)]
 
 
 class Ring:
-    """One ring. Positions count all bytes ever written; the byte at a position lies at its remainder by the capacity.
+    """One ring. A position counts all bytes ever written; its byte lies at index position modulo capacity.
 
     A ring has one writer at a time, which is one thread. A writer that takes over continues where the last one ended.
     """
 
     def __init__(self, memory: memoryview):
-        # A store or load of one of these is one instruction, so that another process never sees half of a number.
+        # One instruction stores or loads a position, so that another process never sees half of a number.
         self._positions = memory[:_POSITIONS_BYTES].cast("Q")
         self._data = memory[_POSITIONS_BYTES:]
         self.capacity = len(self._data)
 
     @property
     def oldest(self) -> int:
-        """The position of the oldest message that is whole; bytes before it may be overwritten at any time."""
+        """The position of the oldest complete message. Bytes before it may be overwritten at any time."""
         return self._positions[0]
 
     @property
@@ -77,9 +77,9 @@ class Ring:
         return self._positions[1]
 
     def write(self, payload: bytes | bytearray) -> None:
-        """Add a message, over the oldest ones if there is no space left.
+        """Writes a message; overwrites the oldest ones if the ring is full.
 
-        Raises ValueError when it is larger than the ring.
+        Raises ValueError if the message is larger than the ring.
         """
         oldest, written = self.oldest, self.written
         size = _MESSAGE_HEADER.size + len(payload)
@@ -89,7 +89,7 @@ class Ring:
         while end - oldest > self.capacity:
             length, _ = _MESSAGE_HEADER.unpack(self.copy(oldest, oldest + _MESSAGE_HEADER.size))
             oldest += _MESSAGE_HEADER.size + length
-        # In this order: a reader that sees new bytes sees that the old ones are gone.
+        # Order of stores: a reader that sees new bytes must also see that the old ones are gone.
         self._positions[0] = min(oldest, written)
         self._put(written, _MESSAGE_HEADER.pack(len(payload), _checksum(payload, written)))
         self._put(written + _MESSAGE_HEADER.size, payload)
@@ -112,14 +112,14 @@ class Ring:
 
 
 class RingReader:
-    """Reads a ring from its oldest message on, each message once. For one thread at a time."""
+    """Reads each message of a ring once, from the oldest one on. For one thread at a time."""
 
     def __init__(self, ring: Ring):
         self._ring = ring
         self._position = 0
 
     def read(self) -> list[bytes]:
-        """Messages since the last call, without those that were overwritten or are damaged."""
+        """Messages since the last call, except overwritten and damaged ones."""
         ring = self._ring
         begin, end = max(self._position, ring.oldest), ring.written
         self._position = end
@@ -132,7 +132,7 @@ class RingReader:
         while offset + _MESSAGE_HEADER.size <= len(data):
             length, checksum = _MESSAGE_HEADER.unpack_from(data, offset)
             payload = data[offset + _MESSAGE_HEADER.size : offset + _MESSAGE_HEADER.size + length]
-            # Processors may reorder stores: the position can be seen before the bytes.
+            # Processors may reorder stores, so the position can be visible before the bytes.
             if len(payload) == length and checksum == _checksum(payload, begin + offset):
                 payloads.append(payload)
             offset += _MESSAGE_HEADER.size + length
@@ -140,7 +140,7 @@ class RingReader:
 
 
 def _checksum(payload: bytes | bytearray, position: int) -> int:
-    """The sum of a message's 64-bit words, its length and its position: a tenth of the time that a CRC takes."""
+    """The sum of a message's 64-bit words, its length and its position. Ten times faster than a CRC."""
     num_words = len(payload) // 8
     words = np.frombuffer(payload, np.uint64, num_words)
     rest = int.from_bytes(payload[8 * num_words :], "little")

@@ -1,7 +1,6 @@
-"""The life of the server: bind, start the engine and the workers, open, drain, stop.
+"""The parent process: binds the port, starts engine and workers, opens the port, drains and stops them.
 
-This process starts the others, watches over them and is the only one that signals reach; it serves nothing itself. The
-ports are taken first, so that a wrong one costs no model load, and opened last. This room must not know what is served.
+It handles signals, which all other processes ignore. It binds before the model loads, so that a wrong port fails early.
 """
 
 import asyncio
@@ -26,10 +25,9 @@ from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import Settings, SettingsError, read_template, sampling_defaults
 
 BACKLOG = 2048
-# Most that the kernel takes of a connection's text beyond what is on its way. The rest waits in the worker, where it
-# becomes one event; a slow reader can't make megabytes wait in the kernel.
+# Most unsent bytes of a connection in the kernel. Further text waits in the worker, where it is merged into one event.
 UNSENT_BYTES = 16 << 10
-# A client that takes nothing for so long, or whose machine is gone, has left.
+# The kernel drops a client that acknowledges nothing for this long.
 STALLED_S = 75
 CLOSE_S = 5.0
 DEATH_GRACE_S = 3.0
@@ -37,9 +35,9 @@ WATCH_S = 0.25
 
 
 async def run(settings: Settings) -> int:
-    """Serve until told to stop (SIGTERM, SIGINT) or the engine dies; returns the exit status.
+    """Serves until SIGTERM, SIGINT or the death of the engine. Returns the exit status.
 
-    Raises SettingsError, ModelError, ConfigError, EngineDeadError and RuntimeError when the start fails.
+    Raises SettingsError, ModelError, ConfigError, EngineDeadError or RuntimeError if the start fails.
     """
     raise_file_limit()
     stop = asyncio.Event()
@@ -51,7 +49,7 @@ async def run(settings: Settings) -> int:
         for listener in listeners:
             stack.enter_context(listener)
         starting = loop.create_task(_start(settings, listeners))
-        if not await _before(starting, stop):
+        if not await _started_before(starting, stop):
             return 0
         engine, workers = starting.result()
         try:
@@ -62,14 +60,17 @@ async def run(settings: Settings) -> int:
 
 
 def raise_file_limit() -> None:
-    """Let this process and those that it starts have as many connections as the system lets them."""
+    """Raises the limit of open files, and so of connections, to the hard limit. Child processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int, count: int) -> list[socket.socket]:
-    """Sockets bound to `host` and `port` (0: any free one), which share what comes in. Raises SettingsError."""
+    """Returns `count` sockets bound to `host` and `port` (0: any free one) that share connections.
+
+    Raises SettingsError.
+    """
     listeners: list[socket.socket] = []
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -82,8 +83,8 @@ def bind(host: str, port: int, count: int) -> list[socket.socket]:
             listener = socket.socket(family)
             listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # One queue a worker, among which the kernel spreads connections by their hash. Of a queue that all
-            # share, whoever wakes first takes all that is there: of 16 clients at once one of four workers got 15.
+            # Each worker has its own queue, to which the kernel assigns connections by their hash. With one queue for
+            # all, the first worker to wake takes all connections: of 16 clients, one of four workers got 15.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
             if sys.platform == "linux":
@@ -99,13 +100,13 @@ def bind(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def _check_free(family: int, address: Any) -> None:
-    # Sockets that share a port don't mind others of the same user that do so too: another server of ours. This does.
-    with socket.socket(family) as alone:
-        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        alone.bind(address)
+    # SO_REUSEPORT would let a second server of the same user share the port. A socket without it detects that.
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
 
 
-async def _before(starting: "asyncio.Task[tuple[EngineClient, WorkerPool]]", stop: asyncio.Event) -> bool:
+async def _started_before(starting: "asyncio.Task[tuple[EngineClient, WorkerPool]]", stop: asyncio.Event) -> bool:
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stopping.done() and not starting.done():
@@ -134,7 +135,7 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     workers_ready = asyncio.create_task(workers.ready())
     try:
         await asyncio.wait((engine_ready, workers_ready), return_when=asyncio.FIRST_EXCEPTION)
-        # In this order: what keeps the engine from starting keeps the workers too.
+        # The engine's error first: if the engine can't start, the workers fail as a consequence.
         for task in (engine_ready, workers_ready):
             if task.done():
                 task.result()
@@ -155,7 +156,7 @@ async def _serve(
     logger = get_logger("nanovllm")
     host, port = listeners[0].getsockname()[:2]
     try:
-        # Again: somebody else may have opened it since.
+        # Checked again, because another process may have opened the port since `bind`.
         _check_free(listeners[0].family, listeners[0].getsockname())
         for listener in listeners:
             listener.listen(BACKLOG)
@@ -167,7 +168,7 @@ async def _serve(
     sys.stdout.write(banner(engine.info, settings, host, port))
     sys.stdout.flush()
     stopping = asyncio.create_task(stop.wait())
-    dying = asyncio.create_task(_death(engine))
+    dying = asyncio.create_task(_wait_for_death(engine))
     await asyncio.wait((stopping, dying, workers.failed), return_when=asyncio.FIRST_COMPLETED)
     failed = workers.failed.done()
     if failed:
@@ -179,7 +180,7 @@ async def _serve(
         draining.cancel()
     if dying.done():
         logger.error("engine died", reason=engine.dead)
-        # Time for running requests to hear of it, and for whoever asks /health.
+        # Gives running requests and /health time to report the failure.
         await asyncio.wait((stopping,), timeout=DEATH_GRACE_S)
     status = 1 if failed or engine.dead is not None else 0
     for task in (stopping, dying):
@@ -188,14 +189,14 @@ async def _serve(
     return status
 
 
-async def _death(engine: EngineClient) -> None:
-    # An engine's face has no event for it, and nothing else depends on how soon this is noticed.
+async def _wait_for_death(engine: EngineClient) -> None:
+    # `EngineClient` has no event for its death, and the delay of this poll does no harm.
     while engine.dead is None:  # noqa: ASYNC110
         await asyncio.sleep(WATCH_S)
 
 
 def banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
-    """What the server says of itself once it serves, with a line to paste."""
+    """The text that the server prints when it begins to serve, with a curl command to try it."""
     names = settings.names or (info.model,)
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     url = f"http://{shown}:{port}"

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from ctypes import Array, c_double
 from typing import Generic, TypeVar
 
-# Of a worker's row; 32 KiB.
+# Counters in a worker's row, which takes 32 KiB.
 COLUMNS = 4096
 
 K = TypeVar("K", bound=Hashable)
@@ -21,7 +21,7 @@ def allocate_counters(num_workers: int) -> "Array[c_double]":
 
 
 class CounterGroup:
-    """Some columns of the counters: this worker's numbers, and all workers'. For one thread only."""
+    """Some columns of the counters. own: this worker's row. rows: the rows of all workers. For one thread only."""
 
     def __init__(self, own: "memoryview[float]", rows: "Sequence[memoryview[float]]"):
         self._own = own
@@ -37,16 +37,16 @@ class CounterGroup:
             self._own[index] = 0.0
 
     def own(self, index: int) -> float:
-        """A number of this worker."""
+        """The counter of this worker."""
         return self._own[index]
 
     def total(self, index: int) -> float:
-        """A number, summed over all workers."""
+        """The sum of the counter over all workers."""
         return sum(row[index] for row in self._rows)
 
 
 class SharedCounters:
-    """The counters, as the worker `own` sees them. All workers must claim the same columns in the same order."""
+    """All counters, seen by one worker. All workers must claim the same columns in the same order. own: its row."""
 
     def __init__(self, memory: "Array[c_double]", own: int = 0):
         cells = memoryview(memory).cast("B").cast("d")
@@ -55,7 +55,7 @@ class SharedCounters:
         self._next = 0
 
     def claim(self, count: int) -> CounterGroup:
-        """The next `count` columns."""
+        """Reserves the next `count` columns."""
         begin, self._next = self._next, self._next + count
         if self._next > COLUMNS:
             raise ValueError(f"a worker has {COLUMNS} counters, too few for {self._next}")

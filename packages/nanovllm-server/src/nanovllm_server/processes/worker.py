@@ -1,7 +1,4 @@
-"""One process that serves HTTP: it starts, serves, drains and ends as its parent orders.
-
-It loads the tokenizer while the engine loads the model.
-"""
+"""The life of a worker: it starts, serves HTTP, drains and ends when its parent orders so."""
 
 import asyncio
 import gc
@@ -32,8 +29,8 @@ from nanovllm_server.processes.worker_protocol import Order, StartFailure, Worke
 from nanovllm_server.protocol.error import unavailable
 
 CLOSE_S = 3.0
-# Longer than clients and proxies keep idle connections, so that they close them and never meet a closed one. It is also
-# what a client may take to send the head of a request.
+# Longer than clients and proxies keep idle connections, so that they close first and never use a closed one.
+# It is also the time limit for the head of a request.
 KEEP_ALIVE_S = 75
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -72,22 +69,22 @@ class ParentPipe:
 
 
 async def run(arguments: WorkerArguments, pipe: Connection, serving: threading.Event) -> None:
-    """Serve as ordered, until closed or alone.
+    """Runs the worker until the order "close" or the end of the parent.
 
-    serving: set once the worker is ready, from when on it ends itself when its parent is gone.
+    serving: the worker sets it when it is ready; from then on it ends itself if the parent is gone.
     """
     parent = ParentPipe(pipe)
     try:
         service = await _start(arguments)
     except (ConfigError, EngineDeadError):
-        # The parent hears of it from the engine itself.
+        # The parent gets this error from the engine itself.
         await parent.wait("close")
         return
     except (nanovllm_models.ModelError, VocabularyError) as error:
         parent.report(StartFailure(str(error), expected=True))
         await parent.wait("close")
         return
-    # What was loaded stays: the collector need never look at it again.
+    # Loaded objects live until the end: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     serving.set()
@@ -147,7 +144,7 @@ def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_mo
     Raises ModelError.
     """
     found = nanovllm_models.find_format(arguments.model, template)
-    # No table has "none".
+    # "none" is in no table, so that `get` returns None.
     reasoning, calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser
     return nanovllm_models.ChatFormat(
         found.reasoning if reasoning is None else REASONING_FORMATS.get(reasoning),
@@ -179,7 +176,7 @@ async def _drain(service: Service, parent: ParentPipe) -> None:
 
 
 def http_config() -> Config:
-    """Hypercorn's settings."""
+    """The settings for Hypercorn."""
     errors = logging.getLogger("hypercorn.error")
     errors.setLevel(logging.WARNING)
     config = Config()

@@ -26,7 +26,7 @@ class WorkerProcess:
         )
         with child_pipe:
             self._process.start()
-        # However this process ends: it would wait for its children.
+        # Kills the worker whenever this process exits, which would otherwise wait for it.
         self._at_exit = Finalize(None, self._process.kill, exitpriority=0)
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
@@ -68,7 +68,7 @@ class WorkerProcess:
     def _on_end(self) -> None:
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
-        # What closed its end of the pipe has ended, or is about to.
+        # A worker that closed its end of the pipe has ended or is about to end.
         self._process.kill()
         self._process.join()
         self._at_exit.cancel()
@@ -126,7 +126,7 @@ class WorkerPool:
     async def _replace_when_dead(self, index: int) -> None:
         try:
             while True:
-                # Waited for, not awaited: that would cancel them when this task is.
+                # `wait` instead of `await`, which would cancel the future if this task is cancelled.
                 await asyncio.wait((self._workers[index].gone,))
                 code = self._workers[index].gone.result()
                 self._logger.error("HTTP worker died", worker=index, exit_code=code)

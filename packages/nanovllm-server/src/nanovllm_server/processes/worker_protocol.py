@@ -1,4 +1,4 @@
-"""What a worker's process is started with, and the messages between it and the parent."""
+"""The arguments of a worker's process, and the messages between the worker and its parent."""
 
 import socket
 from ctypes import Array, c_double

@@ -1,7 +1,6 @@
-"""What a request wants its answer to be: free text, JSON of some schema, or text of some grammar.
+"""Reads the fields that constrain the answer: OpenAI's `response_format`, and `structured_outputs` for all else.
 
-`response_format` as OpenAI has it, and `structured_outputs` for everything else. Schemas are checked here; whether a
-grammar can be compiled the engine tells. This room must not know how anything is enforced.
+Checks schemas. The engine checks later whether a grammar compiles.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ MAX_REGEX = 16 << 10
 MAX_GRAMMAR = 128 << 10
 MAX_CHOICES = 1024
 MAX_CHOICE = 4096
-# Of the objects and arrays in a structural tag, down to its schemas.
+# Levels of objects and arrays in a structural tag, not counting its schemas.
 MAX_TAG_DEPTH = 64
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
@@ -28,7 +27,7 @@ NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxy
 
 @dataclass(frozen=True, slots=True)
 class JsonAnswer:
-    """JSON that is valid under `schema`."""
+    """JSON that is valid against `schema`. Here and below, path: path of the request's field."""
 
     path: str
     schema: JSON
@@ -52,7 +51,7 @@ class ChoiceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class GrammarAnswer:
-    """Text of a grammar in EBNF, as GBNF writes it, whose rule `root` is the answer."""
+    """Text that matches the rule `root` of a grammar in EBNF, in the syntax of GBNF."""
 
     path: str
     grammar: str
@@ -60,18 +59,17 @@ class GrammarAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TagAnswer:
-    """Text as the format of a structural tag describes it."""
+    """Text that matches `form`, the format of a structural tag."""
 
     path: str
     form: dict[str, JSON]
 
 
-# Each with the path of the field that wants it.
 Answer = JsonAnswer | RegexAnswer | ChoiceAnswer | GrammarAnswer | TagAnswer
 
 
 def parse_answer(body: FieldReader) -> Answer | None:
-    """What a request wants of its answer; None for free text. Raises ApiError."""
+    """The constraint that a request puts on its answer; None for free text. Raises ApiError."""
     response_format = _response_format(body)
     structured = _structured_outputs(body)
     if response_format is not None and structured is not None:
@@ -106,7 +104,7 @@ def _json_schema(fields: FieldReader) -> JsonAnswer:
     if not name or not NAME_CHARACTERS.issuperset(name):
         raise form.wrong("name", f"a string of 1 to {MAX_NAME} letters, digits, _ and -")
     form.text("description")
-    # Strict or not, the answer follows the schema.
+    # The answer follows the schema whether `strict` is true or not.
     form.boolean("strict")
     schema = form.raw("schema", {"type": ["object", "boolean"]})
     if not isinstance(schema, dict | bool):
@@ -132,11 +130,11 @@ def _structured_outputs(body: FieldReader) -> Answer | None:
         "json_object": _json_object,
     }
     answers = [answer for read in readers.values() if (answer := read(fields)) is not None]
-    right = f"an object with exactly one of {', '.join(readers)}"
+    expected = f"an object with exactly one of {', '.join(readers)}"
     if (unknown := fields.unknown()) or len(answers) != 1:
-        has = f"{unknown[0]} in it" if unknown else f"{len(answers)} of them"
+        given = f"the field {unknown[0]}" if unknown else f"{len(answers)} of them"
         path = body.path("structured_outputs")
-        raise ApiError(400, f"{path} must be {right}, and has {has}", param=path, code="invalid_value")
+        raise ApiError(400, f"{path} must be {expected}, but has {given}", param=path, code="invalid_value")
     return answers[0]
 
 
@@ -145,7 +143,7 @@ def _json(fields: FieldReader) -> JsonAnswer | None:
     if schema is None:
         return None
     if not isinstance(schema, dict | bool):
-        raise fields.wrong("json", "a JSON schema, or one in a string")
+        raise fields.wrong("json", "a JSON schema, or a string that contains one")
     path = fields.path("json")
     return JsonAnswer(path, check_schema(schema, path))
 
@@ -158,13 +156,13 @@ def _regex(fields: FieldReader) -> RegexAnswer | None:
 
 
 def _choice(fields: FieldReader) -> ChoiceAnswer | None:
-    right = f"an array of 1 to {MAX_CHOICES} strings"
+    expected = f"an array of 1 to {MAX_CHOICES} strings"
     one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_CHOICE}
-    choices = fields.array("choice", right, MAX_CHOICES, one)
+    choices = fields.array("choice", expected, MAX_CHOICES, one)
     if choices is None:
         return None
     if not choices:
-        raise fields.wrong("choice", right)
+        raise fields.wrong("choice", expected)
     texts: list[str] = []
     for index, choice in enumerate(choices):
         if not isinstance(choice, str) or not 0 < len(choice) <= MAX_CHOICE:
@@ -185,7 +183,7 @@ def _structural_tag(fields: FieldReader) -> TagAnswer | None:
     if tag is None:
         return None
     if not isinstance(tag, dict):
-        raise fields.wrong("structural_tag", "a structural tag: an object with format, or one in a string")
+        raise fields.wrong("structural_tag", "an object with format, or a string that contains one as JSON")
     inner = FieldReader(tag, fields.path("structural_tag"))
     inner.one_of("type", ("structural_tag",))
     return TagAnswer(inner.path("format"), _tag_format(inner))
@@ -196,7 +194,7 @@ def _json_object(fields: FieldReader) -> JsonAnswer | None:
 
 
 def _decoded(fields: FieldReader, name: str, *kinds: str) -> JSON:
-    """A field whose JSON, of one of these kinds, may come in a string."""
+    """The value of a field that may also be a string with the value as JSON. kinds: JSON types of the value."""
     value = fields.raw(name, {"type": [*kinds, "string"]})
     if not isinstance(value, str):
         return value
@@ -204,7 +202,7 @@ def _decoded(fields: FieldReader, name: str, *kinds: str) -> JSON:
         return orjson.loads(value)
     except orjson.JSONDecodeError as error:
         path = fields.path(name)
-        message = f"{path} is a string, but not one of valid JSON: {error}"
+        message = f"{path} is a string that is not valid JSON: {error}"
         raise ApiError(400, message, param=path, code="invalid_json") from error
 
 
@@ -220,7 +218,7 @@ def _tag_format(fields: FieldReader) -> dict[str, JSON]:
 
 
 def _with_checked_schemas(form: JSON, path: str, depth: int) -> JSON:
-    """The same format, each JSON schema in it as it is to be enforced."""
+    """The format of a structural tag with each JSON schema replaced by the result of `check_schema`."""
     if depth > MAX_TAG_DEPTH:
         raise ApiError(400, f"{path} is nested deeper than {MAX_TAG_DEPTH}", param=path, code="invalid_value")
     if isinstance(form, list):

@@ -1,6 +1,6 @@
-"""The bodies of answers, as types: what builds them is checked against these, and the API's description shows them.
+"""Types of the responses' bodies, which the API's description shows too.
 
-Names and shapes are those of OpenAI's API; what is added to it says so. This room must not know how anything is made.
+Names and shapes are those of OpenAI's API. Docstrings mark the fields that OpenAI's API does not have.
 """
 
 from typing import Literal, NotRequired, TypedDict
@@ -24,7 +24,7 @@ class ToolCall(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """A token and its log-probability. bytes: the token's own, null for special tokens."""
+    """A token and its log-probability. bytes: the token's UTF-8 bytes; null for special tokens."""
 
     token: str
     logprob: float
@@ -32,7 +32,7 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A token that was generated, and the likeliest in its place."""
+    """A generated token, and the likeliest tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -45,9 +45,7 @@ class ChoiceLogprobs(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """A token at one place of the prompt: its log-probability, its place among all tokens, 1 for the likeliest, and its
-    text. Beyond OpenAI's API.
-    """
+    """A token at one position of the prompt. rank: 1 for the likeliest token. Not in OpenAI's API."""
 
     logprob: float
     rank: int
@@ -55,7 +53,7 @@ class PromptLogprob(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """What the model said. reasoning, and the same as reasoning_content, are beyond OpenAI's API."""
+    """The model's message. reasoning and reasoning_content hold the same text; neither is in OpenAI's API."""
 
     role: Literal["assistant"]
     content: str | None
@@ -66,8 +64,9 @@ class AnswerMessage(TypedDict):
 
 
 class Choice(TypedDict):
-    """One answer. stop_reason, the stop string or token id that ended it, and token_ids, on request, are beyond
-    OpenAI's API.
+    """One of the request's n answers. Not in OpenAI's API:
+    stop_reason: stop string or stop token id that ended it; null for any other end.
+    token_ids: all generated tokens, on request.
     """
 
     index: int
@@ -79,19 +78,19 @@ class Choice(TypedDict):
 
 
 class PromptTokensDetails(TypedDict):
-    """Tokens of the prompt found in the prefix cache."""
+    """cached_tokens: tokens of the prompt found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """Tokens of the output spent on reasoning."""
+    """reasoning_tokens: tokens of the output that are reasoning."""
 
     reasoning_tokens: int
 
 
 class CompletionUsage(TypedDict):
-    """Tokens of a request; those of the output are summed over its choices."""
+    """Numbers of tokens of a request. completion_tokens is the sum over all choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -101,8 +100,9 @@ class CompletionUsage(TypedDict):
 
 
 class ChatCompletion(TypedDict):
-    """A whole answer. prompt_token_ids and prompt_logprobs, on request, are beyond OpenAI's API. prompt_logprobs: for
-    each token of the prompt, by token id, what is known of it and of the likeliest in its place; null for the first.
+    """A complete answer. prompt_token_ids and prompt_logprobs, on request, are not in OpenAI's API.
+    prompt_logprobs: one object per prompt token; it maps the ids of the token itself and of the likeliest tokens at
+    its position to their log-probabilities. The first entry is null.
     """
 
     id: str
@@ -117,14 +117,14 @@ class ChatCompletion(TypedDict):
 
 
 class FunctionCallDelta(TypedDict):
-    """More of a call; the name comes with its first delta."""
+    """The next piece of a call's arguments. Only the call's first delta has the name."""
 
     arguments: str
     name: NotRequired[str]
 
 
 class ToolCallDelta(TypedDict):
-    """More of the `index`-th call; id and type come with its first delta."""
+    """The next part of the `index`-th call. Only the call's first delta has id and type."""
 
     index: int
     function: FunctionCallDelta
@@ -133,7 +133,7 @@ class ToolCallDelta(TypedDict):
 
 
 class ChoiceDelta(TypedDict, total=False):
-    """What a chunk adds to a choice. The role comes first, and once."""
+    """The part that a chunk adds to a choice. Only the choice's first chunk has the role."""
 
     role: Literal["assistant"]
     content: str | None
@@ -143,7 +143,7 @@ class ChoiceDelta(TypedDict, total=False):
 
 
 class ChunkChoice(TypedDict):
-    """One choice's part of a chunk. stop_reason comes with the finish reason, token_ids on request."""
+    """One choice's part of a chunk. stop_reason comes with finish_reason; token_ids comes on request."""
 
     index: int
     delta: ChoiceDelta
@@ -154,8 +154,9 @@ class ChunkChoice(TypedDict):
 
 
 class ChatCompletionChunk(TypedDict):
-    """An event of a streamed answer. usage is there when asked for, and null but in the last, which has no choices;
-    prompt_token_ids, on request, in the first.
+    """One event of a streamed answer.
+    usage: on request; null except in the last chunk, which has no choices.
+    prompt_token_ids: on request, in the first chunk.
     """
 
     id: str
@@ -169,7 +170,7 @@ class ChatCompletionChunk(TypedDict):
 
 
 class ErrorDetails(TypedDict):
-    """What went wrong, for people (message) and programs (type, param: the field, code)."""
+    """An error. message is for people; type, param (the field's path) and code are for programs."""
 
     message: str
     type: str
@@ -178,13 +179,13 @@ class ErrorDetails(TypedDict):
 
 
 class Error(TypedDict):
-    """Every answer other than success."""
+    """The body of every response that is not a success."""
 
     error: ErrorDetails
 
 
 class Model(TypedDict):
-    """A model under one of its names. root, its first name, and max_model_len are beyond OpenAI's API."""
+    """A model under one of its names. root, its first name, and max_model_len are not in OpenAI's API."""
 
     id: str
     object: Literal["model"]
@@ -195,14 +196,14 @@ class Model(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All there is."""
+    """All models."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class Health(TypedDict):
-    """Whether requests can be served, and if not why."""
+    """Whether the server accepts requests. reason: why it does not."""
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]

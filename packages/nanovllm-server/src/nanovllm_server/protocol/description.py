@@ -1,8 +1,6 @@
-"""What a reader takes, as a JSON Schema (2020-12): learnt by having it read examples, and listening.
+"""Derives the JSON schema (2020-12) of requests from the code that reads them, so that the two can't differ.
 
-The reader says what each field may be where it reads it, and nowhere else; so a description can't tell another story
-than the one that requests meet. A field is required when an example without it is refused for that. This room must not
-know what is read, nor of what document the schema becomes part.
+The code reads example requests through a field reader that records which values each field accepts.
 """
 
 import copy
@@ -19,13 +17,14 @@ Read: TypeAlias = Callable[[FieldReader], object]
 
 
 def describe(read: Read, examples: Sequence[dict[str, JSON]]) -> Schema:
-    """The schema of the objects that `read` takes; `examples` are some that it does take.
+    """The schema of the objects that `read` accepts. Raises ApiError if `read` refuses an example.
 
-    Objects and arrays are described as deep as an example goes. Raises ApiError when an example is refused.
+    Nested objects and arrays are described if an example contains them.
+    A field is required if `read` refuses the examples without it.
     """
     root = _Node()
     for example in examples:
-        read(_Listening(example, root))
+        read(_RecordingReader(example, root))
     for example in examples:
         for node, steps in _objects(root, example, ()):
             here = cast(dict[str, JSON], _at(example, steps))
@@ -35,16 +34,18 @@ def describe(read: Read, examples: Sequence[dict[str, JSON]]) -> Schema:
 
 @dataclass(slots=True)
 class _Node:
-    """What is known of the objects at one place: what their fields accept, in either way, and the objects in these."""
+    """The alternative schemas of each field of an object, the objects in each field, and the fields that all examples
+    need (None before the first example).
+    """
 
     fields: dict[str, list[Schema]] = field(default_factory=dict[str, list[Schema]])
     below: dict[str, "_Node"] = field(default_factory=dict[str, "_Node"])
     required: frozenset[str] | None = None
 
     def note(self, name: str, accepts: Schema) -> None:
-        ways = self.fields.setdefault(name, [])
-        if accepts and accepts not in ways:
-            ways.append(accepts)
+        alternatives = self.fields.setdefault(name, [])
+        if accepts and accepts not in alternatives:
+            alternatives.append(accepts)
 
     def child(self, name: str) -> "_Node":
         return self.below.setdefault(name, _Node())
@@ -54,13 +55,13 @@ class _Node:
 
     def schema(self) -> Schema:
         required = self.required or frozenset()
-        # What may only be null is refused whatever it says.
+        # A field that accepts only null is unsupported.
         refused: tuple[list[Schema], ...] = ([{"enum": [None]}], [{"type": "null"}])
-        names = [name for name, ways in self.fields.items() if ways not in refused]
+        names = [name for name, alternatives in self.fields.items() if alternatives not in refused]
         properties: dict[str, JSON] = {}
         for name in names:
-            ways = [self._deeper(name, accepts) for accepts in copy.deepcopy(self.fields[name])] or [{}]
-            accepts: Schema = ways[0] if len(ways) == 1 else {"anyOf": [*ways]}
+            alternatives = [self._deeper(name, accepts) for accepts in copy.deepcopy(self.fields[name])] or [{}]
+            accepts: Schema = alternatives[0] if len(alternatives) == 1 else {"anyOf": [*alternatives]}
             properties[name] = accepts if name in required else _or_null(accepts)
         schema: Schema = {"type": "object", "properties": properties}
         if required:
@@ -68,7 +69,7 @@ class _Node:
         return schema
 
     def _deeper(self, name: str, accepts: Schema) -> Schema:
-        """`accepts` with what is known of the objects in the field."""
+        """`accepts`, completed with the recorded schema of the objects in the field."""
         kinds = accepts.get("type")
         if name not in self.below:
             return accepts
@@ -78,8 +79,8 @@ class _Node:
         return {**inner, **accepts} if kinds == "object" else accepts
 
 
-class _Listening(FieldReader):
-    """A field reader that passes on what it is asked for."""
+class _RecordingReader(FieldReader):
+    """A field reader that records the schemas which its methods enforce."""
 
     def __init__(self, values: dict[str, JSON], node: _Node, path: str = ""):
         super().__init__(values, path)
@@ -103,22 +104,24 @@ class _Listening(FieldReader):
         return super().boolean(name)
 
     def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:
-        longest: Schema = {} if max_length is None else {"maxLength": max_length}
-        self._node.note(name, {"type": "string", **longest, **accepts})
+        limit: Schema = {} if max_length is None else {"maxLength": max_length}
+        self._node.note(name, {"type": "string", **limit, **accepts})
         return super().text(name, max_length)
 
     def one_of(self, name: str, choices: Sequence[str]) -> str | None:
         self._node.note(name, {"type": "string", "enum": [*choices]})
         return super().one_of(name, choices)
 
-    def array(self, name: str, right: str, max_items: int | None = None, items: Schema = ANYTHING) -> list[JSON] | None:
+    def array(
+        self, name: str, expected: str, max_items: int | None = None, items: Schema = ANYTHING
+    ) -> list[JSON] | None:
         accepts: Schema = {"type": "array"}
         if max_items is not None:
             accepts["maxItems"] = max_items
         if items:
             accepts["items"] = items
         self._node.note(name, accepts)
-        return super().array(name, right, max_items)
+        return super().array(name, expected, max_items)
 
     def child(self, name: str) -> FieldReader | None:
         self._node.note(name, {"type": "object"})
@@ -126,11 +129,11 @@ class _Listening(FieldReader):
         value = self._values.get(name)
         if inner is None or not isinstance(value, dict):
             return None
-        return _Listening(value, self._node.child(name), self.path(name))
+        return _RecordingReader(value, self._node.child(name), self.path(name))
 
-    def element(self, name: str, index: int, value: JSON, right: str) -> FieldReader:
-        super().element(name, index, value, right)
-        return _Listening(cast(dict[str, JSON], value), self._node.child(name), f"{self.path(name)}[{index}]")
+    def element(self, name: str, index: int, value: JSON, expected: str) -> FieldReader:
+        super().element(name, index, value, expected)
+        return _RecordingReader(cast(dict[str, JSON], value), self._node.child(name), f"{self.path(name)}[{index}]")
 
 
 def _or_null(accepts: Schema) -> Schema:
@@ -148,7 +151,7 @@ def _or_null(accepts: Schema) -> Schema:
 
 
 def _objects(node: _Node, value: JSON, steps: tuple[str | int, ...]) -> Iterator[tuple[_Node, tuple[str | int, ...]]]:
-    """Every object in `value` that has been listened to, and the way there."""
+    """Every object in `value` that was read, and the names and indices that lead to it."""
     match value:
         case dict():
             yield node, steps

@@ -1,8 +1,7 @@
-"""Reading one JSON object field by field, so that every refusal names the field, its value and what is right.
+"""Reads a JSON object field by field. Every error names the field, its value and the allowed values.
 
-Each reader takes the range that the field may have. An absent field and an explicit null are the same, as the official
-clients send either; the readers then return None. What readers are asked for is also what the API's description says
-(`description.py` listens to them). This room must not know what the fields mean.
+An absent field and null are the same (official clients send either): the methods return None for both.
+`description.py` derives the API's description from the calls of these methods.
 """
 
 import math
@@ -12,14 +11,15 @@ from typing import TypeGuard
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.json import JSON
 
-# A JSON Schema (2020-12) that takes everything.
+# A JSON schema (2020-12) that allows any value.
 ANYTHING: dict[str, JSON] = {}
 
 
 class FieldReader:
-    """Reads the fields of one object at `path` ("" for the body itself), and notes which of them have been read.
+    """Reads the fields of one object, and records which fields have been read.
 
-    The JSON Schemas that its methods take are for subclasses that describe the object.
+    path: path of the object; "" for the request's body.
+    Methods take JSON schemas of the values that the caller allows; only `description.py` uses these.
     """
 
     def __init__(self, values: dict[str, JSON], path: str = ""):
@@ -28,24 +28,24 @@ class FieldReader:
         self._known: set[str] = set()
 
     def path(self, name: str) -> str:
-        """Where the field `name` is, as refusals and their `param` call it."""
+        """The path of the field `name`, as errors show it in `param`."""
         return f"{self._path}.{name}" if self._path else name
 
     def raw(self, name: str, accepts: dict[str, JSON] = ANYTHING) -> JSON:  # noqa: ARG002
-        """The field as it came. accepts: the JSON Schema of what the caller, who is to check it, lets through."""
+        """The value, unchecked. accepts: JSON schema of the values that the caller's own check allows."""
         self._known.add(name)
         return self._values.get(name)
 
     def unknown(self) -> list[str]:
-        """Names of the fields that have not been read."""
+        """Paths of the fields that have not been read."""
         return [self.path(name) for name in self._values if name not in self._known]
 
-    def wrong(self, name: str, right: str) -> ApiError:
-        """A refusal of the field `name`, to be raised."""
-        return bad_field(self.path(name), right, self._values.get(name))
+    def wrong(self, name: str, expected: str) -> ApiError:
+        """The error for the field `name`, for the caller to raise. expected: see `bad_field`."""
+        return bad_field(self.path(name), expected, self._values.get(name))
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        """An integer from `low` to `high`; 5.0 and true are none."""
+        """An integer from `low` to `high` (None for no limit); 5.0 and true are not integers."""
         value = self.raw(name)
         if value is None:
             return None
@@ -54,7 +54,7 @@ class FieldReader:
         return value
 
     def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
-        """A number from `low` to `high`, or above `low`."""
+        """A number from `low` to `high`. above_low: excludes `low`."""
         value = self.raw(name)
         if value is None:
             return None
@@ -63,7 +63,7 @@ class FieldReader:
         return float(value)
 
     def boolean(self, name: str) -> bool | None:
-        """True or false; 0 and "false" are neither."""
+        """True or false; 0 and "false" are errors."""
         value = self.raw(name)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(name, "true or false")
@@ -75,7 +75,7 @@ class FieldReader:
         max_length: int | None = None,
         accepts: dict[str, JSON] = ANYTHING,  # noqa: ARG002
     ) -> str | None:
-        """A string of at most `max_length` characters. accepts: the JSON Schema of what the caller lets through."""
+        """A string of at most `max_length` characters (None for no limit). accepts: see `raw`."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))
@@ -91,18 +91,18 @@ class FieldReader:
     def array(
         self,
         name: str,
-        right: str,
+        expected: str,
         max_items: int | None = None,
         items: dict[str, JSON] = ANYTHING,  # noqa: ARG002
     ) -> list[JSON] | None:
-        """An array, described by `right`, of at most `max_items`. items: the JSON Schema of what the caller takes."""
+        """An array of at most `max_items` (None for no limit). expected: see `bad_field`. items: schema of an item."""
         value = self.raw(name)
         if value is not None and not (isinstance(value, list) and (max_items is None or len(value) <= max_items)):
-            raise self.wrong(name, right)
+            raise self.wrong(name, expected)
         return value
 
     def child(self, name: str) -> "FieldReader | None":
-        """An object."""
+        """A reader of the object in the field `name`."""
         value = self.raw(name)
         if value is None:
             return None
@@ -110,16 +110,16 @@ class FieldReader:
             raise self.wrong(name, "an object")
         return FieldReader(value, self.path(name))
 
-    def element(self, name: str, index: int, value: JSON, right: str) -> "FieldReader":
-        """The object `value`, described by `right`, which is at `index` of the array `name`."""
+    def element(self, name: str, index: int, value: JSON, expected: str) -> "FieldReader":
+        """A reader of `value`, the object at `index` of the array `name`. expected: see `bad_field`."""
         path = f"{self.path(name)}[{index}]"
         if not isinstance(value, dict):
-            raise bad_field(path, right, value)
+            raise bad_field(path, expected, value)
         return FieldReader(value, path)
 
 
 def is_deeper(value: JSON, most: int) -> bool:
-    """Whether arrays and objects lie more than `most` deep in each other; found without recursion."""
+    """Whether arrays and objects are nested more than `most` levels deep. Iterates: recursion could overflow."""
     level = [value]
     for _ in range(most + 1):
         level = [
@@ -132,7 +132,7 @@ def is_deeper(value: JSON, most: int) -> bool:
 
 
 def is_number(value: JSON, low: float, high: float) -> TypeGuard[int | float]:
-    """Whether `value` is a finite number from `low` to `high`; true and false are none."""
+    """Whether `value` is a finite number from `low` to `high`; true and false are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return low <= value <= high and math.isfinite(value)

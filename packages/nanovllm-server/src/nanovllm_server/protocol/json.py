@@ -1,4 +1,4 @@
-"""JSON values as a type, and how error messages show them."""
+"""Exports the type of JSON values, and the function that shortens them for error messages."""
 
 from nanovllm_core.grammar.schemas.json_values import JSON, show
 

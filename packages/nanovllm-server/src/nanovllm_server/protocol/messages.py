@@ -1,4 +1,4 @@
-"""The conversation of a request: JSON in, messages out. This room must not know templates or tokens."""
+"""Reads the messages of a request."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class PastToolCall:
-    """A call that the assistant made earlier in the conversation. `arguments` is JSON in a string."""
+    """A call that the assistant made earlier in the conversation. arguments: JSON as a string."""
 
     id: str | None
     name: str
@@ -21,7 +21,7 @@ class PastToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. `content` is None only when the assistant called tools or reasoned instead of talking."""
+    """One message. content: None only if an assistant's message has tool calls or reasoning and no content."""
 
     role: str
     content: str | None
@@ -32,11 +32,11 @@ class Message:
 
 
 def parse_messages(body: FieldReader) -> tuple[tuple[Message, ...], list[str]]:
-    """The messages of a request, and the paths of fields in them that nobody knows. Raises ApiError."""
-    right = f"an array of 1 to {MAX_MESSAGES} messages"
-    items = body.array("messages", right, MAX_MESSAGES)
+    """The messages of a request, and the paths of unknown fields in them. Raises ApiError."""
+    expected = f"an array of 1 to {MAX_MESSAGES} messages"
+    items = body.array("messages", expected, MAX_MESSAGES)
     if not items:
-        raise body.wrong("messages", right)
+        raise body.wrong("messages", expected)
     unknown: list[str] = []
     messages: list[Message] = []
     for index, item in enumerate(items):
@@ -50,10 +50,10 @@ def _message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    # All is looked at whoever speaks, so that mistakes are named; what only an assistant has counts for it alone.
+    # Every field is checked for every role; fields of assistants are dropped from other messages.
     name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _tool_calls(fields)
-    # Two names for the same text: DeepSeek's clients send the second one back.
+    # Both hold the same text; DeepSeek's clients send the second one.
     names = ("reasoning", "reasoning_content")
     reasoning = next((text for text in map(fields.text, names) if text), None)
     fields.text("refusal")
@@ -72,9 +72,9 @@ def _content(fields: FieldReader, *, optional: bool) -> str | None:
         return content
     if not isinstance(content, list) or not content:
         raise fields.wrong("content", "a string or a non-empty array of text parts")
-    # One line a part, as most servers of open models have it.
-    right = 'an object like {"type": "text", "text": "..."}'
-    return "\n".join(_part(fields.element("content", index, part, right)) for index, part in enumerate(content))
+    # One line per part, like most servers of open models.
+    expected = 'an object like {"type": "text", "text": "..."}'
+    return "\n".join(_part(fields.element("content", index, part, expected)) for index, part in enumerate(content))
 
 
 def _part(fields: FieldReader) -> str:

@@ -1,6 +1,6 @@
-"""The description of the API, OpenAPI 3.1, made of what reads requests and of what answers are checked against.
+"""Builds the OpenAPI 3.1 document from the code that reads requests and from the types of responses.
 
-This room must not know HTTP servers. Which paths there are it says itself, and a test compares them with the routes.
+A test compares the paths listed here with the routes.
 """
 
 from typing import cast
@@ -23,7 +23,7 @@ WEATHER: JSON = {
 }
 NAMED: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
 ASKING: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
-# Between them they have every object that a request can hold.
+# Together they contain every kind of object that a request can contain; `describe` reads them.
 EXAMPLES: dict[str, dict[str, JSON]] = {
     "question": {
         "model": "MODEL",
@@ -52,12 +52,7 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         ],
         "tools": [WEATHER],
     },
-    "a function that must be called": {
-        "model": "MODEL",
-        "messages": ASKING,
-        "tools": [WEATHER],
-        "tool_choice": NAMED,
-    },
+    "a function that must be called": {"model": "MODEL", "messages": ASKING, "tools": [WEATHER], "tool_choice": NAMED},
     "functions that may be called": {
         "model": "MODEL",
         "messages": ASKING,
@@ -82,44 +77,44 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
     },
 }
 
-# Of fields that OpenAI's own documentation doesn't explain.
+# Descriptions of fields that OpenAI's documentation doesn't explain.
 DESCRIPTIONS: dict[str, str] = {
-    "top_k": "Draw from this many of the likeliest tokens only; 0 and -1: from all.",
-    "min_p": "Draw from tokens at least this likely, as a share of the likeliest one's probability.",
+    "top_k": "Sample only from this many of the likeliest tokens; 0 and -1: from all.",
+    "min_p": "Sample only from tokens at least this likely, as a share of the likeliest token's probability.",
     "repetition_penalty": "Divides the logits of tokens in the prompt or the output; above 1 discourages them.",
-    "min_tokens": "No stop string, stop token or end-of-sequence token counts before so many tokens.",
-    "ignore_eos": "Go on after the end-of-sequence token.",
+    "min_tokens": "Stop strings, stop tokens and the end-of-sequence token have no effect before so many tokens.",
+    "ignore_eos": "Continue after the end-of-sequence token.",
     "stop_token_ids": "Tokens that end the answer.",
-    "include_reasoning": "Whether the answer has the model's reasoning; it does unless this is false.",
-    "reasoning_effort": "Reaches the chat template, and as enable_thinking too, which `none` turns off.",
-    "chat_template_kwargs": "Further values for the chat template.",
-    "priority": "Lower is served first.",
-    "cache_salt": "Prompts share the prefix cache with those of the same salt only.",
-    "request_id": "The id of the exchange, instead of the X-Request-Id header.",
-    "prompt_logprobs": "Tell of each token of the prompt, and of this many likeliest in its place. Not of streams.",
-    "seed": "The same seed gives the same tokens, whatever else the server is at.",
+    "include_reasoning": "Whether the answer includes the model's reasoning; the default is true.",
+    "reasoning_effort": "The chat template's variable of this name; also sets enable_thinking, false for `none`.",
+    "chat_template_kwargs": "Further variables of the chat template.",
+    "priority": "Requests with a lower number are served first.",
+    "cache_salt": "Prompts share the prefix cache only with prompts of the same salt.",
+    "request_id": "The id of the request, instead of the X-Request-Id header.",
+    "prompt_logprobs": "Return log-probabilities of each prompt token and of this many likely ones; not for streams.",
+    "seed": "The same seed gives the same tokens, whatever other requests the server has.",
 }
 SSE = (
     "Server-sent events. The data of each is a ChatCompletionChunk; a failure in mid-stream is an event named `error` "
     "whose data is an Error. The last event's data is `[DONE]`. Lines that begin with a colon keep connections alive."
 )
 REFUSALS = {
-    400: "A field is wrong, or the body is no JSON; the message names field, value and remedy.",
+    400: "A field is wrong, or the body is not JSON; the message names the field, its value and the allowed values.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model or path.",
-    405: "The path has no such method.",
+    404: "The model or the path does not exist.",
+    405: "The path does not support the method.",
     408: "The body took too long to arrive.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
+    415: "The Content-Type is not JSON.",
     429: "The queue is full.",
-    500: "A bug; the log has it under the id in the message.",
+    500: "A bug; the log has details under the id in the message.",
     503: "The server is draining, or the engine is dead.",
-    504: "The answer took longer than the request, or the server, allows.",
+    504: "The answer took longer than the limit of the request or of the server.",
 }
 
 
 def document(names: tuple[str, ...], limits: Limits, defaults: SamplingDefaults, *, needs_key: bool) -> dict[str, JSON]:
-    """The document of a server that serves a model under `names`. needs_key: its API asks for a key."""
+    """The document of a server. names: names of its model. needs_key: its API requires a key."""
     request = describe(lambda body: read_chat_request(body, limits, defaults), [*EXAMPLES.values()])
     fields = cast(dict[str, Schema], request["properties"])
     for name, text in DESCRIPTIONS.items():
@@ -161,7 +156,7 @@ def _chat(names: tuple[str, ...], *, needs_key: bool) -> dict[str, JSON]:
             {"const": "[DONE]"},
         ]
     }
-    # Of one event.
+    # The schema of one event.
     events: Schema = {
         "schema": {
             "type": "object",
@@ -197,10 +192,10 @@ def _models(*, needs_key: bool) -> dict[str, JSON]:
 def _health() -> dict[str, JSON]:
     return {
         "operationId": "health",
-        "summary": "Whether requests can be served",
+        "summary": "Whether the server accepts requests",
         "responses": {
-            "200": _json_response("They can.", "Health"),
-            "503": _json_response("They can't: the server is draining, or the engine is dead.", "Health"),
+            "200": _json_response("The server accepts requests.", "Health"),
+            "503": _json_response("The server is draining, or the engine is dead.", "Health"),
             **_refusals(405, 500),
         },
     }
@@ -228,7 +223,7 @@ def _refusals(*statuses: int) -> dict[str, JSON]:
 
 def _response(description: str, content: dict[str, JSON]) -> dict[str, JSON]:
     header: JSON = {
-        "description": "The client's own id of the exchange, or one made here.",
+        "description": "The id of the request: the client's own, or a generated one.",
         "schema": {"type": "string"},
     }
     return {"description": description, "headers": {"X-Request-Id": header}, "content": content}

@@ -1,7 +1,6 @@
-"""What a chat completion request may say: the body in, a `ChatRequest` or an `ApiError` out.
+"""Validates the body of a chat completion request: returns a `ChatRequest` or raises an `ApiError`.
 
-The one place where a request is validated; inside, its types are trusted. This room must not know tokens, templates
-or the engine's state: it gets the limits as numbers.
+Requests are validated here only; other modules trust the types.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ MAX_TIMEOUT_S = 86400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """What a request that leaves these out gets: the model's own advice, where it gives any."""
+    """Values of fields that a request leaves out: the model's recommendations, if it has any."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,7 +41,12 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the engine allow: tokens of prompt and output together, token ids, sequences at once."""
+    """Limits of the model and the engine.
+
+    max_model_len: most tokens of prompt and output together.
+    vocab_size: token ids must be below.
+    max_sequences: most sequences in the server at once.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -51,14 +55,18 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A chat completion request that holds what its types say.
+    """A valid chat completion request.
 
-    tools: what the model may call; None for nothing. answer: what it is to say otherwise; None for free text.
-    max_reasoning_tokens: after how many tokens reasoning is closed. include_stop: a stop string or token is part of it.
-    bad_words: texts that the model may not write. truncate_prompt_tokens: how many tokens of the prompt to keep, its
-    last; -1 for as many as the context has room for. timeout_s: what the answer may take, from the request's arrival.
-    max_tokens_field: the name under which `sampling.max_tokens` came, for refusals. request_id: the client's own.
-    unknown: paths of fields that nobody knows.
+    tools: tools that the model may call; None for none.
+    answer: constraint on the answer; None for free text.
+    max_reasoning_tokens: reasoning is closed after so many tokens; None for no limit.
+    include_stop: the text includes the stop string or stop token that ended it.
+    bad_words: texts that the model must not write.
+    truncate_prompt_tokens: keep so many tokens at the prompt's end; -1: as many as fit into the context; None: all.
+    timeout_s: longest time from the request's arrival to the end of the answer; None for no limit.
+    max_tokens_field: name of the field that gave `sampling.max_tokens`, for errors.
+    request_id: the client's id of the request; None if it sent none.
+    unknown: paths of unknown fields.
     """
 
     model: str
@@ -87,12 +95,12 @@ class ChatRequest:
 
 
 def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
-    """Read the body of a request. Raises ApiError (400), which names the field."""
+    """Parses and validates the body of a request. Raises ApiError (400), which names the field."""
     return read_chat_request(_body(data), limits, defaults)
 
 
 def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
-    """The same, of a body that is known to be a JSON object."""
+    """Validates the fields of a request's body. Raises ApiError (400), which names the field."""
     model = body.text("model", accepts={"minLength": 1})
     if not model:
         raise body.wrong("model", "the name of a model")
@@ -125,7 +133,7 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
         priority=body.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         cache_salt=body.text("cache_salt", MAX_ID_LENGTH) or "",
         request_id=_request_id(body),
-        # Last, when every field that means something has been read.
+        # Must come last: a field that has not been read by now is unknown.
         unknown=(*body.unknown(), *unknown),
     )
 
@@ -141,13 +149,13 @@ def _body(data: bytes) -> FieldReader:
 
 
 def _accept_unused(body: FieldReader) -> None:
-    """Check fields that are part of the contract but change nothing here, so that mistakes are still named."""
+    """Checks the types of fields that OpenAI's API has but that have no effect here."""
     body.text("user")
     body.child("metadata")
     body.boolean("store")
     body.text("service_tier")
     body.text("prompt_cache_key")
-    # Text is made of the tokens' own bytes: no space is ever put between any.
+    # No effect: text consists of the tokens' own bytes, so no spaces are added between tokens.
     body.boolean("spaces_between_special_tokens")
 
 
@@ -165,7 +173,7 @@ def _sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> 
         max_tokens=max_tokens,
         temperature=defaults.temperature if temperature is None else temperature,
         top_p=defaults.top_p if top_p is None else top_p,
-        # Both -1 and 0 mean all tokens to somebody's client.
+        # Some clients send -1 for all tokens, others 0.
         top_k=defaults.top_k if top_k is None else min(max(top_k, 0), limits.vocab_size),
         min_p=defaults.min_p if min_p is None else min_p,
         seed=body.integer("seed", -INT64, INT64 - 1),
@@ -201,14 +209,14 @@ def _logprobs(body: FieldReader) -> int | None:
 
 def _prompt_logprobs(body: FieldReader) -> int | None:
     top = body.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
-    # No event of a stream has a place for them.
+    # Streamed chunks have no field for them.
     if top is not None and body.boolean("stream"):
         raise body.wrong("prompt_logprobs", "left out when stream is true")
     return top
 
 
 def _logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
-    right = f"an object of at most {MAX_LOGIT_BIAS} token ids"
+    expected = f"an object of at most {MAX_LOGIT_BIAS} token ids"
     accepted: dict[str, JSON] = {
         "type": "object",
         "maxProperties": MAX_LOGIT_BIAS,
@@ -219,11 +227,11 @@ def _logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
     if values is None:
         return {}
     if not isinstance(values, dict) or len(values) > MAX_LOGIT_BIAS:
-        raise body.wrong("logit_bias", right)
+        raise body.wrong("logit_bias", expected)
     biases: dict[int, float] = {}
     for key, bias in values.items():
         path = body.path("logit_bias")
-        # int() would take "+1", "1_0" and other alphabets' digits.
+        # int() alone would accept "+1", "1_0" and non-ASCII digits.
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
             raise ApiError(
                 400,
@@ -238,31 +246,33 @@ def _logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
 
 
 def _stop(body: FieldReader) -> tuple[str, ...]:
-    right = f"a non-empty string or an array of at most {MAX_STOPS}, each of at most {MAX_STOP_LENGTH} characters"
+    expected = f"a non-empty string or an array of at most {MAX_STOPS}, each of at most {MAX_STOP_LENGTH} characters"
     one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
     value = body.raw("stop", {"anyOf": [one, {"type": "array", "items": one, "maxItems": MAX_STOPS}]})
     if value is None:
         return ()
     stops = value if isinstance(value, list) else [value]
     if len(stops) > MAX_STOPS:
-        raise body.wrong("stop", right)
+        raise body.wrong("stop", expected)
     checked: list[str] = []
     for index, stop in enumerate(stops):
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
             path = f"stop[{index}]" if isinstance(value, list) else "stop"
-            raise bad_field(path, right if path == "stop" else f"a string of 1 to {MAX_STOP_LENGTH} characters", stop)
+            raise bad_field(
+                path, expected if path == "stop" else f"a string of 1 to {MAX_STOP_LENGTH} characters", stop
+            )
         checked.append(stop)
     return tuple(checked)
 
 
 def _bad_words(body: FieldReader) -> tuple[str, ...]:
-    right = f"an array of at most {MAX_BAD_WORDS} strings"
+    expected = f"an array of at most {MAX_BAD_WORDS} strings"
     one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH, "pattern": "\\S"}
     words: list[str] = []
-    for index, word in enumerate(body.array("bad_words", right, MAX_BAD_WORDS, one) or []):
+    for index, word in enumerate(body.array("bad_words", expected, MAX_BAD_WORDS, one) or []):
         if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_LENGTH:
-            right = f"a string of 1 to {MAX_BAD_WORD_LENGTH} characters that are not all spaces"
-            raise bad_field(f"bad_words[{index}]", right, word)
+            expected = f"a string of 1 to {MAX_BAD_WORD_LENGTH} characters that are not all whitespace"
+            raise bad_field(f"bad_words[{index}]", expected, word)
         words.append(word)
     return tuple(words)
 
@@ -275,9 +285,9 @@ def _truncate_prompt_tokens(body: FieldReader, limits: Limits) -> int | None:
 
 
 def _stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
-    right = f"an array of at most {MAX_STOP_TOKENS} token ids"
+    expected = f"an array of at most {MAX_STOP_TOKENS} token ids"
     one: dict[str, JSON] = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
-    values = body.array("stop_token_ids", right, MAX_STOP_TOKENS, one) or []
+    values = body.array("stop_token_ids", expected, MAX_STOP_TOKENS, one) or []
     tokens: list[int] = []
     for index, token in enumerate(values):
         if type(token) is not int or not 0 <= token < vocab_size:
@@ -288,7 +298,7 @@ def _stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
 
 def _request_id(body: FieldReader) -> str | None:
     value = body.text("request_id", accepts={"pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
-    # It goes back in a header.
+    # The response returns it in a header.
     if value is not None and not (value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
         raise body.wrong("request_id", f"a string of 1 to {MAX_ID_LENGTH} printable ASCII characters")
     return value

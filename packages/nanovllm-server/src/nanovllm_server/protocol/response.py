@@ -1,7 +1,4 @@
-"""What an answer looks like: `chat.completion`, `chat.completion.chunk` and the list of models.
-
-This room must not know how text and log-probabilities were come by: it gets them as values.
-"""
+"""Builds the bodies of responses: `chat.completion`, `chat.completion.chunk` and the list of models."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -31,7 +28,10 @@ SYSTEM_FINGERPRINT = f"nanovllm-async-{__version__}"
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """What became known of the `index`-th tool call of a choice: first its id and name, later more of its arguments."""
+    """The next part of the `index`-th tool call of a choice. The first part has the id and name; later parts have None.
+
+    arguments: the next piece of the arguments' JSON.
+    """
 
     index: int
     arguments: str
@@ -40,11 +40,14 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What became known of one choice at once. A finish reason comes with the last one.
+    """The next part of one choice.
 
-    text: of the content. logprobs: OpenAI's objects, one a token, when asked for. stop_reason: the stop string or stop
-    token id that ended the choice; None when the model did, by its end-of-sequence token. in_reasoning: it ended before
-    any content could come. token_ids: of all tokens since the last delta, when asked for.
+    text: content.
+    logprobs: OpenAI's objects, one per token; None if not requested.
+    finish_reason: None except in the last delta.
+    stop_reason: stop string or stop token id that ended the choice; None for the end-of-sequence token.
+    in_reasoning: the choice ended within reasoning, before any content.
+    token_ids: all tokens since the last delta; None if not requested.
     """
 
     index: int
@@ -60,7 +63,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request; those of the output are summed over its choices, and reasoning is part of it."""
+    """Numbers of tokens of one request. Output tokens are summed over choices and include reasoning."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -80,7 +83,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What stays the same over the whole of one answer. prompt_token_ids: for who asked for token ids."""
+    """Fields that all chunks of an answer share. prompt_token_ids: None if not requested."""
 
     id: str
     created: int
@@ -88,14 +91,14 @@ class Envelope:
     prompt_token_ids: list[int] | None = None
 
     def completion(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> ChatCompletion:
-        """The whole answer; `choices` holds the deltas of each, in order."""
+        """The complete answer. choices: the deltas of each choice, in order."""
         body: ChatCompletion = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
             "model": self.model,
             "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": [_whole(deltas) for deltas in choices],
+            "choices": [_complete_choice(deltas) for deltas in choices],
             "usage": usage.body(),
         }
         if self.prompt_token_ids is not None:
@@ -103,14 +106,9 @@ class Envelope:
         return body
 
     def chunk(
-        self,
-        choices: list[ChunkChoice],
-        usage: CompletionUsage | None,
-        *,
-        with_usage: bool,
-        with_prompt: bool = False,
+        self, choices: list[ChunkChoice], usage: CompletionUsage | None, *, with_usage: bool, with_prompt: bool = False
     ) -> ChatCompletionChunk:
-        """One chunk of a streamed answer. The field `usage` is there only in answers that were asked for it."""
+        """One chunk of a streamed answer. with_usage, with_prompt: add the field `usage`, `prompt_token_ids`."""
         chunk: ChatCompletionChunk = {
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -127,7 +125,7 @@ class Envelope:
 
 
 class Clock:
-    """The time in seconds since 1970, never going back."""
+    """The time in seconds since 1970. It never goes back."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -139,10 +137,10 @@ class Clock:
 
 
 def stream_choices(delta: Delta, *, first: bool) -> list[ChunkChoice]:
-    """What a stream says of a delta, one thing at a time. first: nothing has been said of its choice yet."""
+    """The chunk choices for a delta, one per kind of change. first: the delta is the first of its choice."""
     bodies: list[ChoiceDelta] = []
     if delta.reasoning:
-        # The second name is DeepSeek's, which its clients read.
+        # DeepSeek's clients read the second name.
         bodies.append({"reasoning": delta.reasoning, "reasoning_content": delta.reasoning})
     if delta.text:
         bodies.append({"content": delta.text})
@@ -150,7 +148,7 @@ def stream_choices(delta: Delta, *, first: bool) -> list[ChunkChoice]:
     logprobs = _logprobs(delta.logprobs)
     choices: list[ChunkChoice] = []
     if first:
-        # As the whole answer has it: null unless there is content, or nothing else either.
+        # Like a complete answer: null if there is reasoning or a call instead of content.
         content = None if delta.reasoning or delta.in_reasoning or (delta.calls and not delta.text) else ""
         choices.append(_choice(delta.index, {"role": "assistant", "content": content}, None))
     for body in bodies:
@@ -163,13 +161,13 @@ def stream_choices(delta: Delta, *, first: bool) -> list[ChunkChoice]:
     if delta.token_ids is not None:
         for choice in choices:
             choice["token_ids"] = []
-        # Behind the role, if that is not all there is.
+        # The chunk with only the role gets none, unless it is the only chunk.
         choices[min(int(first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
     return choices
 
 
 def models_body(names: Sequence[str], created: int, max_model_len: int) -> ModelList:
-    """The list of models: one model under each of its names."""
+    """The body of the list of models: the one model under each of its names."""
     return {
         "object": "list",
         "data": [
@@ -186,14 +184,14 @@ def models_body(names: Sequence[str], created: int, max_model_len: int) -> Model
     }
 
 
-def _whole(deltas: Sequence[Delta]) -> Choice:
+def _complete_choice(deltas: Sequence[Delta]) -> Choice:
     last = deltas[-1]
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
     body: Choice = {
         "index": last.index,
         "message": _message(deltas),
         "logprobs": None if last.logprobs is None else {"content": entries, "refusal": None},
-        # The last delta of a choice has one.
+        # The last delta of a choice has a finish reason.
         "finish_reason": cast(Finish, last.finish_reason),
         "stop_reason": last.stop_reason,
     }
@@ -204,7 +202,7 @@ def _whole(deltas: Sequence[Delta]) -> Choice:
 
 def _message(deltas: Sequence[Delta]) -> AnswerMessage:
     reasoning = "".join(delta.reasoning for delta in deltas)
-    calls = _whole_calls(call for delta in deltas for call in delta.calls)
+    calls = _complete_calls(call for delta in deltas for call in delta.calls)
     content: str | None = "".join(delta.text for delta in deltas)
     if not content and (reasoning or calls or deltas[-1].in_reasoning):
         content = None
@@ -216,11 +214,11 @@ def _message(deltas: Sequence[Delta]) -> AnswerMessage:
     return message
 
 
-def _whole_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
-    begun: dict[int, CallDelta] = {}
+def _complete_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
+    first_deltas: dict[int, CallDelta] = {}
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
-        begun.setdefault(delta.index, delta)
+        first_deltas.setdefault(delta.index, delta)
         arguments.setdefault(delta.index, []).append(delta.arguments)
     # A call's first delta has its id and name.
     return [
@@ -229,7 +227,7 @@ def _whole_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
             "type": "function",
             "function": {"name": cast(str, call.name), "arguments": "".join(arguments[index])},
         }
-        for index, call in begun.items()
+        for index, call in first_deltas.items()
     ]
 
 

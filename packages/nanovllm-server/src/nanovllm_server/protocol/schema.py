@@ -7,7 +7,7 @@ from nanovllm_server.protocol.json import JSON
 
 
 def check_schema(schema: JSON, path: str) -> JSON:
-    """The schema of the field at `path`, as `convert_schema` writes it for xgrammar.
+    """The schema of the field at `path`, converted by `convert_schema` for xgrammar.
 
     Raises ApiError, a 400 that names the keyword and its place, if the schema can't be enforced.
     """

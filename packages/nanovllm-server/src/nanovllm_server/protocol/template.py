@@ -1,4 +1,4 @@
-"""What a request says to the chat template beside its messages. This room must not know templates."""
+"""Reads the fields of a request that are options of the chat template."""
 
 from dataclasses import dataclass, field
 
@@ -11,10 +11,12 @@ EFFORTS = ("none", "minimal", "low", "medium", "high")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateOptions:
-    """values: further names for the template. documents: for those that know any, as retrieval does; None for none.
+    """Options of the chat template.
 
-    add_generation_prompt: end where the model's turn begins. continue_final_message: end within the last message, so
-    that the model goes on with it.
+    values: further variables of the template.
+    documents: documents for retrieval; None for none.
+    add_generation_prompt: the prompt ends with the beginning of the model's turn.
+    continue_final_message: the prompt ends within the last message, which the model continues.
     """
 
     values: dict[str, JSON] = field(default_factory=dict[str, JSON])
@@ -24,7 +26,7 @@ class TemplateOptions:
 
 
 def parse_template(body: FieldReader) -> TemplateOptions:
-    """The options of a request. Raises ApiError."""
+    """Reads the template options of a request. Raises ApiError."""
     continued = body.boolean("continue_final_message") or False
     begin_turn = body.boolean("add_generation_prompt")
     if continued and begin_turn:
@@ -47,7 +49,7 @@ def _values(body: FieldReader) -> dict[str, JSON]:
     effort = body.one_of("reasoning_effort", EFFORTS)
     values: dict[str, JSON] = {}
     if effort is not None:
-        # Templates know one or the other.
+        # A template uses one or the other.
         values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     own = body.raw("chat_template_kwargs", {"type": "object"})
     if own is not None and not isinstance(own, dict):

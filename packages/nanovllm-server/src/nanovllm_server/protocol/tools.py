@@ -1,4 +1,4 @@
-"""The tools of a request: JSON in, what may or must be called out. This room must not know how models call anything."""
+"""Reads the tools of a request: which functions the model may call, and which it must call."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -10,21 +10,23 @@ from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import check_schema
 
 MAX_TOOLS = 1024
-# Of a tool's definition, which templates write as JSON.
+# Levels of nesting in a tool's definition, which templates write as JSON.
 MAX_DEPTH = 100
 MAX_NAME = 256
-# Names must stand in every format unquoted.
+# Characters that no format of calls has to quote.
 NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
 CHOICES = ("auto", "none", "required")
-# How free the model is: to call or not, which function to call, neither.
+# auto: the model may call functions. required: it must call one. named: it must call the one that the request names.
 Mode = Literal["auto", "required", "named"]
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that may be called. path: where the request has its parameters.
+    """A function that the model may call.
 
-    parameters: their schema; where they are `enforced`, that of an object, as it is to be enforced.
+    parameters: schema of the arguments; if `enforced`, converted by `check_schema` and restricted to objects.
+    enforced: the arguments must follow the schema.
+    path: path of the field `parameters` in the request.
     """
 
     name: str
@@ -35,10 +37,12 @@ class Function:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
-    """What the model may call. definitions: all tools as the request has them, for the prompt.
+    """The tools of a request.
 
-    functions: those that may be called, by name; fewer than the definitions when `restricted`. parallel: whether
-    several calls may be made in one answer.
+    definitions: all tools as the request defines them, for the prompt.
+    functions: functions that the model may call, by name.
+    restricted: `functions` are fewer than `definitions`.
+    parallel: one answer may have several calls.
     """
 
     definitions: tuple[dict[str, JSON], ...]
@@ -54,28 +58,28 @@ class Toolbox:
 
     @property
     def constrains(self) -> bool:
-        """Whether more is asked of the model than to call functions as it sees fit."""
+        """Whether a grammar must restrict the model's calls."""
         return self.mode != "auto" or self.restricted or any(each.enforced for each in self.functions.values())
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _ToolChoice:
     mode: Mode | Literal["none"]
     # None for all functions.
     names: tuple[str, ...] | None = None
 
 
 def parse_tools(body: FieldReader) -> Toolbox | None:
-    """The tools of a request; None when none may be called. Raises ApiError."""
-    right = f"left out or an array of 1 to {MAX_TOOLS} tools"
-    items = body.array("tools", right, MAX_TOOLS)
+    """The tools of a request; None if the model may not call any. Raises ApiError."""
+    expected = f"left out or an array of 1 to {MAX_TOOLS} tools"
+    items = body.array("tools", expected, MAX_TOOLS)
     parallel = body.boolean("parallel_tool_calls")
     if items is None:
         if body.raw("tool_choice") not in (None, "none"):
             raise body.wrong("tool_choice", 'left out or "none" when there are no tools')
         return None
     if not items:
-        raise body.wrong("tools", right)
+        raise body.wrong("tools", expected)
     definitions: list[dict[str, JSON]] = []
     functions: dict[str, Function] = {}
     for index, item in enumerate(items):
@@ -88,56 +92,56 @@ def parse_tools(body: FieldReader) -> Toolbox | None:
         definitions.append(cast(dict[str, JSON], item))
         functions[function.name] = function
     choice = _tool_choice(body, functions.keys())
-    # What the model does not see it does not call.
+    # With "none", the model doesn't see the tools either.
     if choice.mode == "none":
         return None
     names = choice.names or tuple(functions)
-    # Whoever must call does so as the schemas say, strict or not.
+    # If the model must call, arguments follow the schemas even if `strict` is false.
     return Toolbox(
         definitions=tuple(definitions),
-        functions={name: _enforced(functions[name], always=choice.mode != "auto") for name in names},
+        functions={name: _with_enforced_schema(functions[name], always=choice.mode != "auto") for name in names},
         mode=choice.mode,
         restricted=len(names) < len(functions),
-        # A function that is named is called once.
+        # With "named", the answer is one call.
         parallel=parallel is not False and choice.mode != "named",
     )
 
 
-def _tool_choice(body: FieldReader, names: Collection[str]) -> _Choice:
+def _tool_choice(body: FieldReader, names: Collection[str]) -> _ToolChoice:
     choice = body.child("tool_choice") if isinstance(body.raw("tool_choice"), dict) else None
     if choice is None:
         match body.one_of("tool_choice", CHOICES):
             case None | "auto":
-                return _Choice("auto")
+                return _ToolChoice("auto")
             case "none":
-                return _Choice("none")
+                return _ToolChoice("none")
             case _:
-                return _Choice("required")
+                return _ToolChoice("required")
     kind = choice.one_of("type", ("function", "allowed_tools"))
     if kind == "function":
-        return _Choice("named", (_named(choice, names),))
+        return _ToolChoice("named", (_named(choice, names),))
     if kind is None:
         raise choice.wrong("type", '"function" or "allowed_tools"')
     return _allowed(choice, names)
 
 
-def _allowed(choice: FieldReader, names: Collection[str]) -> _Choice:
+def _allowed(choice: FieldReader, names: Collection[str]) -> _ToolChoice:
     allowed = choice.child("allowed_tools")
     if allowed is None:
         raise choice.wrong("allowed_tools", "an object with mode and tools")
     mode = allowed.one_of("mode", ("auto", "required"))
     if mode is None:
         raise allowed.wrong("mode", '"auto" or "required"')
-    right = "a non-empty array of tools"
-    items = allowed.array("tools", right)
+    expected = "a non-empty array of tools"
+    items = allowed.array("tools", expected)
     if not items:
-        raise allowed.wrong("tools", right)
+        raise allowed.wrong("tools", expected)
     chosen: list[str] = []
     for index, item in enumerate(items):
         tool = allowed.element("tools", index, item, "an object with type and function")
         tool.one_of("type", ("function",))
         chosen.append(_named(tool, names))
-    return _Choice("auto" if mode == "auto" else "required", tuple(dict.fromkeys(chosen)))
+    return _ToolChoice("auto" if mode == "auto" else "required", tuple(dict.fromkeys(chosen)))
 
 
 def _named(tool: FieldReader, names: Collection[str]) -> str:
@@ -169,24 +173,24 @@ def _function(tool: FieldReader) -> Function:
     )
 
 
-def _enforced(function: Function, *, always: bool) -> Function:
+def _with_enforced_schema(function: Function, *, always: bool) -> Function:
     if not (function.enforced or always):
         return function
     return replace(function, parameters=_arguments(function), enforced=True)
 
 
 def _arguments(function: Function) -> JSON:
-    """The schema that the arguments of a function are to follow."""
+    """The schema that the grammar enforces for a function's arguments. Raises ApiError if it allows no object."""
     if function.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     schema = _objects(check_schema(function.parameters, function.path))
     if schema is None:
-        raise bad_field(function.path, "a schema that takes an object", function.parameters)
+        raise bad_field(function.path, "a schema that allows an object", function.parameters)
     return schema
 
 
 def _objects(schema: JSON) -> JSON:
-    """The part of a schema, as `check_schema` gives it, that takes objects; None if none does."""
+    """The part of a schema (a result of `check_schema`) that allows objects; None if there is none."""
     match schema:
         case {"type": "object"}:
             return schema

@@ -1,8 +1,4 @@
-"""Fields that other servers honour: refused, never ignored.
-
-A client that sends one of them expects another answer than the one it would get. A value that asks for nothing (what
-the server does anyway) is let through. This room must not know any other field.
-"""
+"""Refuses fields of other servers' APIs that would change the answer. Values without an effect are allowed."""
 
 from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
@@ -10,7 +6,7 @@ from nanovllm_server.protocol.json import JSON
 
 NOTHING: tuple[JSON, ...] = ()
 
-# Field: the values, beside null, that ask for nothing. Elsewhere others change what comes out.
+# Fields that this server does not support, and the values (beside null) that have no effect.
 FOREIGN: dict[str, tuple[JSON, ...]] = {
     "allowed_token_ids": NOTHING,
     "audio": NOTHING,
@@ -26,7 +22,7 @@ FOREIGN: dict[str, tuple[JSON, ...]] = {
     "web_search_options": NOTHING,
 }
 
-# Field: what took its place.
+# Fields that this server does not support, and the field to use instead.
 SUCCESSORS: dict[str, str] = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -42,10 +38,10 @@ SUCCESSORS: dict[str, str] = {
 
 
 def refuse_unsupported(body: FieldReader) -> None:
-    """Raise an ApiError for the first field that asks for what is not done here."""
+    """Raises ApiError (400) for the first unsupported field."""
     for name, successor in SUCCESSORS.items():
         if body.raw(name, {"enum": [None]}) is not None:
-            raise unsupported(name, f"{name} is not supported: its successor is {successor}")
+            raise unsupported(name, f"{name} is not supported: use {successor}")
     for name, harmless in FOREIGN.items():
         value = body.raw(name, {"enum": [None, *harmless]})
         if value is not None and not any(_same(value, other) for other in harmless):
@@ -53,7 +49,7 @@ def refuse_unsupported(body: FieldReader) -> None:
 
 
 def _same(value: JSON, other: JSON) -> bool:
-    # In Python 1 == True, but a client that sends 1 for true has made a mistake worth hearing of.
+    # In Python, 1 == True; but a client that sends 1 for true should get an error.
     return type(value) is type(other) and value == other
 
 

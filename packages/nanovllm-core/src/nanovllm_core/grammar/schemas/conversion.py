@@ -1,4 +1,4 @@
-"""From a JSON Schema as its author wrote it to an equivalent one that xgrammar enforces whole."""
+"""Converts a JSON schema to one that xgrammar enforces completely."""
 
 from nanovllm_core.grammar.schemas.document import Document
 from nanovllm_core.grammar.schemas.emit import emit
@@ -8,12 +8,12 @@ from nanovllm_core.grammar.schemas.library import Library
 
 
 def convert_schema(schema: JSON, place: str) -> JSON:
-    """The schema, written so that xgrammar enforces all of it. place: what errors call the root of the schema.
+    """Converts `schema` (draft 2020-12; keywords of older drafts are understood) to one that xgrammar enforces.
 
-    Every value that a grammar of the result permits is valid against `schema` (draft 2020-12; spellings of older drafts
-    are understood where they differ), and there is at least one such value.
+    Every value that a grammar of the result permits is valid against `schema`, and there is at least one such value.
+    place: the name of the schema's root in errors.
 
-    Raises SchemaError, which names the keyword and its place, where that is not possible.
+    Raises SchemaError, which names the keyword and its place, if the conversion is not possible.
     """
     document = Document(schema, place)
     library = Library(document, read)

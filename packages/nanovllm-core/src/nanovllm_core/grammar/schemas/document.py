@@ -1,7 +1,4 @@
-"""One JSON schema as it came: its size, its places, and where references in it lead.
-
-This room must not know what keywords other than those for references mean.
-"""
+"""One JSON schema as its author wrote it: limits of its size, places of its parts, and targets of its references."""
 
 from dataclasses import dataclass
 from urllib.parse import unquote, urldefrag, urljoin
@@ -12,7 +9,7 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
 
-# What holds a schema, what an array of them, what an object of them.
+# Keywords whose value is a schema, an array of schemas, and an object of schemas.
 ONE = (
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -22,20 +19,24 @@ MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProp
 
 
 class SchemaError(ValueError):
-    """What is wrong with a schema: the keyword at `place` (a JSON pointer), and what is said of it."""
+    """A schema is invalid or can't be enforced.
+
+    place: JSON pointer to the keyword.
+    problem: the rest of the sentence that begins with keyword and place.
+    wrong: the schema is invalid; otherwise it is valid but can't be enforced.
+    """
 
     def __init__(self, place: str, keyword: str, problem: str, *, wrong: bool = False):
         super().__init__(f"{keyword} at {place} {problem}")
         self.place = place
         self.keyword = keyword
         self.problem = problem
-        # Whether it is no schema at all, rather than one that can't be enforced.
         self.wrong = wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A schema, its place, and the URI that references in it are relative to."""
+    """A schema in a document. place: JSON pointer to it. base: URI to which its references are relative."""
 
     schema: JSON
     place: str
@@ -43,7 +44,10 @@ class Spot:
 
 
 class Document:
-    """A whole schema at `place`, and its parts that can be referred to. Raises SchemaError when it is too large."""
+    """The root schema at `place` and an index of its parts that references can name.
+
+    Raises SchemaError if the schema is too large.
+    """
 
     def __init__(self, schema: JSON, place: str):
         _check_size(schema, place)
@@ -81,11 +85,11 @@ class Document:
             waiting.extend(reversed(children(spot)))
 
     def base(self, spot: Spot) -> str:
-        """What references in the schema at `spot` are relative to."""
+        """The URI to which references in the schema at `spot` are relative."""
         return self._bases.get(id(spot.schema), spot.base)
 
     def refer(self, spot: Spot, reference: JSON, keyword: str) -> Spot:
-        """What `reference` in the schema at `spot` leads to. Raises SchemaError."""
+        """The schema that `reference` in the schema at `spot` names. Raises SchemaError."""
         place = f"{spot.place}/{keyword}"
         if not isinstance(reference, str):
             raise SchemaError(place, keyword, "must be a string", wrong=True)
@@ -95,7 +99,7 @@ class Document:
         resource = self._resources.get(address)
         if resource is None:
             raise SchemaError(
-                place, keyword, f"leads outside of the schema: {reference[:200]!r}; include what it names"
+                place, keyword, f"leads outside of the schema: {reference[:200]!r}; include the schema that it names"
             )
         if fragment and not fragment.startswith("/"):
             anchor = self._anchors.get((address, unquote(fragment)))
@@ -105,12 +109,12 @@ class Document:
         return self._point(resource, unquote(fragment), place, keyword)
 
     def dynamic(self, spot: Spot, reference: JSON) -> Spot:
-        """What a `$dynamicRef` leads to, where that is the same in any context."""
+        """The schema that a `$dynamicRef` names. Raises SchemaError if it depends on the context."""
         target = self.refer(spot, reference, "$dynamicRef")
         schema = target.schema
         name = schema.get("$dynamicAnchor") if isinstance(schema, dict) else None
         if isinstance(name, str) and len(self._dynamic.get(name, ())) > 1:
-            problem = "depends on where it is come from, which can't be enforced; use $ref"
+            problem = "depends on the schemas that lead to it, which can't be enforced; use $ref"
             raise SchemaError(f"{spot.place}/$dynamicRef", "$dynamicRef", problem)
         return target
 
@@ -129,7 +133,7 @@ class Document:
 
 
 def children(spot: Spot) -> list[Spot]:
-    """The schemas right inside the one at `spot`, as far as they are where schemas belong."""
+    """The schemas directly inside the schema at `spot`, in the values of `ONE`, `LISTS` and `MAPS`."""
     schema, found = spot.schema, list[Spot]()
     if not isinstance(schema, dict):
         return found
@@ -145,12 +149,12 @@ def children(spot: Spot) -> list[Spot]:
 
 
 def escaped(name: str) -> str:
-    """`name` as a part of a JSON pointer, shortened where it is very long."""
+    """`name` as a part of a JSON pointer, cut to 100 characters."""
     return name[:100].replace("~", "~0").replace("/", "~1")
 
 
 def _check_size(schema: JSON, place: str) -> None:
-    """Refuses what is too large or too deep, without going down into it by recursion."""
+    """Refuses a schema that is too large or too deep. Iterates, because recursion would overflow on a deep one."""
     level: list[JSON] = [schema]
     count = size = depth = 0
     while level:

@@ -1,7 +1,4 @@
-"""The schema that is handed to xgrammar: every keyword in it is one that xgrammar enforces.
-
-This room must not know what the schema was that it comes from.
-"""
+"""Writes plans as a JSON schema in which xgrammar enforces every keyword."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -12,27 +9,30 @@ from nanovllm_core.grammar.schemas.library import Library
 from nanovllm_core.grammar.schemas.shapes import Conj
 from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plans
 
-# Of different schemas inside one.
+# Most distinct schemas in one schema.
 MAX_PARTS = 5_000
-# Of schemas right inside one another, beyond which they are named.
+# Levels of schemas written inside one another; deeper ones go to `$defs`.
 MAX_INLINE = 16
-# xgrammar takes schemas for the same that differ in the schemas of properties with these names only.
+# xgrammar treats two schemas as equal if they differ only in the schemas of properties with these names.
 OVERLOOKED = frozenset(
     ("title", "default", "description", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
 )
 
 
 def emit(library: Library, root: Conj) -> dict[str, JSON]:
-    """The schema for xgrammar of what meets `root`. Raises SchemaError where that can't be said, or is nothing."""
+    """The schema for xgrammar of the values that are valid against `root`.
+
+    Raises SchemaError if no plan can express them, or if there are none.
+    """
     planned = _collect(library, root)
     writer = _Writer(root, planned, _finite(planned))
     if root not in writer.finite:
-        raise SchemaError(*library.blame(_dead_end(planned, writer.finite, root)), "can be met by no value that ends")
+        raise SchemaError(*library.blame(_dead_end(planned, writer.finite, root)), "allows no finite value")
     return writer.write()
 
 
 def _collect(library: Library, root: Conj) -> dict[Conj, tuple[Plan, ...] | None]:
-    """The plans of `root` and everything inside."""
+    """The plans of `root` and of all schemas inside it."""
     planned: dict[Conj, tuple[Plan, ...] | None] = {}
     waiting = [root]
     while waiting:
@@ -61,19 +61,19 @@ def _inner(plan: Plan) -> Iterator[Conj]:
 
 
 def _finite(planned: dict[Conj, tuple[Plan, ...] | None]) -> set[Conj]:
-    """What can be met by a value that ends: the rest can be met by nothing, or goes down without end."""
-    finite = {conj for conj, some in planned.items() if some is None}
+    """The schemas that allow a finite value. The others allow no value, or only infinitely nested ones."""
+    finite = {conj for conj, value_plans in planned.items() if value_plans is None}
     grown = True
     while grown:
         grown = False
-        for conj, some in planned.items():
-            if conj not in finite and any(_ends(plan, finite) for plan in some or ()):
+        for conj, value_plans in planned.items():
+            if conj not in finite and any(_has_finite_value(plan, finite) for plan in value_plans or ()):
                 finite.add(conj)
                 grown = True
     return finite
 
 
-def _ends(plan: Plan, finite: set[Conj]) -> bool:
+def _has_finite_value(plan: Plan, finite: set[Conj]) -> bool:
     match plan:
         case Constants(values):
             return bool(values)
@@ -89,7 +89,7 @@ def _ends(plan: Plan, finite: set[Conj]) -> bool:
 
 
 def _dead_end(planned: dict[Conj, tuple[Plan, ...] | None], finite: set[Conj], conj: Conj) -> Conj:
-    """The innermost part without which `conj` can't be, and that can't be itself."""
+    """The innermost schema that `conj` requires and that allows no finite value."""
     seen: set[Conj] = set()
     while conj not in seen:
         seen.add(conj)
@@ -109,7 +109,7 @@ def _needed(plan: Plan) -> list[Conj]:
 
 
 class _Writer:
-    """Writes each part once: inside where it is used once, else under `$defs`."""
+    """Writes each schema once: in its place if it is used once, else under `$defs`."""
 
     def __init__(self, root: Conj, planned: dict[Conj, tuple[Plan, ...] | None], finite: set[Conj]):
         self.root = root
@@ -117,8 +117,8 @@ class _Writer:
         self.planned = planned
         self.finite = finite
         self.uses: dict[Conj, int] = {}
-        for some in planned.values():
-            for plan in some or ():
+        for value_plans in planned.values():
+            for plan in value_plans or ():
                 for conj in _inner(plan):
                     self.uses[conj] = self.uses.get(conj, 0) + 1
         self.names: dict[Conj, str] = {}
@@ -127,7 +127,7 @@ class _Writer:
 
     def write(self) -> dict[str, JSON]:
         schema = self.schema(self.root)
-        # Parts are found while others are written.
+        # Writing a part may name further parts.
         waiting = list(self.names.items())
         while waiting:
             for conj, name in waiting:
@@ -148,10 +148,10 @@ class _Writer:
         return {"$ref": f"#/$defs/{name}"}
 
     def schema(self, conj: Conj) -> dict[str, JSON]:
-        some = self.planned[conj]
-        if some is None:
+        value_plans = self.planned[conj]
+        if value_plans is None:
             return {}
-        written = [self.one(plan) for plan in some if _ends(plan, self.finite)]
+        written = [self.one(plan) for plan in value_plans if _has_finite_value(plan, self.finite)]
         return written[0] if len(written) == 1 else {"anyOf": list[JSON](written)}
 
     def one(self, plan: Plan) -> dict[str, JSON]:
@@ -176,7 +176,7 @@ class _Writer:
         return self.marked(schema) if any(isinstance(value, dict | list) for value in values) else schema
 
     def marked(self, schema: dict[str, JSON]) -> dict[str, JSON]:
-        """`schema` with a keyword that means nothing, so that it is taken for no other."""
+        """`schema` with a unique `$anchor`, so that xgrammar does not treat it as equal to another schema."""
         self.marks += 1
         return {**schema, "$anchor": f"n{self.marks}"}
 
@@ -206,7 +206,7 @@ class _Writer:
             schema["properties"] = {name: self.refer(conj) for name, conj, _ in named}
         if any(needed for *_, needed in named):
             schema["required"] = [name for name, _, needed in named if needed]
-        # Several patterns that are one would be one key of an object.
+        # Equal patterns share one key.
         patterns: dict[str, JSON] = {pattern: self.refer(conj) for pattern, conj in others if pattern is not None}
         free = [conj for pattern, conj in others if pattern is None]
         schema["additionalProperties"] = self.refer(free[0]) if free else False
@@ -235,5 +235,5 @@ def _bound(value: Fraction, integer: bool) -> JSON:
 
 
 def _name(index: int) -> str:
-    """A name of letters, as xgrammar makes the names of rules of these alone."""
+    """A name of letters and underscores only: xgrammar drops other characters from names of rules."""
     return "part_" + "".join(chr(ord("a") + int(digit)) for digit in str(index))

@@ -1,4 +1,4 @@
-"""The formats of strings that are enforced, as patterns. This room must not know who reads them."""
+"""The patterns of the string formats that are enforced."""
 
 _YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -11,7 +11,7 @@ _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _HEX = r"[0-9A-Fa-f]"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
-# Unreserved characters, those that delimit parts of a component, and escapes.
+# RFC 3986: unreserved characters, sub-delimiters, ":" and "@", and percent-encoded bytes.
 _URI_CHAR = rf"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
 _TIMES = r"(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
 _DAYS = r"(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"
@@ -24,7 +24,7 @@ _IPV6 = "|".join(
     ]
 )
 
-# RFC 3339, 4122, 2673, 4291, 1123, 5321, 3986 and ISO 8601 as far as RFC 3339 has it. Others are annotations.
+# From RFC 3339 (with ISO 8601 durations), 4122, 2673, 4291, 1123, 5321 and 3986. Other formats are not enforced.
 FORMATS: dict[str, str] = {
     "date": rf"^{_DATE}$",
     "time": rf"^{_TIME}$",

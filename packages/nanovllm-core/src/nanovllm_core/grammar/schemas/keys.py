@@ -1,9 +1,9 @@
-"""The names of properties that are not declared, as patterns. This room must not know how values are written."""
+"""Patterns for the names of undeclared properties."""
 
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.library import Library
-from nanovllm_core.grammar.schemas.shapes import NEVER, Conj, Constant, Object, Text, where
+from nanovllm_core.grammar.schemas.shapes import NEVER, Conj, Constant, Object, Text, keyword_place
 from nanovllm_core.grammar.schemas.spelling import write
 from nanovllm_core.grammar.schemas.strings import all_but, as_tree
 
@@ -11,7 +11,10 @@ from nanovllm_core.grammar.schemas.strings import all_but, as_tree
 def others(
     library: Library, shape: Object, rest: Conj, place: str
 ) -> tuple[list[tuple[str, Conj, bool]], list[tuple[str | None, Conj]]]:
-    """Properties beside the declared ones: those with a name (optional), and those by a pattern of their names."""
+    """The undeclared properties of an object: those with a known name, and those whose names match a pattern.
+
+    Returns (name, schemas, required), with required = False, and (pattern, schemas), with None for any name.
+    """
     declared = [name for name, _ in shape.properties]
     if shape.patterns:
         return [], _by_pattern(shape, declared, place)
@@ -37,14 +40,14 @@ def others(
 
 
 def _names(names: Text, declared: list[str], shape: Object, place: str) -> regex.Node:
-    where_from = where(shape, "propertyNames") or place
-    tree = as_tree(names, where_from)
-    hidden = [name for name in declared if search.found(_anchored(tree), name)]
+    keyword_at = keyword_place(shape, "propertyNames") or place
+    tree = as_tree(names, keyword_at)
+    hidden = [name for name in declared if search.is_found(_anchored(tree), name)]
     if not hidden:
         return tree
     if tree == regex.narrow(regex.ANYTHING):
         return all_but(hidden)
-    raise SchemaError(where_from, "propertyNames", f"matches the name of a declared property: {hidden[0]!r}")
+    raise SchemaError(keyword_at, "propertyNames", f"matches the name of a declared property: {hidden[0]!r}")
 
 
 def _anchored(tree: regex.Node) -> regex.Node:
@@ -52,19 +55,19 @@ def _anchored(tree: regex.Node) -> regex.Node:
 
 
 def _by_pattern(shape: Object, declared: list[str], place: str) -> list[tuple[str | None, Conj]]:
-    where_from = where(shape, "patternProperties") or place
+    keyword_at = keyword_place(shape, "patternProperties") or place
     kept = [(pattern, conj) for pattern, conj in shape.patterns if conj != (NEVER,)]
     if len({conj for _, conj in shape.patterns}) > 1:
-        raise SchemaError(where_from, "patternProperties", "with several patterns can't be enforced")
+        raise SchemaError(keyword_at, "patternProperties", "with several patterns can't be enforced")
     if shape.names:
-        raise SchemaError(where_from, "patternProperties", "can't be enforced beside propertyNames")
+        raise SchemaError(keyword_at, "patternProperties", "can't be enforced beside propertyNames")
     found: list[tuple[str | None, Conj]] = []
     for pattern, conj in kept:
-        tree = as_tree(Text(found=frozenset({pattern})), where_from)
+        tree = as_tree(Text(patterns=frozenset({pattern})), keyword_at)
         for name in declared:
-            if search.found(regex.parse(pattern, widest=True), name):
+            if search.is_found(regex.parse(pattern, any_engine=True), name):
                 problem = f"matches the name of a declared property: {pattern!r} and {name!r}"
-                raise SchemaError(where_from, "patternProperties", problem)
+                raise SchemaError(keyword_at, "patternProperties", problem)
         if tree != regex.NOTHING:
             found.append((write(tree), conj))
     return found

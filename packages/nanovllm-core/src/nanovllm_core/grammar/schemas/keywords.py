@@ -1,7 +1,4 @@
-"""What the keywords of one schema say, as shapes.
-
-This room must not know how a grammar is written.
-"""
+"""Reads the keywords of one schema and returns the shapes of the values that it allows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +9,7 @@ from nanovllm_core.grammar.schemas.document import SchemaError, Spot, escaped
 from nanovllm_core.grammar.schemas.json_values import JSON, key_of, show
 from nanovllm_core.grammar.schemas.library import Library
 from nanovllm_core.grammar.schemas.shapes import (
-    FREE,
+    ANY_VALUE,
     NEVER,
     Array,
     Conj,
@@ -47,12 +44,12 @@ TYPES: dict[str, tuple[Shape, ...]] = {
 
 
 def read(library: Library, spot: Spot) -> tuple[Shape, ...]:
-    """The shapes of what meets the schema at `spot`. Raises SchemaError."""
+    """The shapes of the values that are valid against the schema at `spot`. Raises SchemaError."""
     return _Reader(library, spot).read()
 
 
 class _Reader:
-    """One schema, keyword by keyword."""
+    """Reads one schema, keyword by keyword."""
 
     def __init__(self, library: Library, spot: Spot):
         if not isinstance(spot.schema, dict):
@@ -83,13 +80,13 @@ class _Reader:
         shapes = self.conditional(shapes)
         return self.unevaluated(shapes)
 
-    # What stands where.
+    # Places, errors and typed access to keywords.
 
     def place(self, keyword: str) -> str:
         return f"{self.spot.place}/{escaped(keyword)}"
 
-    def wrong(self, keyword: str, right: str) -> SchemaError:
-        problem = f"must be {right}, not {show(self.schema[keyword])}"
+    def wrong(self, keyword: str, expected: str) -> SchemaError:
+        problem = f"must be {expected}, not {show(self.schema[keyword])}"
         return SchemaError(self.place(keyword), keyword, problem, wrong=True)
 
     def refused(self, keyword: str, problem: str) -> SchemaError:
@@ -155,14 +152,14 @@ class _Reader:
         except SchemaError as error:
             if error.keyword != "not":
                 raise
-            problem = f"can't be enforced, as what stands in it {error.problem}"
+            problem = f"can't be enforced, because a schema in it {error.problem}"
             raise self.refused(keyword, problem) from error
 
     # Keywords.
 
     def of_types(self) -> tuple[Shape, ...]:
         kinds = self.schema.get("type")
-        shapes: tuple[Shape, ...] = FREE
+        shapes: tuple[Shape, ...] = ANY_VALUE
         if "type" in self.schema:
             named = kinds if isinstance(kinds, list) and kinds else [kinds]
             if not all(isinstance(kind, str) and kind in TYPES for kind in named):
@@ -170,20 +167,15 @@ class _Reader:
             if "number" in named:
                 named = [kind for kind in named if kind != "integer"]
             shapes = tuple(dict.fromkeys(shape for kind in named for shape in TYPES[str(kind)]))
-        said = (
-            (NUMBERS, self.numbers),
-            (TEXTS, self.texts),
-            (ARRAYS, self.arrays),
-            (OBJECTS, self.objects),
-        )
-        limits: list[Shape] = list(FREE)
-        for keywords, reader in said:
+        readers = ((NUMBERS, self.numbers), (TEXTS, self.texts), (ARRAYS, self.arrays), (OBJECTS, self.objects))
+        limits: list[Shape] = list(ANY_VALUE)
+        for keywords, reader in readers:
             if not any(keyword in self.schema for keyword in keywords):
                 continue
             shape = reader()
             limits = [limit for limit in limits if shape is None or type(limit) is not type(shape)]
             limits += [] if shape is None else [replace(shape, places=self.places((*keywords, "minContains")))]
-        return shapes if limits == list(FREE) else self.meet(shapes, limits)
+        return shapes if limits == list(ANY_VALUE) else self.meet(shapes, limits)
 
     def constants(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         for keyword in ("enum", "const"):
@@ -201,7 +193,7 @@ class _Reader:
     def numbers(self) -> Shape | None:
         low, high = self.number("minimum"), self.number("maximum")
         open_low = open_high = False
-        # Drafts up to 4 say by a boolean that the bound does not belong to the range.
+        # Up to draft 4, a boolean says whether the range excludes its bound.
         if isinstance(self.schema.get("exclusiveMinimum"), bool):
             open_low = self.schema["exclusiveMinimum"] is True and low is not None
         elif (bound := self.number("exclusiveMinimum")) is not None and (low is None or bound >= low):
@@ -225,13 +217,13 @@ class _Reader:
         low, high = self.count("minLength") or 0, self.count("maxLength")
         if high is not None and low > high:
             raise self.nothing("maxLength")
-        found = frozenset[str]()
+        patterns = frozenset[str]()
         if "pattern" in self.schema:
-            found = frozenset({self.pattern(self.schema["pattern"], "pattern")})
+            patterns = frozenset({self.pattern(self.schema["pattern"], "pattern")})
         name = self.schema.get("format")
         if name is not None and not isinstance(name, str):
             raise self.wrong("format", "a string")
-        return Text(low, high, found, format=name)
+        return Text(low, high, patterns, format=name)
 
     def pattern(self, text: JSON, keyword: str) -> str:
         if not isinstance(text, str):
@@ -250,21 +242,21 @@ class _Reader:
         if not isinstance(unique, bool):
             raise self.wrong("uniqueItems", "true or false")
         prefix: list[Conj] = []
-        rest, said = (), False
+        rest, rest_is_declared = (), False
         if isinstance(self.schema.get("items"), list):  # Drafts up to 2019-09.
             prefix = self.several("items") if self.schema["items"] else []
             if "additionalItems" in self.schema:
-                rest, said = self.one("additionalItems"), True
+                rest, rest_is_declared = self.one("additionalItems"), True
         elif "items" in self.schema:
-            rest, said = self.one("items"), True
+            rest, rest_is_declared = self.one("items"), True
         if "prefixItems" in self.schema:
             prefix = self.several("prefixItems")
         contains = frozenset[Contains]()
         if "contains" in self.schema:
-            fewest = self.count("minContains")
-            some = Contains(self.one("contains"), 1 if fewest is None else fewest, self.count("maxContains"))
-            contains = frozenset({some}) if some.low or some.high is not None else contains
-        return Array(tuple(prefix), rest, low, high, unique, contains, said)
+            low_count = self.count("minContains")
+            bounds = Contains(self.one("contains"), 1 if low_count is None else low_count, self.count("maxContains"))
+            contains = frozenset({bounds}) if bounds.low or bounds.high is not None else contains
+        return Array(tuple(prefix), rest, low, high, unique, contains, rest_is_declared)
 
     def objects(self) -> Shape | None:
         low, high = self.count("minProperties") or 0, self.count("maxProperties")
@@ -290,7 +282,7 @@ class _Reader:
         if keyword == "$dynamicRef":
             return self.library.number(document.dynamic(self.spot, value))
         if keyword == "$recursiveRef":
-            raise self.refused(keyword, "depends on where it is come from, which can't be enforced; use $ref")
+            raise self.refused(keyword, "depends on the schemas that lead to it, which can't be enforced; use $ref")
         return self.library.number(document.refer(self.spot, value, keyword))
 
     def dependent(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
@@ -303,25 +295,25 @@ class _Reader:
                 else:
                     conj = self.child(value, keyword, name)
                     present = list(self.meet((Object(required=(name,)),), self.library.shapes(conj)))
-                others = [free for free in FREE if not isinstance(free, Object)]
+                others = [free for free in ANY_VALUE if not isinstance(free, Object)]
                 shapes = self.meet(shapes, [*others, absent, *present])
         return shapes
 
     def one_of(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         options = [(conj, self.library.shapes(conj)) for conj in self.several("oneOf")]
-        alone: dict[Shape, None] = {}
+        found: dict[Shape, None] = {}
         for index, (_, option) in enumerate(options):
             for shape in self.meet(shapes, option):
-                mine: tuple[Shape, ...] = (shape,)
+                exclusive: tuple[Shape, ...] = (shape,)
                 for other, (conj, second) in enumerate(options):
-                    if other != index and self.overlap(mine, second):
-                        closed = tuple(_closed(s) for s in mine)
+                    if other != index and self.overlap(exclusive, second):
+                        closed = tuple(_closed(s) for s in exclusive)
                         if self.overlap(closed, second):
-                            mine = self.meet(mine, self.complement(conj, "oneOf"))
+                            exclusive = self.meet(exclusive, self.complement(conj, "oneOf"))
                         else:
-                            mine = closed
-                alone.update(dict.fromkeys(mine))
-        return tuple(alone)
+                            exclusive = closed
+                found.update(dict.fromkeys(exclusive))
+        return tuple(found)
 
     def overlap(self, one: Sequence[Shape], other: Sequence[Shape]) -> bool:
         return self.library.possible(self.library.meet(one, other, self.place("oneOf")))
@@ -344,23 +336,25 @@ class _Reader:
                 continue
             conj = self.one(keyword)
             places = self.places((keyword,))
-            left: list[Shape] = []
+            closed: list[Shape] = []
             for shape in shapes:
                 if isinstance(shape, kind) and shape.negated and conj:
                     raise self.refused(
-                        keyword, "can't be enforced beside not, if or oneOf that speak of what is inside"
+                        keyword, "can't be enforced beside a not, if or oneOf with keywords for properties or items"
                     )
                 if isinstance(shape, Object) and kind is Object and shape.rest is None:
                     shape = replace(shape, rest=conj, narrowed=True, places=shape.places + places)
-                elif isinstance(shape, Array) and kind is Array and not shape.rest_said:
-                    shape = replace(shape, rest=conj, rest_said=True, narrowed=True, places=shape.places + places)
-                left.append(shape)
-            shapes = tuple(left)
+                elif isinstance(shape, Array) and kind is Array and not shape.rest_is_declared:
+                    shape = replace(
+                        shape, rest=conj, rest_is_declared=True, narrowed=True, places=shape.places + places
+                    )
+                closed.append(shape)
+            shapes = tuple(closed)
         return shapes
 
 
 def _closed(shape: Shape) -> Shape:
-    """Objects with the properties that are declared or required, and no others."""
+    """Restricts an object shape to properties that are declared or required. Returns other shapes unchanged."""
     if isinstance(shape, Object) and shape.rest is None and not shape.patterns and shape.properties:
         known = dict(shape.properties)
         needed = tuple((name, ()) for name in shape.required if name not in known)

@@ -1,8 +1,4 @@
-"""The schemas of one document by number, and the shapes of any set of them.
-
-What stands where a keyword wants a schema is read when it is asked for. This room must not know how a grammar is
-written.
-"""
+"""The schemas of one document by number, and the shapes of any set of them. Schemas are read when first needed."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +9,7 @@ from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import Document, SchemaError, Spot
 from nanovllm_core.grammar.schemas.json_values import JSON, key_of
 from nanovllm_core.grammar.schemas.shapes import (
-    FREE,
+    ANY_VALUE,
     NEVER,
     Array,
     Conj,
@@ -22,53 +18,57 @@ from nanovllm_core.grammar.schemas.shapes import (
     Object,
     Shape,
     Text,
-    both,
-    higher,
+    conjunction,
     holds,
     item_at,
-    marked,
     meet_arrays,
     meet_numbers,
     meet_texts,
+    stricter_high,
+    with_origins,
 )
 
-# Steps of one conversion, of about 2 us each; schemas that people write take less than a tenth. Quadratic work on a few
-# kilobytes of `oneOf` would otherwise take seconds.
+# Steps of one conversion, of about 2 us each; usual schemas take less than a tenth. Without a limit, a few kilobytes
+# of `oneOf`, whose work is quadratic, would take seconds.
 MAX_STEPS = 400_000
-# Of what a value may be, written out.
+# Most shapes of one set of schemas.
 MAX_SHAPES = 4096
+# Most pairs of shapes that one `meet` compares.
 MAX_PAIRS = 200_000
-# Of schemas inside schemas that are looked into to see that two have nothing in common.
+# Levels of nested schemas that `possible` looks into.
 MAX_LOOK = 6
-# Of schemas that each lead right to the next.
+# Most schemas in a chain in which reading each one requires the next.
 MAX_CHAIN = 100
 
 
 class LoopError(SchemaError):
-    """A schema that is to be read while it is read."""
+    """A schema whose shapes depend on its own shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Negation:
-    """What does not meet `conj`."""
+    """The values that are not valid against all of `conj`."""
 
     conj: Conj
 
 
 class Library:
-    """The schemas of a document by number. Readers add what they come across, and get the shapes of what they ask."""
+    """The schemas of a document, by number, and their shapes.
+
+    reader: reads the keywords of one schema; it numbers the schemas that it finds, and asks for the shapes it needs.
+    """
 
     def __init__(self, document: Document, reader: "Reader"):
         self.document = document
         self._reader = reader
         self._entries: list[Spot | Negation | None] = [None]
         self._numbers: dict[int | Negation, int] = {}
-        self._shapes: dict[Conj, tuple[Shape, ...]] = {(): FREE, (NEVER,): ()}
+        self._shapes: dict[Conj, tuple[Shape, ...]] = {(): ANY_VALUE, (NEVER,): ()}
         self._reading: list[Conj] = []
         self._num_steps = 0
 
     def number(self, spot: Spot) -> Conj:
-        """The schema at `spot`, as a set of one."""
+        """The schema at `spot` as a conjunction: () if it allows everything, (NEVER,) if nothing."""
         if spot.schema is True or spot.schema == {}:
             return ()
         if spot.schema is False:
@@ -80,7 +80,7 @@ class Library:
         return (self._numbers[key],)
 
     def negation(self, conj: Conj) -> Conj:
-        """What does not meet `conj`, as a set of one."""
+        """The negation of `conj`, as a conjunction of one entry."""
         if not conj or conj == (NEVER,):
             return () if conj else (NEVER,)
         key = Negation(conj)
@@ -90,7 +90,7 @@ class Library:
         return (self._numbers[key],)
 
     def blame(self, conj: Conj) -> tuple[str, str]:
-        """The place and the keyword that a schema is blamed by when nothing meets it."""
+        """The place and the keyword that an error names when no value is valid against `conj`."""
         for index in conj:
             entry = self._entries[index]
             if isinstance(entry, Spot) and isinstance(entry.schema, dict):
@@ -107,7 +107,7 @@ class Library:
             raise SchemaError(root, "schema", f"takes more than {MAX_STEPS} steps to convert: use fewer alternatives")
 
     def place(self, conj: Conj) -> str:
-        """Where the first of these schemas stands."""
+        """The place of the first schema of `conj`."""
         for index in conj:
             entry = self._entries[index]
             while isinstance(entry, Negation):
@@ -117,7 +117,7 @@ class Library:
         return self.document.root.place
 
     def shapes(self, conj: Conj) -> tuple[Shape, ...]:
-        """What meets all of `conj`. Raises SchemaError."""
+        """The shapes of the values that are valid against all of `conj`. Raises SchemaError."""
         if conj in self._shapes:
             return self._shapes[conj]
         if len(self._reading) > MAX_CHAIN:
@@ -126,13 +126,13 @@ class Library:
             raise LoopError(self.place(conj), "$ref", "leads back to itself without end", wrong=True)
         self._reading.append(conj)
         try:
-            found: tuple[Shape, ...] | None = None
+            common: tuple[Shape, ...] | None = None
             for index in conj:
-                read = self._read(index) if len(conj) == 1 else self.shapes((index,))
-                found = read if found is None else self.meet(found, read, self.place(conj))
+                shapes = self._read(index) if len(conj) == 1 else self.shapes((index,))
+                common = shapes if common is None else self.meet(common, shapes, self.place(conj))
         finally:
             self._reading.pop()
-        self._shapes[conj] = found or ()
+        self._shapes[conj] = common or ()
         return self._shapes[conj]
 
     def _read(self, index: int) -> tuple[Shape, ...]:
@@ -141,14 +141,14 @@ class Library:
             return self.complement(self.shapes(entry.conj), self.place(entry.conj))
         return () if entry is None else self._reader(self, entry)
 
-    # What two have in common.
+    # Intersection.
 
     def meet(self, one: Sequence[Shape], other: Sequence[Shape], place: str) -> tuple[Shape, ...]:
-        """The shapes of what is in both. place: for the refusal of what is too much."""
+        """The shapes of the values that are in both. Raises SchemaError, which names `place`, if there are too many."""
         self.count_steps()
-        if one is FREE:
+        if one is ANY_VALUE:
             return tuple(other)
-        if other is FREE:
+        if other is ANY_VALUE:
             return tuple(one)
         met: dict[Shape, None] = {}
         others = {shape.key for shape in other if isinstance(shape, Constant)}
@@ -165,7 +165,7 @@ class Library:
                     if self._admits(shape, second.value):
                         met[second] = None
                 elif (common := self._meet(shape, second, place)) is not None:
-                    met[marked(common, shape, second)] = None
+                    met[with_origins(common, shape, second)] = None
         if len(met) > MAX_SHAPES:
             raise SchemaError(place, "anyOf", "has more combinations than are supported")
         return tuple(met)
@@ -185,57 +185,58 @@ class Library:
                 return None
 
     def _meet_objects(self, one: Object, other: Object, place: str) -> Object | None:
-        low, high = max(one.low, other.low), higher(one.high, other.high)
+        low, high = max(one.low, other.low), stricter_high(one.high, other.high)
         if high is not None and low > high:
             return None
         names = dict.fromkeys([name for name, _ in one.properties] + [name for name, _ in other.properties])
-        properties = tuple((name, both(self.property(one, name), self.property(other, name))) for name in names)
+        properties = tuple((name, conjunction(self.property(one, name), self.property(other, name))) for name in names)
         return Object(
             properties,
             tuple(dict.fromkeys(one.required + other.required)),
             self._meet_patterns(one, other, place),
-            one.rest if other.rest is None else other.rest if one.rest is None else both(one.rest, other.rest),
-            both(one.names, other.names),
+            one.rest if other.rest is None else other.rest if one.rest is None else conjunction(one.rest, other.rest),
+            conjunction(one.names, other.names),
             low,
             high,
         )
 
     def _meet_patterns(self, one: Object, other: Object, place: str) -> tuple[tuple[str, Conj], ...]:
-        mine, theirs = dict(one.patterns), dict(other.patterns)
-        if mine and theirs and mine.keys() != theirs.keys() and (one.rest or other.rest):
+        first, second = dict(one.patterns), dict(other.patterns)
+        if first and second and first.keys() != second.keys() and (one.rest or other.rest):
             raise SchemaError(place, "patternProperties", "can't be joined with other patternProperties")
-        met = {pattern: both(conj, theirs.get(pattern, other.rest or ())) for pattern, conj in mine.items()}
-        met |= {pattern: both(conj, one.rest or ()) for pattern, conj in theirs.items() if pattern not in mine}
+        met = {pattern: conjunction(conj, second.get(pattern, other.rest or ())) for pattern, conj in first.items()}
+        met |= {pattern: conjunction(conj, one.rest or ()) for pattern, conj in second.items() if pattern not in first}
         return tuple(met.items())
 
     def property(self, shape: Object, name: str) -> Conj:
-        """What the property of that name meets in objects of that shape."""
+        """The schemas that apply to the property `name` in objects of this shape."""
         self.count_steps(1 + len(shape.properties) // 32)
-        said = [conj for known, conj in shape.properties if known == name]
-        said += [conj for pattern, conj in shape.patterns if self.found(pattern, name, shape)]
-        if not said:
-            said = [shape.rest or ()]
+        applied = [conj for known, conj in shape.properties if known == name]
+        applied += [conj for pattern, conj in shape.patterns if self.is_found(pattern, name, shape)]
+        if not applied:
+            applied = [shape.rest or ()]
         if shape.names and not self.admits(shape.names, name):
-            said.append((NEVER,))
-        met: Conj = ()
-        for conj in said:
-            met = both(met, conj)
-        return met
+            applied.append((NEVER,))
+        joined: Conj = ()
+        for conj in applied:
+            joined = conjunction(joined, conj)
+        return joined
 
-    def found(self, pattern: str, text: str, shape: Shape) -> bool:
-        """Whether the pattern is found in `text`. Raises SchemaError where engines would not agree."""
-        surely = search.found(regex.parse(pattern), text)
-        if not surely and search.found(regex.parse(pattern, widest=True), text):
-            raise SchemaError(self._pattern_place(shape), "pattern", f"{pattern!r} means different things for {text!r}")
-        return surely
+    def is_found(self, pattern: str, text: str, shape: Shape) -> bool:
+        """Whether `pattern` is found in `text`. Raises SchemaError if regex engines disagree about it."""
+        in_all = search.is_found(regex.parse(pattern), text)
+        if not in_all and search.is_found(regex.parse(pattern, any_engine=True), text):
+            problem = f"{pattern!r} matches {text!r} in some regex engines only"
+            raise SchemaError(self._pattern_place(shape), "pattern", problem)
+        return in_all
 
     def _pattern_place(self, shape: Shape) -> str:
         return next((place for _, place in shape.places), self.document.root.place)
 
-    # Which values are among them.
+    # Membership.
 
     def admits(self, conj: Conj, value: JSON) -> bool:
-        """Whether `value` meets all of `conj`."""
+        """Whether `value` is valid against all of `conj`."""
         return any(self._admits(shape, value) for shape in self.shapes(conj))
 
     def _admits(self, shape: Shape, value: JSON) -> bool:
@@ -248,19 +249,19 @@ class Library:
             case Number(), int() | float():
                 return holds(shape, Fraction(value))
             case Text(), str():
-                long = shape.low <= len(value) and (shape.high is None or len(value) <= shape.high)
+                fits = shape.low <= len(value) and (shape.high is None or len(value) <= shape.high)
                 return (
-                    long
+                    fits
                     and value not in shape.excluded
-                    and all(self.found(pattern, value, shape) for pattern in shape.found)
-                    and not any(self.found(pattern, value, shape) for pattern in shape.absent)
+                    and all(self.is_found(pattern, value, shape) for pattern in shape.patterns)
+                    and not any(self.is_found(pattern, value, shape) for pattern in shape.absent_patterns)
                 )
             case Array(), list():
                 return self._admits_items(shape, value)
             case Object(), dict():
-                long = shape.low <= len(value) and (shape.high is None or len(value) <= shape.high)
+                fits = shape.low <= len(value) and (shape.high is None or len(value) <= shape.high)
                 return (
-                    long
+                    fits
                     and all(name in value for name in shape.required)
                     and all(self.admits(self.property(shape, name), inner) for name, inner in value.items())
                 )
@@ -278,21 +279,22 @@ class Library:
                 return False
         return all(self.admits(item_at(shape, index), item) for index, item in enumerate(value))
 
-    # What is not among them.
+    # Complement.
 
     def complement(self, shapes: Iterable[Shape], place: str) -> tuple[Shape, ...]:
-        """Every value that none of `shapes` has. Raises SchemaError where that can't be said."""
-        left: tuple[Shape, ...] = FREE
+        """The shapes of the values that are in none of `shapes`. Raises SchemaError if shapes can't express them."""
+        others: tuple[Shape, ...] = ANY_VALUE
         shapes = list(shapes)
         constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}
         if constants:
-            left = self.meet(left, self._without(list(constants.values()), place), place)
+            others = self.meet(others, self._without(list(constants.values()), place), place)
         for shape in _variable(shapes):
             if shape.narrowed:
                 raise SchemaError(place, "not", "can't be negated: it has oneOf or unevaluated keywords inside")
-            others = [free for free in FREE if type(free) is not type(shape)]
-            left = self.meet(left, (*others, *(replace(s, negated=True) for s in self._opposite(shape, place))), place)
-        return left
+            options = [free for free in ANY_VALUE if type(free) is not type(shape)]
+            options += [replace(opposite, negated=True) for opposite in self._opposite(shape, place)]
+            others = self.meet(others, options, place)
+        return others
 
     def _without(self, constants: list[Constant], place: str) -> list[Shape]:
         keys = {shape.key for shape in constants}
@@ -301,7 +303,7 @@ class Library:
         numbers = frozenset(Fraction(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool))
         if any(isinstance(shape.value, dict | list) for shape in constants):
             raise SchemaError(place, "not", "can't be negated: it has an array or object as a constant")
-        words = [free for free in FREE if isinstance(free, Constant) and free.key not in keys]
+        words = [free for free in ANY_VALUE if isinstance(free, Constant) and free.key not in keys]
         return [Object(), Array(), Text(excluded=texts), Number(excluded=numbers), *words]
 
     def _opposite(self, shape: Shape, place: str) -> list[Shape]:
@@ -340,10 +342,10 @@ class Library:
                 opposite.append(Object(((name, self.negation(conj)),), (name,)))
         return opposite
 
-    # Whether there are any.
+    # Emptiness.
 
     def possible(self, shapes: Iterable[Shape], depth: int = MAX_LOOK) -> bool:
-        """Whether any value may be among them; that there is none is sure, that there is one is not."""
+        """Whether the shapes may have a value. False is certain; True is not, because `depth` bounds the search."""
         return any(self._possible(shape, depth) for shape in shapes)
 
     def _possible(self, shape: Shape, depth: int) -> bool:
@@ -366,7 +368,7 @@ class Library:
         try:
             return self.possible(self.shapes(conj), depth - 1)
         except LoopError:
-            return True  # It is being read, and what stands inside of itself is no loop.
+            return True  # The schema contains itself and is being read: assume that it has a value.
 
 
 Reader: TypeAlias = Callable[[Library, Spot], tuple[Shape, ...]]
@@ -380,7 +382,7 @@ def _opposite_numbers(shape: Number, place: str) -> list[Shape]:
     if shape.integer and not (shape.low is None and shape.high is None and not shape.multiples):
         raise SchemaError(place, "not", "can't be negated: it has bounds of an integer")
     if shape.integer or shape.multiples:
-        raise SchemaError(place, "not", "can't be negated: it has numbers with or without fractions")
+        raise SchemaError(place, "not", "can't be negated: it has type integer or multipleOf")
     opposite: list[Shape] = []
     if shape.low is not None:
         opposite.append(Number(high=shape.low, open_high=not shape.open_low))
@@ -392,6 +394,6 @@ def _opposite_numbers(shape: Number, place: str) -> list[Shape]:
 def _opposite_texts(shape: Text) -> list[Shape]:
     opposite: list[Shape] = [Text(high=shape.low - 1)] if shape.low else []
     opposite += [] if shape.high is None else [Text(low=shape.high + 1)]
-    opposite += [Text(absent=frozenset({pattern})) for pattern in shape.found]
-    opposite += [Text(found=frozenset({pattern})) for pattern in shape.absent]
+    opposite += [Text(absent_patterns=frozenset({pattern})) for pattern in shape.patterns]
+    opposite += [Text(patterns=frozenset({pattern})) for pattern in shape.absent_patterns]
     return opposite + [Constant(text, key_of(text)) for text in shape.excluded]

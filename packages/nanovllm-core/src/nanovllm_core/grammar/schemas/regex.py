@@ -1,8 +1,6 @@
-"""Patterns of JSON Schema as trees: read from their ECMA 262 spelling, and made whole matches.
+"""Parses ECMA 262 patterns into trees, and rewrites the trees to match full_match strings.
 
-A pattern of JSON Schema is searched for; xgrammar's must match the whole string, and it drops anchors that stand
-anywhere but at the ends. Engines that validate differ in what `\\d`, `\\w` and `\\s` mean beyond ASCII: a class here
-has what all of them agree on. This room must not know what schemas are.
+JSON Schema searches for a pattern in the string; xgrammar matches the whole string.
 """
 
 from dataclasses import dataclass
@@ -17,45 +15,45 @@ from nanovllm_core.grammar.schemas.characters import (
     Ranges,
     common,
     invert,
-    normal,
+    normalized,
 )
 
 MAX_PATTERN = 4096
 MAX_NESTING = 40
-# Of a pattern with its repetitions written out.
+# Limit of `_count_states`, in which repeated groups are written out.
 MAX_STATES = 20_000
 ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class RegexError(ValueError):
-    """A pattern that is none, or that no grammar can be made of."""
+    """The pattern is invalid, or no grammar can express it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of code point ranges, sorted and apart."""
+    """One character. ranges: its code points; sorted ranges that neither overlap nor touch."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """One after the other; none is the empty string."""
+    """The parts, one after another. Without parts: the empty string."""
 
     parts: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of these; of none nothing matches."""
+    """One of the options. Without options: matches nothing."""
 
     options: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`low` to `high` (None: any number) of `part`."""
+    """`part`, repeated `low` to `high` times. high: None for no limit."""
 
     part: "Node"
     low: int
@@ -64,14 +62,14 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The start of the string, or its end."""
+    """The start of the string (`^`), or its end (`$`)."""
 
     start: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A lookahead: what follows begins with `part`, or (negative) does not."""
+    """A lookahead: the following text begins with `part`, or, if negative, does not."""
 
     part: "Node"
     negative: bool
@@ -86,25 +84,26 @@ ANYTHING = Repeat(ANY, 0, None)
 
 
 @lru_cache(maxsize=1024)
-def parse(pattern: str, *, widest: bool = False) -> Node:
-    """The tree of a pattern as it stands, anchors included. Raises RegexError with what is not supported.
+def parse(pattern: str, *, any_engine: bool = False) -> Node:
+    """Parses `pattern` into a tree that keeps its anchors. Raises RegexError if it is invalid or not supported.
 
-    It matches what every engine would, with `widest` what any engine would.
+    Regex engines disagree about `\\d`, `\\w`, `\\s` and `.` beyond ASCII.
+    any_engine: the tree matches a character if at least one engine does; otherwise, if all engines do.
     """
     if len(pattern) > MAX_PATTERN:
-        raise RegexError(f"it has {len(pattern)} characters, at most {MAX_PATTERN} are supported")
-    tree = _Parser(pattern, widest).parse()
-    if _states(tree) > MAX_STATES:
+        raise RegexError(f"it has {len(pattern)} character_class, at most {MAX_PATTERN} are supported")
+    tree = _Parser(pattern, any_engine).parse()
+    if _count_states(tree) > MAX_STATES:
         raise RegexError("its repetitions are too large")
     return tree
 
 
 class _Parser:
-    """Reads one pattern from left to right."""
+    """Reads one pattern from left to right. any_engine: see `parse`."""
 
-    def __init__(self, text: str, widest: bool):
+    def __init__(self, text: str, any_engine: bool):
         self.text = text
-        self.widest = widest
+        self.any_engine = any_engine
         self.at = 0
         self.depth = 0
 
@@ -133,7 +132,7 @@ class _Parser:
         self.depth -= 1
         classes = [option for option in options if isinstance(option, Chars)]
         if len(classes) == len(options):
-            return Chars(normal([each for option in classes for each in option.ranges]))
+            return Chars(normalized([each for option in classes for each in option.ranges]))
         return options[0] if len(options) == 1 else Alt(tuple(options))
 
     def sequence(self) -> Node:
@@ -156,18 +155,18 @@ class _Parser:
             if bounds is None and self.take(word):
                 bounds = meaning
         if bounds is None and self.peek() == "{":
-            bounds = self.counts()
+            bounds = self.read_counts()
         if bounds is not None:
-            self.take("?")  # Lazy or greedy is the same language.
+            self.take("?")  # A lazy quantifier matches the same strings as a greedy one.
         return bounds
 
-    def counts(self) -> tuple[int, int | None] | None:
+    def read_counts(self) -> tuple[int, int | None] | None:
         end = self.text.find("}", self.at)
         low, comma, high = self.text[self.at + 1 : max(end, self.at + 1)].partition(",")
         if comma and not low and high.isdecimal():
             raise RegexError("{,n} means different things to different engines")
         if not all(digits.isascii() and digits.isdecimal() and len(digits) < 7 for digits in (low, high or "0")):
-            return None  # A brace that counts nothing is itself.
+            return None  # A brace without counts is a literal character.
         self.at = end + 1
         bounds = int(low), (int(high) if high else None) if comma else int(low)
         if bounds[1] is not None and bounds[1] < bounds[0]:
@@ -181,13 +180,13 @@ class _Parser:
             case "^" | "$":
                 return Anchor(character == "^")
             case ".":
-                return Chars(invert(NO_DOT[:1] if self.widest else NO_DOT))
+                return Chars(invert(NO_DOT[:1] if self.any_engine else NO_DOT))
             case "(":
                 return self.group()
             case "[":
-                return Chars(self.characters())
+                return Chars(self.character_class())
             case "\\":
-                return Chars(self.escape(self.widest)[0])
+                return Chars(self.escape(self.any_engine)[0])
             case "*" | "+" | "?":
                 raise RegexError(f"there is nothing to repeat before {character}")
             case _:
@@ -207,33 +206,33 @@ class _Parser:
                 self.at = end + 1
             elif not self.take(":"):
                 raise RegexError("flags and the like after (? are not supported")
-        self.widest ^= look is True
+        self.any_engine ^= look is True
         inner = self.alternatives()
-        self.widest ^= look is True
+        self.any_engine ^= look is True
         if not self.take(")"):
             raise RegexError("it has a ( without )")
         return inner if look is None else Look(inner, look)
 
-    def characters(self) -> Ranges:
+    def character_class(self) -> Ranges:
         negative = self.take("^")
         chosen: list[tuple[int, int]] = []
         if self.peek() == "]":
             raise RegexError("it has an empty character class")
         while not self.take("]"):
-            low, is_set = self.member(negative ^ self.widest)
+            low, is_set = self.class_member(negative ^ self.any_engine)
             if not is_set and self.peek() == "-" and self.peek(2) not in ("-]", "-"):
                 self.at += 1
-                high, is_set = self.member(negative ^ self.widest)
+                high, is_set = self.class_member(negative ^ self.any_engine)
                 if is_set:
                     raise RegexError("it has a range that ends in a class")
                 if high[0][0] < low[0][0]:
                     raise RegexError("it has a range that is out of order")
                 low = ((low[0][0], high[0][0]),)
             chosen.extend(low)
-        ranges = normal(chosen)
+        ranges = normalized(chosen)
         return invert(ranges) if negative else ranges
 
-    def member(self, widest: bool) -> tuple[Ranges, bool]:
+    def class_member(self, any_engine: bool) -> tuple[Ranges, bool]:
         character = self.peek()
         if not character:
             raise RegexError("it has a [ without ]")
@@ -242,21 +241,21 @@ class _Parser:
             return ((ord(character), ord(character)),), False
         if self.take("b"):
             return ((8, 8),), False
-        return self.escape(widest)
+        return self.escape(any_engine)
 
-    def escape(self, widest: bool) -> tuple[Ranges, bool]:
-        """What an escape stands for to every engine (widest: to any of them), and whether it is a class."""
+    def escape(self, any_engine: bool) -> tuple[Ranges, bool]:
+        """The characters that an escape stands for, and whether it is a class such as `\\d`."""
         letter = self.peek()
         self.at += 1
         if letter.lower() in CLASSES and letter:
             strict, loose = CLASSES[letter.lower()]
             if letter.islower():
-                return normal(loose if widest else strict), True
-            return invert(strict if widest else loose), True
-        point = self.point(letter)
-        return ((point, point),), False
+                return normalized(loose if any_engine else strict), True
+            return invert(strict if any_engine else loose), True
+        code_point = self.code_point(letter)
+        return ((code_point, code_point),), False
 
-    def point(self, letter: str) -> int:
+    def code_point(self, letter: str) -> int:
         match letter:
             case "x":
                 return self.hexadecimal(2)
@@ -290,15 +289,21 @@ class _Parser:
         return int(digits, 16)
 
 
-def whole(tree: Node) -> Node:
-    """The tree that matches whole strings where `tree` is found in them. Raises RegexError for anchors elsewhere."""
-    return _edge(tree, True, True)
+def full_match(tree: Node) -> Node:
+    """A tree without anchors that matches the whole of every string in which `tree` is found.
+
+    Raises RegexError if an anchor is neither at the start nor at the end of the pattern.
+    """
+    return _with_open_edges(tree, True, True)
 
 
-def _edge(node: Node, left: bool, right: bool) -> Node:
-    """`node` with anything around it on those sides where it is not anchored."""
+def _with_open_edges(node: Node, left: bool, right: bool) -> Node:
+    """Adds `ANYTHING` at the open edges of `node` that have no anchor.
+
+    left, right: whether `node` is at the start, at the end of the whole pattern.
+    """
     if isinstance(node, Alt) and _has_anchor(node):
-        return Alt(tuple(_edge(option, left, right) for option in node.options))
+        return Alt(tuple(_with_open_edges(option, left, right) for option in node.options))
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
     start, end = 0, len(parts)
     while start < end and parts[start] == Anchor(True) and left:
@@ -310,19 +315,19 @@ def _edge(node: Node, left: bool, right: bool) -> Node:
     if inner and open_left and _has_anchor(inner[0]):
         if isinstance(inner[0], Repeat):
             raise RegexError("it repeats an assertion")
-        inner[0] = _edge(inner[0], True, open_right and len(inner) == 1)
+        inner[0] = _with_open_edges(inner[0], True, open_right and len(inner) == 1)
         open_right = open_right and len(inner) > 1
         open_left = False
     if inner and open_right and _has_anchor(inner[-1]):
         if isinstance(inner[-1], Repeat):
             raise RegexError("it repeats an assertion")
-        inner[-1] = _edge(inner[-1], False, True)
+        inner[-1] = _with_open_edges(inner[-1], False, True)
         open_right = False
     for part in inner:
         if _has_anchor(part):
             raise RegexError("it has an anchor in the middle")
-    around: list[Node] = [ANYTHING]
-    return seq(around * open_left + inner + around * open_right)
+    anything: list[Node] = [ANYTHING]
+    return seq(anything * open_left + inner + anything * open_right)
 
 
 def _has_anchor(node: Node) -> bool:
@@ -338,7 +343,7 @@ def _has_anchor(node: Node) -> bool:
 
 
 def seq(parts: list[Node]) -> Node:
-    """These one after the other, flat."""
+    """A sequence of the parts, in which nested sequences are flattened."""
     flat: list[Node] = []
     for part in parts:
         flat.extend(part.parts if isinstance(part, Seq) else (part,))
@@ -346,17 +351,17 @@ def seq(parts: list[Node]) -> Node:
 
 
 def narrow(node: Node, alphabet: Ranges = PLAIN) -> Node:
-    """`node` over the characters of `alphabet` only, without parts that then match nothing."""
+    """Restricts `node` to the characters of `alphabet`, and removes options that then match nothing."""
     match node:
         case Chars(ranges):
-            kept = common(ranges, alphabet)
-            return Chars(kept) if kept else NOTHING
+            shared = common(ranges, alphabet)
+            return Chars(shared) if shared else NOTHING
         case Seq(parts):
             narrowed = [narrow(part, alphabet) for part in parts]
             return NOTHING if NOTHING in narrowed else seq(narrowed)
         case Alt(options):
-            left = [option for option in (narrow(option, alphabet) for option in options) if option != NOTHING]
-            return left[0] if len(left) == 1 else Alt(tuple(dict.fromkeys(left)))
+            kept = [option for option in (narrow(option, alphabet) for option in options) if option != NOTHING]
+            return kept[0] if len(kept) == 1 else Alt(tuple(dict.fromkeys(kept)))
         case Repeat(part, low, high):
             inner = narrow(part, alphabet)
             if inner in (NOTHING, EMPTY) or high == 0:
@@ -366,17 +371,17 @@ def narrow(node: Node, alphabet: Ranges = PLAIN) -> Node:
             raise RegexError("it has an assertion in the middle")
 
 
-def _states(node: Node) -> int:
+def _count_states(node: Node) -> int:
     match node:
         case Chars():
             return 1
         case Seq(parts) | Alt(parts):
-            return 1 + sum(_states(part) for part in parts)
+            return 1 + sum(_count_states(part) for part in parts)
         case Repeat(Chars()):
-            return 2  # Counted, not written out.
+            return 2  # xgrammar counts repetitions of a single character.
         case Repeat(part, low, high):
-            return 1 + _states(part) * max(low, high or 1, 1)
+            return 1 + _count_states(part) * max(low, high or 1, 1)
         case Look(part):
-            return _states(part)
+            return _count_states(part)
         case _:
             return 1

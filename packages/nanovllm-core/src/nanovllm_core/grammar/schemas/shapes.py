@@ -1,8 +1,7 @@
-"""What a value may be, one JSON type at a time: shapes, and which values two shapes have in common.
+"""Shapes: descriptions of values of one JSON type. A schema allows the values of any of its shapes.
 
-A schema is a list of shapes of which any may be met. What stands inside arrays and objects is named by `Conj`, the
-schemas that all apply there: it is read when it is needed, so that recursive schemas end. This room must not know
-keywords, nor how a grammar is written.
+Items and properties refer to their schemas by number, so that recursive schemas have finite shapes.
+Bounds and counts that are None are no limit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -12,19 +11,21 @@ from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Which schemas all apply, by their numbers in a Library, in order. () is none, and so anything.
+# A conjunction: sorted numbers, in a Library, of the schemas that all apply. () allows any value.
 Conj: TypeAlias = tuple[int, ...]
-# The schema that nothing meets has this number in every library.
+# Number, in every library, of the schema that allows no value.
 NEVER = 0
+# Keywords and their places in the document.
 Places: TypeAlias = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a value may be.
+    """Values of one JSON type.
 
-    places: where the keywords that say so stand, by keyword. narrowed: it has fewer values than the schema, so that
-    what it lacks is not what the schema excludes. negated: it was made by negating, so names in it are not evaluated.
+    places: keywords that the shape comes from, for error messages.
+    narrowed: the shape has fewer values than the schema allows, so that it can't be negated.
+    negated: the shape comes from a negation, so that its properties and items do not count as evaluated.
     """
 
     places: Places = field(default=(), compare=False, kw_only=True)
@@ -34,7 +35,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Constant(Shape):
-    """This value and no other. key: what tells it from others."""
+    """One value. key: `key_of(value)`, equal for equal values."""
 
     value: JSON = field(compare=False)
     key: str
@@ -42,7 +43,12 @@ class Constant(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Number(Shape):
-    """Numbers (integer: only those without a fraction) between bounds that belong to it unless they are open."""
+    """Numbers from `low` to `high`.
+
+    integer: only numbers without a fraction.
+    open_low, open_high: whether the range excludes the bound.
+    multiples: each number is a multiple of all of these.
+    """
 
     integer: bool = False
     low: Fraction | None = None
@@ -55,20 +61,23 @@ class Number(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Text(Shape):
-    """Strings of `low` to `high` code points in which all of `found` and none of `absent` are found (patterns)."""
+    """Strings of `low` to `high` code points, without those in `excluded`.
+
+    patterns, absent_patterns: each of the former and none of the latter is found in the string.
+    format: strings are written in this format; other strings are valid too. None for no format.
+    """
 
     low: int = 0
     high: int | None = None
-    found: frozenset[str] = frozenset()
-    absent: frozenset[str] = frozenset()
+    patterns: frozenset[str] = frozenset()
+    absent_patterns: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
-    # No limit of what is valid, only of what is written.
     format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """`low` to `high` items meet `item`."""
+    """`low` to `high` items are valid against `item`."""
 
     item: Conj
     low: int
@@ -77,9 +86,11 @@ class Contains:
 
 @dataclass(frozen=True, slots=True)
 class Array(Shape):
-    """Arrays of `low` to `high` items: the first ones as in `prefix`, others as in `rest`.
+    """Arrays of `low` to `high` items, which are distinct if `unique`.
 
-    rest_said: whether a keyword speaks of those others, which decides what unevaluatedItems speaks of.
+    prefix: schemas of the first items.
+    rest: schemas of all other items.
+    rest_is_declared: `rest` comes from a keyword, so that unevaluatedItems does not apply.
     """
 
     prefix: tuple[Conj, ...] = ()
@@ -88,14 +99,16 @@ class Array(Shape):
     high: int | None = None
     unique: bool = False
     contains: frozenset[Contains] = frozenset()
-    rest_said: bool = field(default=False, compare=False)
+    rest_is_declared: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Object(Shape):
-    """Objects of `low` to `high` properties, whose names all meet `names`.
+    """Objects of `low` to `high` properties, whose names are valid against `names`.
 
-    properties: by name. patterns: by a pattern found in the name. rest: of those that are in neither; None: not said.
+    properties: schemas by name.
+    patterns: schemas by a pattern that is found in the name.
+    rest: schemas of all other properties; None if no keyword gives them.
     """
 
     properties: tuple[tuple[str, Conj], ...] = ()
@@ -107,7 +120,8 @@ class Object(Shape):
     high: int | None = None
 
 
-FREE: tuple[Shape, ...] = (
+# The shapes of a schema without restrictions.
+ANY_VALUE: tuple[Shape, ...] = (
     Object(),
     Array(),
     Text(),
@@ -119,20 +133,20 @@ FREE: tuple[Shape, ...] = (
 TypeName: TypeAlias = Kind["object", "array", "string", "integer", "number", "boolean", "null"]
 
 
-def both(one: Conj, other: Conj) -> Conj:
-    """What meets both."""
+def conjunction(one: Conj, other: Conj) -> Conj:
+    """All schemas of `one` and `other`."""
     if NEVER in one or NEVER in other:
         return (NEVER,)
     return one if not other else tuple(sorted({*one, *other}))
 
 
-def higher(one: int | None, other: int | None) -> int | None:
+def stricter_high(one: int | None, other: int | None) -> int | None:
     """The stricter of two upper bounds."""
     return other if one is None else one if other is None else min(one, other)
 
 
 def meet_numbers(one: Number, other: Number) -> Number | None:
-    """Numbers that are both."""
+    """The numbers that are in `one` and `other`; None if there are none."""
     lows = [(s.low, s.open_low) for s in (one, other) if s.low is not None]
     highs = [(s.high, not s.open_high) for s in (one, other) if s.high is not None]
     low, open_low = max(lows, default=(None, False))
@@ -151,7 +165,7 @@ def meet_numbers(one: Number, other: Number) -> Number | None:
 
 
 def holds(shape: Number, value: Fraction) -> bool:
-    """Whether `value` is one of these."""
+    """Whether `value` is one of the shape's numbers."""
     if shape.low is not None and (value < shape.low or (shape.open_low and value == shape.low)):
         return False
     if shape.high is not None and (value > shape.high or (shape.open_high and value == shape.high)):
@@ -162,44 +176,44 @@ def holds(shape: Number, value: Fraction) -> bool:
 
 
 def meet_texts(one: Text, other: Text) -> Text | None:
-    """Strings that are both."""
-    low, high = max(one.low, other.low), higher(one.high, other.high)
+    """The strings that are in `one` and `other`; None if their lengths exclude each other."""
+    low, high = max(one.low, other.low), stricter_high(one.high, other.high)
     if high is not None and low > high:
         return None
     return Text(
         low,
         high,
-        one.found | other.found,
-        one.absent | other.absent,
+        one.patterns | other.patterns,
+        one.absent_patterns | other.absent_patterns,
         one.excluded | other.excluded,
         one.format or other.format,
     )
 
 
 def meet_arrays(one: Array, other: Array) -> Array | None:
-    """Arrays that are both."""
-    low, high = max(one.low, other.low), higher(one.high, other.high)
+    """The arrays that are in `one` and `other`; None if their lengths exclude each other."""
+    low, high = max(one.low, other.low), stricter_high(one.high, other.high)
     if high is not None and low > high:
         return None
     count = max(len(one.prefix), len(other.prefix))
     return Array(
-        tuple(both(item_at(one, index), item_at(other, index)) for index in range(count)),
-        both(one.rest, other.rest),
+        tuple(conjunction(item_at(one, index), item_at(other, index)) for index in range(count)),
+        conjunction(one.rest, other.rest),
         low,
         high,
         one.unique or other.unique,
         one.contains | other.contains,
-        one.rest_said or other.rest_said,
+        one.rest_is_declared or other.rest_is_declared,
     )
 
 
 def item_at(shape: Array, index: int) -> Conj:
-    """What the item of that index meets."""
+    """The schemas of the item at `index`."""
     return shape.prefix[index] if index < len(shape.prefix) else shape.rest
 
 
-def marked(shape: Shape, *origins: Shape) -> Shape:
-    """`shape`, known to come from `origins`."""
+def with_origins(shape: Shape, *origins: Shape) -> Shape:
+    """`shape` with the places and marks of the shapes that it was made from."""
     return replace(
         shape,
         places=tuple(dict.fromkeys(place for origin in origins for place in origin.places)),
@@ -208,6 +222,6 @@ def marked(shape: Shape, *origins: Shape) -> Shape:
     )
 
 
-def where(shape: Shape, keyword: str) -> str | None:
-    """Where the keyword stands that this shape comes from."""
+def keyword_place(shape: Shape, keyword: str) -> str | None:
+    """The place of `keyword` if the shape comes from it; else None."""
     return next((place for name, place in shape.places if name == keyword), None)

@@ -1,44 +1,44 @@
-"""Which strings meet limits, as one pattern for xgrammar. This room must not know what schemas are."""
+"""Writes the strings of a `Text` shape as one pattern for xgrammar."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nanovllm_core.grammar.schemas import regex, search
-from nanovllm_core.grammar.schemas.characters import PLAIN, invert, normal
+from nanovllm_core.grammar.schemas.characters import PLAIN, invert, normalized
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.formats import FORMATS
-from nanovllm_core.grammar.schemas.regex import Alt, Chars, Node, Repeat, Seq, narrow, parse, whole
-from nanovllm_core.grammar.schemas.shapes import Text, where
+from nanovllm_core.grammar.schemas.regex import Alt, Chars, Node, Repeat, Seq, full_match, narrow, parse
+from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
 from nanovllm_core.grammar.schemas.spelling import write, write_value
 
 MAX_LENGTH = 1_000_000
-# Of the characters of a string that is left out, and of the beginnings of all of them.
+# `all_but`: most characters that it compares of an excluded string, and most distinct prefixes of all of them.
 MAX_BRANCH = 32
 MAX_BRANCHES = 16
 
 
 def format_pattern(name: str) -> str | None:
-    """The strings of a format; None for one that is not enforced."""
+    """The pattern of a format; None if the format is not enforced."""
     pattern = FORMATS.get(name)
-    return None if pattern is None else write(narrow(whole(parse(pattern)), PLAIN))
+    return None if pattern is None else write(narrow(full_match(parse(pattern)), PLAIN))
 
 
 def as_text(shape: Text, place: str) -> str | None:
-    """The strings of a shape as a pattern for xgrammar; None if there are none. Raises SchemaError."""
+    """The pattern of a shape's strings for xgrammar; None if there are no strings. Raises SchemaError."""
     tree = as_tree(shape, place)
     return None if tree == regex.NOTHING else write_value(tree)
 
 
 def as_tree(shape: Text, place: str) -> Node:
-    """The strings of a shape that need no escapes, as a tree. Raises SchemaError."""
+    """The tree of those strings of a shape that JSON writes without escapes. Raises SchemaError."""
     keyword = next((k for k, _ in shape.places if k in ("pattern", "maxLength", "minLength")), "pattern")
-    at = where(shape, keyword) or place
-    if len(shape.found) > 1:
+    at = keyword_place(shape, keyword) or place
+    if len(shape.patterns) > 1:
         raise SchemaError(at, "pattern", "can't be enforced together with another pattern")
-    if shape.absent:
+    if shape.absent_patterns:
         raise SchemaError(at, "not", "of a pattern can't be enforced")
     try:
-        tree: Node = whole(parse(next(iter(shape.found)))) if shape.found else regex.ANYTHING
+        tree: Node = full_match(parse(next(iter(shape.patterns)))) if shape.patterns else regex.ANYTHING
         tree = narrow(tree, PLAIN)
     except regex.RegexError as error:
         raise SchemaError(at, "pattern", f"has a pattern that can't be enforced: {error}") from error
@@ -58,11 +58,11 @@ def as_tree(shape: Text, place: str) -> Node:
 
 
 def _matches(tree: Node, text: str) -> bool:
-    return search.found(regex.seq([regex.Anchor(True), tree, regex.Anchor(False)]), text)
+    return search.is_found(regex.seq([regex.Anchor(True), tree, regex.Anchor(False)]), text)
 
 
 def limit(tree: Node, low: int, high: int | None) -> Node | None:
-    """`tree` where it matches `low` to `high` code points; None where this room can't say it."""
+    """Restricts `tree` to strings of `low` to `high` code points; None if this function can't express it."""
     least, most = search.lengths(tree)
     if least >= low and (high is None or (most is not None and most <= high)):
         return tree
@@ -73,11 +73,11 @@ def limit(tree: Node, low: int, high: int | None) -> Node | None:
             limited = [limit(option, low, high) for option in options]
             if any(option is None for option in limited):
                 return None
-            left = tuple(option for option in limited if option is not None and option != regex.NOTHING)
-            return left[0] if len(left) == 1 else Alt(left)
+            kept = tuple(option for option in limited if option is not None and option != regex.NOTHING)
+            return kept[0] if len(kept) == 1 else Alt(kept)
         case Repeat(Chars() as part, fewest, most_times):
-            highest = high if most_times is None else most_times if high is None else min(high, most_times)
-            return Repeat(part, max(low, fewest), None if highest is None else min(highest, MAX_LENGTH))
+            limit_high = high if most_times is None else most_times if high is None else min(high, most_times)
+            return Repeat(part, max(low, fewest), None if limit_high is None else min(limit_high, MAX_LENGTH))
         case Seq(parts):
             return _limit_one(parts, low, high)
         case _:
@@ -85,7 +85,7 @@ def limit(tree: Node, low: int, high: int | None) -> Node | None:
 
 
 def _limit_one(parts: tuple[Node, ...], low: int, high: int | None) -> Node | None:
-    """Where one part alone varies in length, the limits are its own."""
+    """Applies the limits to the only part that varies in length; None if several do."""
     varying = [index for index, part in enumerate(parts) if len(set(search.lengths(part))) > 1]
     if len(varying) != 1:
         return None
@@ -99,7 +99,11 @@ def _limit_one(parts: tuple[Node, ...], low: int, high: int | None) -> Node | No
 
 @dataclass(slots=True)
 class _Branch:
-    """Where texts that begin the same go on. ends: whether one ends here; cut: whether what begins so is left out."""
+    """A node of the trie of excluded strings.
+
+    ends: an excluded string ends here.
+    cut: every string with this prefix is excluded, because an excluded string is longer than the trie is deep.
+    """
 
     ends: bool = False
     cut: bool = False
@@ -107,7 +111,7 @@ class _Branch:
 
 
 def all_but(texts: Collection[str]) -> Node:
-    """Strings without escapes and without `texts`: all of them where `texts` are few and short, else fewer."""
+    """All strings without escapes except `texts`. If `texts` are many or long, leaves out more strings than these."""
     longest = MAX_BRANCH
     while longest > 1 and len({text[:length] for text in texts for length in range(longest)}) > MAX_BRANCHES:
         longest //= 2
@@ -124,7 +128,7 @@ def all_but(texts: Collection[str]) -> Node:
 def _outside(branch: _Branch) -> Node:
     if branch.cut:
         return regex.NOTHING
-    known = normal([(ord(character), ord(character)) for character in branch.next])
+    known = normalized([(ord(character), ord(character)) for character in branch.next])
     options: list[Node] = [] if branch.ends else [regex.EMPTY]
     options.append(regex.seq([Chars(invert(known)), regex.ANYTHING]))
     for character, child in branch.next.items():

@@ -1,9 +1,7 @@
-"""From shapes to what a grammar of xgrammar can say, value by value, and the refusal of what it can't.
+"""Turns shapes into plans: descriptions of values that an xgrammar grammar can express. Refuses all other shapes.
 
-What comes out permits nothing that the schema excludes. It permits less in a few places, where a grammar can't say
-more: an object has the properties that are declared, in their order, unless the schema speaks of others; strings with
-a pattern or a length have no escapes; what `contains` wants stands first. This room must not know how xgrammar spells
-a schema.
+A plan never allows a value that the schema excludes. It may allow fewer: properties keep their declared order, strings
+with a pattern or length have no escapes, and the items that `contains` requires come first.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.schemas.library import Library
 from nanovllm_core.grammar.schemas.shapes import (
-    FREE,
+    ANY_VALUE,
     NEVER,
     Array,
     Conj,
@@ -26,23 +24,24 @@ from nanovllm_core.grammar.schemas.shapes import (
     Object,
     Shape,
     Text,
-    both,
-    higher,
-    where,
+    conjunction,
+    keyword_place,
+    stricter_high,
 )
 from nanovllm_core.grammar.schemas.strings import as_text, format_pattern
 
-# Of constants that stand for a keyword that has no other form.
+# Most constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_WRITTEN_OUT = 2_000
-# Of values whose arrangements are counted.
+# Most items of an enum whose arrangements are listed for uniqueItems.
 MAX_DISTINCT = 200
-# Of items that xgrammar is asked to count.
+# Largest minItems or maxItems that xgrammar gets.
 MAX_ITEMS = 100_000
+# Largest multipleOf without bounds.
 MAX_MULTIPLE = 1024
-# What xgrammar computes with, for integers and for bounds of other numbers.
+# Largest magnitudes of integers and of other numbers' bounds in xgrammar.
 INT64 = 2**63 - 1
 EXACT = 2**53
-# The fraction digits that xgrammar writes of a number with bounds.
+# xgrammar writes a bounded number with up to 6 fraction digits.
 GRID = 10**6
 
 
@@ -55,7 +54,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers between bounds."""
+    """Numbers between bounds; fields as in `shapes.Number`. multiple: all numbers are multiples of it; None for any."""
 
     integer: bool
     low: Fraction | None
@@ -67,14 +66,14 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Strings: any (None), or those that a pattern in xgrammar's spelling matches."""
+    """Strings that match a pattern in xgrammar's syntax. pattern: None for any string."""
 
     pattern: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Arrays."""
+    """Arrays of `low` to `high` items: the first ones follow `prefix`, the others `rest`. high: None for no limit."""
 
     prefix: tuple[Conj, ...]
     rest: Conj
@@ -84,9 +83,10 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """Objects: named properties in this order (with whether they are required), and others by a pattern of names.
+    """Objects of `low` to `high` properties (None for no limit).
 
-    A pattern that is None is any name.
+    named: properties in the order in which they are written: name, schemas of the value, whether it is required.
+    others: further properties: pattern of the name (None for any name), schemas of the value.
     """
 
     named: tuple[tuple[str, Conj, bool], ...]
@@ -99,11 +99,11 @@ Plan: TypeAlias = Constants | Numbers | Texts | Items | Properties
 
 
 def plans(library: Library, conj: Conj) -> tuple[Plan, ...] | None:
-    """What values that meet `conj` can be written as; None where they can be any. Raises SchemaError."""
+    """The plans of the values that are valid against `conj`; None if any value is. Raises SchemaError."""
     shapes = library.shapes(conj)
-    if set(shapes) == set(FREE):
+    if set(shapes) == set(ANY_VALUE):
         return None
-    shapes = _meant(shapes)
+    shapes = _implied_types(shapes)
     constants = [shape for shape in shapes if isinstance(shape, Constant)]
     planned: list[Plan] = []
     place = library.place(conj)
@@ -126,35 +126,36 @@ def plans(library: Library, conj: Conj) -> tuple[Plan, ...] | None:
     return tuple(planned)
 
 
-def _meant(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Where no type is named, those types that keywords speak of: who says `properties` means an object."""
-    free = set(FREE)
+def _implied_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    """Without `type`, keeps only the types that keywords restrict: a schema with `properties` then means an object."""
+    free = set(ANY_VALUE)
     if not all(
-        any(type(kind) is type(s) and (kind == s or not isinstance(kind, Constant)) for s in shapes) for kind in FREE
+        any(type(kind) is type(s) and (kind == s or not isinstance(kind, Constant)) for s in shapes)
+        for kind in ANY_VALUE
     ):
         return shapes
-    said = tuple(
+    restricted = tuple(
         shape for shape in shapes if shape not in free and not shape.negated and not isinstance(shape, Constant)
     )
-    return said or shapes
+    return restricted or shapes
 
 
 def _refused(shape: Shape, keyword: str, place: str, problem: str) -> SchemaError:
-    return SchemaError(where(shape, keyword) or place, keyword, problem)
+    return SchemaError(keyword_place(shape, keyword) or place, keyword, problem)
 
 
 # Numbers.
 
 
 def _check_constant(shape: Constant, place: str) -> None:
-    """Refuses numbers that xgrammar, which reads them as int64 or float64, would write as others."""
+    """Refuses integers beyond 64 bits: xgrammar would change them to floats."""
     waiting = [shape.value]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict | list):
             waiting.extend(value.values() if isinstance(value, dict) else value)
         elif type(value) is int and abs(value) > INT64:
-            keyword = "const" if where(shape, "const") else "enum"
+            keyword = "const" if keyword_place(shape, "const") else "enum"
             raise _refused(shape, keyword, place, f"has an integer beyond 64 bits: {str(value)[:40]}")
 
 
@@ -191,23 +192,24 @@ def _on_grid(low: Fraction, high: Fraction, open_low: bool, open_high: bool) -> 
 
 
 def _around(shape: Number, place: str) -> list[Plan]:
-    """Ranges between the numbers that are excluded."""
-    whole = replace(shape, excluded=frozenset())
+    """The ranges between the excluded numbers."""
+    unrestricted = replace(shape, excluded=frozenset())
     planned: list[Plan] = []
     low, open_low = shape.low, shape.open_low
     for value in sorted(shape.excluded):
         if (shape.low is not None and value < shape.low) or (shape.high is not None and value > shape.high):
             continue
         if low is None or low < value:
-            planned.extend(_numbers(replace(whole, low=low, open_low=open_low, high=value, open_high=True), place))
+            gap = replace(unrestricted, low=low, open_low=open_low, high=value, open_high=True)
+            planned.extend(_numbers(gap, place))
         low, open_low = value, True
     if shape.high is None or low is None or low < shape.high:
-        planned.extend(_numbers(replace(whole, low=low, open_low=open_low), place))
+        planned.extend(_numbers(replace(unrestricted, low=low, open_low=open_low), place))
     return planned
 
 
 def _step(shape: Number, place: str) -> Fraction | None:
-    """What every number is a multiple of."""
+    """The number of which all `multiples` require a multiple; None without `multiples`."""
     step: Fraction | None = None
     for other in shape.multiples:
         # The least common multiple of fractions in lowest terms.
@@ -219,7 +221,8 @@ def _step(shape: Number, place: str) -> Fraction | None:
             ratio = Fraction(top, bottom)
             step *= ratio.denominator
     if step is not None and shape.integer and step.denominator != 1:
-        # An integer is a multiple of n/d in lowest terms when it is one of n; floats seldom are what they look like.
+        # An integer is a multiple of n/d (in lowest terms) if it is a multiple of n.
+        # A large d means that a float such as 0.1 is not the fraction that its author meant.
         if step.denominator > MAX_MULTIPLE:
             raise _refused(shape, "multipleOf", place, "of a number with a fraction can't be enforced for integers")
         step = Fraction(step.numerator)
@@ -253,7 +256,7 @@ def _multiples(shape: Number, step: int, low: int | None, high: int | None, plac
             raise _refused(shape, "multipleOf", place, f"above {MAX_MULTIPLE} can be enforced between bounds only")
         if _ends_with_zeros(step):
             return [Numbers(True, None, None, False, False, step)]
-        # A number that goes on with zeros would never become a multiple.
+        # Appended zeros never make such a number a multiple, so the grammar could not let it end.
         low, high = -(MAX_WRITTEN_OUT // 2 - 1) * step, MAX_WRITTEN_OUT // 2 * step
     if low is None or high is None:
         raise _refused(shape, "multipleOf", place, "can be enforced with both bounds or with none; give the other one")
@@ -264,7 +267,7 @@ def _multiples(shape: Number, step: int, low: int | None, high: int | None, plac
 
 
 def _ends_with_zeros(step: int) -> bool:
-    """Whether any number becomes a multiple of `step` by some zeros behind it."""
+    """Whether every integer becomes a multiple of `step` if enough zeros are appended."""
     return 10 ** step.bit_length() % step == 0
 
 
@@ -272,7 +275,7 @@ def _ends_with_zeros(step: int) -> bool:
 
 
 def _texts(shape: Text, place: str) -> list[Plan]:
-    if not (shape.low or shape.high is not None or shape.found or shape.absent or shape.excluded):
+    if not (shape.low or shape.high is not None or shape.patterns or shape.absent_patterns or shape.excluded):
         pattern = None if shape.format is None else format_pattern(shape.format)
         return [Texts(pattern)]
     pattern = as_text(shape, place)
@@ -285,9 +288,9 @@ def _texts(shape: Text, place: str) -> list[Plan]:
 def _arrays(library: Library, shape: Array, place: str) -> list[Plan]:
     high = shape.high
     if shape.rest == (NEVER,):
-        high = higher(high, len(shape.prefix))
+        high = stricter_high(high, len(shape.prefix))
     if (NEVER,) in shape.prefix:
-        high = higher(high, shape.prefix.index((NEVER,)))
+        high = stricter_high(high, shape.prefix.index((NEVER,)))
     prefix, wanted = _with_contained(shape, high, place)
     low = max(shape.low, wanted)
     if high is not None and low > high:
@@ -304,31 +307,32 @@ def _arrays(library: Library, shape: Array, place: str) -> list[Plan]:
 
 
 def _with_contained(shape: Array, high: int | None, place: str) -> tuple[list[Conj], int]:
-    """The first items, which are those that `contains` asks for, and how many it asks for."""
+    """The schemas of the first items, including those that `contains` requires, and the number that it requires."""
     prefix = list(shape.prefix)
     position = 0
-    for some in sorted(shape.contains, key=lambda some: some.item):
-        if some.high is not None and (high is None or high > some.high):
+    for contains in sorted(shape.contains, key=lambda contains: contains.item):
+        if contains.high is not None and (high is None or high > contains.high):
             raise _refused(shape, "contains", place, "can't be enforced with maxContains below maxItems")
-        if some.low > MAX_WRITTEN_OUT:
+        if contains.low > MAX_WRITTEN_OUT:
             raise _refused(shape, "contains", place, f"can't be enforced with minContains above {MAX_WRITTEN_OUT}")
-        prefix += [shape.rest] * (position + some.low - len(prefix))
-        for index in range(position, position + some.low):
-            prefix[index] = both(prefix[index], some.item)
-        position += some.low
+        prefix += [shape.rest] * (position + contains.low - len(prefix))
+        for index in range(position, position + contains.low):
+            prefix[index] = conjunction(prefix[index], contains.item)
+        position += contains.low
     return prefix, position
 
 
 def _distinct(library: Library, shape: Array, prefix: list[Conj], low: int, high: int | None, place: str) -> Plan:
-    """Every array of different items where there are few, else those in which they stand in the order of the schema."""
+    """Lists all arrays of distinct items; if there are too many, only those in the order of the enum."""
     items = library.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
     most = min(len(values) if high is None else high, len(values))
     if not prefix and len(values) == len(items) and len(values) <= MAX_DISTINCT:
         for ways, count in ((permutations, perm), (combinations, comb)):
             if sum(count(len(values), length) for length in range(low, most + 1)) <= MAX_WRITTEN_OUT:
-                return Constants(tuple(list(some) for length in range(low, most + 1) for some in ways(values, length)))
-    problem = f"can be enforced only where items are an enum with at most {MAX_WRITTEN_OUT} choices of them"
+                arrays = (list(array) for length in range(low, most + 1) for array in ways(values, length))
+                return Constants(tuple(arrays))
+    problem = f"can be enforced only if items are an enum that allows at most {MAX_WRITTEN_OUT} arrays"
     raise _refused(shape, "uniqueItems", place, f"{problem}; leave it out")
 
 
@@ -345,7 +349,7 @@ def _objects(library: Library, shape: Object, place: str) -> list[Plan]:
         return []
     rest = shape.rest
     if rest is None:
-        # Nobody speaks of other properties. Where some are declared, or nothing but their number is, that is all.
+        # No keyword is about other properties: there are none if some are declared and they suffice for `low`.
         rest = (NEVER,) if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
     others: list[tuple[str | None, Conj]] = []
     if shape.high is None or shape.high > 0:
@@ -355,7 +359,7 @@ def _objects(library: Library, shape: Object, place: str) -> list[Plan]:
         return []
     low = shape.low if shape.low > sum(needed for *_, needed in named) else 0
     if low > 1 and others:
-        problem = "above 1 can't be enforced with properties that are not declared, as their names may come twice"
+        problem = "above 1 can't be enforced with undeclared properties, because a name may occur twice"
         raise _refused(shape, "minProperties", place, problem)
     high = shape.high
     if high is not None and not others and high >= len(named):

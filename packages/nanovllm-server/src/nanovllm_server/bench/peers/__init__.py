@@ -1,8 +1,7 @@
-"""Other engines that do the same work, each by a module of its own that is run in a process of its own.
+"""Runs other engines (peers) on the same requests, each in its own process, which may use another interpreter.
 
-That process may have another interpreter and other packages than ours, and none of nanovllm's: `run.py` is started by
-its path, with a job as JSON on stdin, and answers on stdout in lines of JSON: first the peer's version, then each run
-as it is done. `ask` is our end of it.
+`ask` starts `run.py` by its path with a job as JSON on stdin. `run.py` writes lines of JSON to stdout: first the peer's
+version, then one line per run.
 """
 
 import contextlib
@@ -27,18 +26,19 @@ from nanovllm_server.bench.workload import Work
 
 RUNNER = Path(__file__).with_name("run.py")
 SHOWN_LINES = 40
-# A model is a directory, and what isn't in it is an error: nothing is fetched, and nothing sent.
+# Peers must neither download files nor send statistics.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# How long what a peer started may take to die after it.
+# Time limit for the processes that a peer started to end after it.
 END_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class GGUF:
-    """The weights that llama.cpp computes with.
+    """The weights for llama.cpp.
 
-    source: a file of the same model. weights: the file type that llama.cpp's quantiser makes of it. directory: where
-    the files that it makes are kept.
+    source: GGUF file of the model.
+    weights: file type to which llama.cpp's quantiser converts it.
+    directory: cache of the converted files.
     """
 
     source: str
@@ -48,9 +48,9 @@ class GGUF:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Which engine to compare to: the module `peer_<name>.py`, run by `python` with `environment` added to ours.
+    """The engine to compare to: `python` runs the module `peer_<name>.py`, with `environment` in addition to ours.
 
-    gguf: for llama.cpp alone.
+    gguf: None except for llama.cpp.
     """
 
     name: str
@@ -61,11 +61,13 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerJob:
-    """What a peer is told, field by field as in its JSON. A limit that is None is left to the peer.
+    """The job of a peer, with the fields of its JSON. A limit that is None is the peer's own choice.
 
-    threads: of torch in our engine. gguf: for llama.cpp alone. state_dtype: of the states of recurrent layers.
-    needs_first: whether it matters when every request has its first token, which may take a run more to find out.
-    warm_up_tokens: how many tokens to make of each case's requests before the runs that count.
+    threads: number of torch's threads in our engine.
+    gguf: None except for llama.cpp.
+    state_dtype: dtype of recurrent states.
+    needs_first: measure the time of first tokens, possibly with an extra run.
+    warm_up_tokens: tokens per request that are generated before the measured runs.
     """
 
     model: str
@@ -89,7 +91,7 @@ class PeerJob:
 
 @dataclass(frozen=True, slots=True)
 class PeerAnswer:
-    """What a peer did: the timings of each case."""
+    """A peer's result: the timings of each case."""
 
     name: str
     version: str
@@ -97,23 +99,23 @@ class PeerAnswer:
 
 
 def ask(peer: Peer, job: PeerJob) -> PeerAnswer:
-    """Have a peer do a job. Raises BenchError, with the end of what the peer wrote to stderr, when it can't."""
+    """Runs a job on a peer. Raises BenchError, which shows the end of the peer's stderr, if it fails."""
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(orjson.dumps(job))
         stdin.seek(0)
         try:
-            process = subprocess.Popen(  # noqa: S603 (whoever calls says which interpreter)
+            process = subprocess.Popen(  # noqa: S603 (the user names the interpreter)
                 [peer.python, RUNNER, peer.name],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**os.environ, **ENVIRONMENT, **_hide_gpus(job), **peer.environment},
-                # A group of its own, so that the processes it starts can be ended with it.
+                # A new process group, so that the processes that the peer starts can be killed too.
                 start_new_session=True,
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
-        # Beside the reading, which lasts as long as anything that the peer started holds the other end.
+        # In a thread, because reading lasts until every process that the peer started has closed the pipe.
         end = threading.Thread(target=_end, args=(process,))
         with process:
             end.start()
@@ -148,7 +150,7 @@ def _hide_gpus(job: PeerJob) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a peer, and end what is left of its group: its memory on the GPU is needed next."""
+    """Waits for a peer, then kills the rest of its process group: our engine needs the GPU's memory next."""
     process.wait()
     deadline = time.monotonic() + END_S
     with contextlib.suppress(ProcessLookupError):

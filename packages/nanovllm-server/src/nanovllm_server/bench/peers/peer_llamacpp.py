@@ -1,7 +1,7 @@
-"""llama.cpp on the CPU, through llama-cpp-python: each request is a sequence of one context.
+"""Measures llama.cpp on the CPU, through llama-cpp-python. Each request is a sequence of one context.
 
-All requests of a case run at once, or `max_num_seqs` at a time. Prompts are computed by one call of `llama_decode`, and
-each later token of all sequences by another. Lengths are exact: no token ends a sequence.
+One call of `llama_decode` computes the prompts of up to `max_num_seqs` requests. Each further call computes one token
+of every sequence. No token ends a sequence early.
 """
 
 import ctypes
@@ -30,16 +30,16 @@ FILE_TYPES = {
     "BF16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
     "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
 }
-# llama.cpp gives each sequence a multiple of so many places in its cache.
+# llama.cpp rounds the cache of each sequence up to a multiple of so many tokens.
 CONTEXT_STEP = 256
 
 Works = Sequence[dict[str, Any]]
-# From a context and the rows of its last batch that have logits, the token that each of them chooses.
+# Arguments: a context and the rows of its last batch that have logits. Returns the next token of each row.
 Choose = Callable[[Any, list[int]], list[int]]
 
 
 def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The version, and then a line a run."""
+    """Yields the version, then the result of each run."""
     llama_cpp.llama_backend_init()
     gguf = job["gguf"]
     file = _converted(Path(gguf["source"]), gguf["weights"], Path(gguf["directory"]), job["threads"])
@@ -58,14 +58,14 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             start = time.perf_counter()
             times = [_generate(context, batch, choose, None) for batch in batches]
             last = times[-1][1] - start
-            # As if all batches had had their first tokens before any went on: what a run for these alone takes.
+            # The time of the prompts of all batches, like a separate run for one token per request.
             first = last - sum(end - begin for begin, end in times)
             yield {"num_tokens": sum(work["max_tokens"] for work in works), "first": first, "last": last}
         llama_cpp.llama_free(context)
 
 
 def _converted(source: Path, weights: str, directory: Path, threads: int) -> Path:
-    """A file of `weights` made from `source`, kept in `directory`."""
+    """Converts `source` to the file type `weights`. Returns the file, which is cached in `directory`."""
     with source.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
     file = directory / f"{source.stem}-{digest}-{weights}.gguf"
@@ -85,7 +85,7 @@ def _converted(source: Path, weights: str, directory: Path, threads: int) -> Pat
 
 
 def _context(model: Any, batches: Sequence[Works], threads: int) -> Any:
-    """A context that is large enough for each of the batches."""
+    """Creates a context that is large enough for each batch."""
     longest = max(len(work["prompt"]) + work["max_tokens"] for works in batches for work in works)
     num_sequences = max(map(len, batches))
     options = llama_cpp.llama_context_default_params()
@@ -109,7 +109,7 @@ def _choice(model: Any, temperature: float) -> Choose:
         return logits.reshape(len(rows), vocab_size).argmax(axis=1).tolist()
 
     if temperature == 0:
-        # Faster than llama.cpp's greedy sampler, which first makes a struct of each token.
+        # Faster than llama.cpp's greedy sampler, which creates a struct for each token of the vocabulary.
         return likeliest
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(temperature))
@@ -118,7 +118,7 @@ def _choice(model: Any, temperature: float) -> Choose:
 
 
 def _generate(context: Any, works: Works, choose: Choose, at_most: int | None) -> tuple[float, float]:
-    """When all requests had their first tokens, and when the last token was there; `at_most` cuts every output."""
+    """Returns the times of the first tokens and of the last token. at_most: most tokens per request, or None."""
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
     batch = llama_cpp.llama_batch_init(sum(len(work["prompt"]) for work in works), 0, 1)
     limits = [min(work["max_tokens"], at_most or work["max_tokens"]) for work in works]
@@ -132,12 +132,12 @@ def _generate(context: Any, works: Works, choose: Choose, at_most: int | None) -
         tokens = _decode(context, batch, [row for row, is_last in enumerate(rows) if is_last], len(rows), choose)
         first = time.perf_counter()
         for made in range(1, max(limits)):
-            going = [sequence for sequence, limit in enumerate(limits) if limit > made]
-            for row, sequence in enumerate(going):
+            running = [sequence for sequence, limit in enumerate(limits) if limit > made]
+            for row, sequence in enumerate(running):
                 _add(batch, row, tokens[sequence], len(works[sequence]["prompt"]) + made - 1, sequence)
                 batch.logits[row] = True
-            chosen = _decode(context, batch, list(range(len(going))), len(going), choose)
-            for sequence, token in zip(going, chosen, strict=True):
+            chosen = _decode(context, batch, list(range(len(running))), len(running), choose)
+            for sequence, token in zip(running, chosen, strict=True):
                 tokens[sequence] = token
         return first, time.perf_counter()
     finally:
@@ -152,7 +152,7 @@ def _add(batch: Any, row: int, token: int, position: int, sequence: int) -> None
 
 
 def _decode(context: Any, batch: Any, rows: list[int], num_tokens: int, choose: Choose) -> list[int]:
-    """Compute a batch, and choose a token for each of its `rows`."""
+    """Computes a batch, and returns the next token of each of its `rows`."""
     batch.n_tokens = num_tokens
     status = llama_cpp.llama_decode(context, batch)
     if status != 0:

@@ -1,6 +1,6 @@
-"""transformers' own `generate`: all requests of a case as one padded batch, or batches of `max_num_seqs`.
+"""Measures transformers' `generate`, which runs a case as one padded batch or as batches of `max_num_seqs`.
 
-Padding on the left, and a request that has its tokens is padded until the longest one has.
+Prompts are padded on the left; finished requests are padded until the longest one has finished.
 """
 
 import time
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Sto
 
 
 def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The version, and then a line a run."""
+    """Yields the version, then the result of each run."""
     model = _load(job)
     yield {"version": transformers.__version__}
     sampling: dict[str, Any] = {"do_sample": False}
@@ -30,7 +30,7 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 start = time.perf_counter()
                 times = [_generate(model, batch, None) for batch in batches]
                 last = times[-1][-1] - start
-                # As if all batches had had their first tokens before any went on: what a run for these alone takes.
+                # The time of the prompts of all batches, like a separate run for one token per request.
                 first = last - sum(steps[-1] - steps[0] for steps in times)
                 made = sum(work["max_tokens"] for work in works)
                 yield {"num_tokens": made, "first": first, "last": last}
@@ -48,7 +48,7 @@ def _load(job: dict[str, Any]) -> Any:
 
 
 def _generate(model: Any, works: list[dict[str, Any]], at_most: int | None) -> list[float]:
-    """When each step's tokens were there; `at_most` cuts every request's output."""
+    """Returns the time of each step. at_most: most tokens per request; None for each request's own limit."""
     longest = max(len(work["prompt"]) for work in works)
     limits = torch.tensor([min(work["max_tokens"], at_most or work["max_tokens"]) for work in works])
     steps = int(limits.max())

@@ -1,7 +1,6 @@
-"""vLLM's `LLM` class, with vLLM's own choices wherever the job leaves one and they lead to a run that can be compared.
+"""Measures vLLM's `LLM` class, with vLLM's defaults unless they make the run incomparable.
 
-It tells no times but its own, of the whole. Where that of the first token matters, the same requests run for one token
-before they run in full.
+`LLM` reports only the whole time. For the time of first tokens, the same requests run for one token first.
 """
 
 import importlib.util
@@ -16,24 +15,24 @@ LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
 def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The version, and then a line a run."""
+    """Yields the version, then the result of each run."""
     options = {limit: job[limit] for limit in LIMITS if job[limit] is not None}
     if job["device"] == "cuda":
         options["gpu_memory_utilization"] = job["gpu_memory_utilization"]
         if importlib.util.find_spec("flashinfer") is None:
-            # Which 0.26 takes for Gated DeltaNet's prompts on Hopper without asking whether it is there.
+            # vLLM 0.26 uses FlashInfer for Gated DeltaNet's prompts on Hopper even if it is not installed.
             options["additional_config"] = {"gdn_prefill_backend": "triton"}
     if job["load_format"] == "dummy":
-        # Its dummy weights are next to nothing, so that a bias alone chooses, and the same few experts for every token.
+        # vLLM's dummy weights are almost zero, so that a bias would select the same few experts for every token.
         os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     llm: Any = vllm.LLM(
         model=job["model"],
-        # Token ids in, token ids out, for which config.json suffices.
+        # The job has token ids; without a tokenizer, config.json suffices.
         skip_tokenizer_init=True,
         load_format=job["load_format"],
         dtype=job["dtype"],
         enable_prefix_caching=job["prefix_caching"],
-        # Left to itself, 0.26 keeps those of Qwen3-Next in bf16.
+        # By default, vLLM 0.26 stores Qwen3-Next's states in bf16.
         mamba_ssm_cache_dtype=job["state_dtype"],
         seed=0,
         **options,
@@ -51,8 +50,8 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _generate(
     llm: Any, works: list[dict[str, Any]], job: dict[str, Any], salt: str, at_most: int | None
 ) -> tuple[int, float]:
-    """Tokens made, and the seconds it took; `at_most` cuts every request's output."""
-    # Where there is a prefix cache, a run finds in it what its own prompts share, and nothing of the run before it.
+    """Returns the number of tokens and the seconds. at_most: most tokens per request; None for each one's own limit."""
+    # With a prefix cache, a run can find its own shared prefix, but nothing of earlier runs.
     extra = {"cache_salt": salt} if job["prefix_caching"] else {}
     prompts = [{"prompt_token_ids": work["prompt"], **extra} for work in works]
     limits = [min(work["max_tokens"], at_most or work["max_tokens"]) for work in works]

@@ -1,7 +1,6 @@
-"""Runs one peer: `python run.py NAME`, a job as JSON on stdin, lines of JSON on stdout.
+"""Runs one peer: `python run.py NAME`. Reads a job as JSON from stdin and writes lines of JSON to stdout.
 
-Imports nothing but the standard library, as does nothing else beside it until the peer itself is imported: the
-interpreter need not have nanovllm.
+Imports only the standard library and the peer's module, because the interpreter need not have nanovllm.
 """
 
 import importlib
@@ -11,9 +10,9 @@ import sys
 
 
 def main() -> None:
-    """Answer one job."""
+    """Runs one job."""
     job = json.loads(sys.stdin.buffer.read())
-    # Peers log to stdout, and so do the processes they start; the answer must stand alone there.
+    # Peers and their processes log to stdout: redirect these logs to stderr, so that stdout has only results.
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     peer = importlib.import_module(f"peer_{sys.argv[1]}")
