@@ -98,7 +98,7 @@ def _multiply_keys(shape, queries, scores, places):
 
 
 def _apply_scales(scores, exponents, scales, scale_log2):
-    """Multiply a lane's scores by the keys' scales and add log2 of the values'. exponents: of 1 / the values' scales."""
+    """Multiply a lane's scores by the keys' scales and add log2 of the values'. exponents: those of 1 / value scale."""
     for half in range(2):
         keys = cute_warp.load_bytes(scales + 8 * half)
         values = cute_warp.load_bytes(scales + STEP + 8 * half)
