@@ -13,7 +13,7 @@ from nanovllm_kernels.jit import (
     OPENMP,
     exp,
     from_bf16,
-    keep,
+    keep_alive,
     kernel,
     next_item,
     ordered_kernel,
@@ -117,9 +117,9 @@ def _attend(
     scales[0] = scale
     args[9] = np.int64(scales.ctypes.data)
     run_region(region, np.int64(args.ctypes.data), num_threads)
-    keep(args)
-    keep(tiles)
-    keep(scales)
+    keep_alive(args)
+    keep_alive(tiles)
+    keep_alive(scales)
 
 
 def _items_of_thread(args_ptr):
@@ -144,7 +144,7 @@ def _items_of_thread(args_ptr):
         count = min(tile_tokens, starts[request + 1] - token)
         first_length = lens[request] - starts[request + 1] + token + 1
         _attend_tile(args, item % num_kv_heads, request, token, count, first_length, depth, width, scale, scratch_ptr)
-    keep(scratch)
+    keep_alive(scratch)
 
 
 @kernel

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm_kernels.jit import (
     OPENMP,
     inverse_rms,
-    keep,
+    keep_alive,
     kernel,
     ordered_kernel,
     pointer,
@@ -90,7 +90,7 @@ def _rotate(
         _rotate_tokens(args, 0, num_tokens)
     else:
         run_region(region, np.int64(args.ctypes.data), num_threads)
-    keep(args)
+    keep_alive(args)
 
 
 def _tokens_of_thread(args_ptr):
