@@ -130,7 +130,7 @@ def plan_batch(
 
 def _plan_torch(batch: AttentionBatch, kv_cache: Tensor, num_decodes: int | None) -> AttentionBatch:
     if num_decodes is None:
-        raise ValueError('the backend "torch" must know num_decodes')
+        raise ValueError('num_decodes is None, but the backend "torch" needs it')
     on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
     if on_cpu and runs_in_float32(int(batch.query_start_loc[-1])):
         return replace(batch, in_place=True)

@@ -65,7 +65,7 @@ def plan_latent_batch(
     )
     if backend == "torch":
         if num_decodes is None:
-            raise ValueError('the backend "torch" must know num_decodes')
+            raise ValueError('num_decodes is None, but the backend "torch" needs it')
         gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, kv_cache.shape[1])
         return replace(batch, gathers=gathers)
     narrow, wide = (tiles.latent_config(num_heads, batch.number_size, wide=kind) for kind in (False, True))

@@ -81,7 +81,7 @@ def plan_states(
     plan = None
     if backend == "torch":
         if num_decodes is None:
-            raise ValueError('the backend "torch" must know num_decodes')
+            raise ValueError('num_decodes is None, but the backend "torch" needs it')
         plan = reference.plan(slots, saves, seq_lens, query_start_loc, num_decodes)
     return StateBatch(slots, saves, seq_lens, query_start_loc, num_decodes, max_query_len, num_tokens, plan)
 

@@ -1,4 +1,4 @@
-"""Penalties, biases, forbidden sequences and masks on CUDA. A row without any costs one copy of its logits."""
+"""Penalties, biases, forbidden sequences and masks on CUDA. A row without penalties only costs a copy of its logits."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -212,7 +212,7 @@ def _forbid(
     first_made = tl.load(num_prompt_ptr + row)
     for back in tl.range(1, LENGTH):
         at = position - back
-        # No token of a sequence equals -2: what lies in the prompt is no part of one.
+        # -2 equals no token: tokens of the prompt never match.
         made = tl.load(tokens_ptr + row * tokens_stride + at, mask=at >= first_made, other=-2)
         wanted = tl.load(sequences_ptr + LENGTH - 1 - back, mask=ending, other=-1)
         ending &= (wanted == made) | (wanted == -1)
