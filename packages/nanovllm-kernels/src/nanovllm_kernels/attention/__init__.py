@@ -41,7 +41,7 @@ class AttentionBatch:
     decode_lens: int32 lengths of the requests with one query, 0 for others; for the CuTe DSL kernel.
     workspace: memory of the CuTe DSL kernel.
     flash: the requests that FlashAttention computes.
-    num_absorbed: int32 [1], latent caches only: tokens up to the last that is not of a prompt whole in the step.
+    num_absorbed: int32 [1], for latent caches: tokens up to the last one outside prompts that are whole in the step.
     Unused fields are None or empty. The other fields: as given to `plan_batch`.
     """
 

@@ -2,7 +2,7 @@
 
 The cache holds one latent and one rotated key part per token, shared by all heads. Cached tokens are attended to in the
 latent space (absorbed): queries are projected into it, and results back. Prompts that are whole in a step are expanded
-to keys and values, which costs less arithmetic. Put these last in a step, or their queries are projected needlessly.
+to keys and values, which costs less arithmetic. Put these last in a step: otherwise their queries are projected too.
 """
 
 from dataclasses import replace

@@ -1,7 +1,8 @@
 """Linear layers, which may include the norm before the product and the gate or the residual after it.
 
-CPU: bf16 weights are prepacked. CUDA: few rows run in one Triton kernel (see `tiles`), others operator by operator.
-torch.compile sees separate operators for any number of rows; it is meant for more than OWN_ROWS.
+CUDA: few rows run in one Triton kernel (see `tiles`), others operator by operator. torch.compile always sees separate
+operators; compile only for more than OWN_ROWS rows. CPU: bf16 weights are prepacked. Few rows, or any number without
+bf16 units, run in one float32 kernel (`numba_panels`).
 """
 
 import functools
@@ -16,7 +17,7 @@ from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight
 from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 
-# Most rows on CUDA for which our kernels are used at all.
+# Most rows for which our kernels are used on CUDA. With more rows every product is a library's.
 OWN_ROWS = tiles.SPLIT_ROWS
 # Rows that oneDNN's packing plans for: within noise of the best choice up to 64 rows.
 PLANNED_ROWS = 8
@@ -38,7 +39,7 @@ class Panels(NamedTuple):
 class PackedWeight(NamedTuple):
     """A linear layer's weight, prepared for `linear`.
 
-    data: [N, K]; if `blocked` in oneDNN's layout, else if there are `panels` those. Only this module reads the latter.
+    data: [N, K]; in oneDNN's layout if `blocked`, else the panels' data if `panels`: read only here.
     panels: for float32 products: of few rows if `blocked`, else of any number of rows.
     counters: int32 zeros if a kernel may split the weight. Each launch leaves them zero; concurrent launches may not
         share them.

@@ -1,7 +1,7 @@
 """Linear layers with e4m3 weights and one float32 scale per block of 128 x 128, as DeepSeek-V3 publishes them.
 
 DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3: inputs are quantised per row in groups of 128 along K,
-and sums are float32. On CUDA up to 128 rows use Triton, more rows cuBLAS if it supports the shape, all in one operator.
+and sums are float32. On CUDA few rows use Triton kernels, more rows cuBLAS if it supports the shape; see `tiles`.
 """
 
 from typing import NamedTuple
