@@ -22,7 +22,7 @@ STEP_SHIFT = STEP.bit_length() - 1
 
 
 @dataclass(frozen=True)
-class Supply:
+class Loader:
     """What a warp needs to load keys and values.
 
     boxes: the cache of this key-value head, indexed in steps.
@@ -180,7 +180,7 @@ class DecodeKernel:
         arch.griddepcontrol_wait()
 
         part_size, begin, end, request, start, stop = self.find_part(lengths, num_reqs, num_parts, part, lane)
-        supply = Supply(
+        loader = Loader(
             load,
             boxes,
             slots,
@@ -195,7 +195,7 @@ class DecodeKernel:
             num_kv_heads,
         )
         step = begin + warp
-        ahead = self.fill_ring(supply, step, request, start, stop)
+        ahead = self.fill_ring(loader, step, request, start, stop)
         next_coord, next_step, next_request, next_start, next_stop = ahead
         clear_empty(shape, to, lengths, num_reqs, part)
 
@@ -217,7 +217,7 @@ class DecodeKernel:
                 while step < until:
                     # The previous step's slot is free: refill it.
                     next_coord, next_step, next_request, next_start, next_stop = self.refill(
-                        supply, spare, next_coord, next_step, next_request, next_start, next_stop
+                        loader, spare, next_coord, next_step, next_request, next_start, next_stop
                     )
                     arch.mbarrier_wait(arrived + slot, phase)
                     base, left = ring_base + slot * shape.slot_bytes, length - (step - start) * STEP
@@ -280,26 +280,26 @@ class DecodeKernel:
         return size, begin, end, request, start, stop
 
     @cute.jit
-    def fill_ring(self, supply: cutlass.Constexpr, step: Int32, request: Int32, start: Int32, stop: Int32):
+    def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, start: Int32, stop: Int32):
         """Fill all slots of the warp's ring but one, from its first step. Returns the state that `refill` continues."""
         # Look up all pages first, so that these loads overlap.
         stages = self.shape.stages
         coords = []
         for stage in cutlass.range_constexpr(stages):
             coord = Int32(0)
-            if step + stage * self.shape.warps < supply.end:
-                request, start, stop = self.seek(supply.lengths, step + stage * self.shape.warps, request, start, stop)
-                coord = self.look_up(supply, request, step + stage * self.shape.warps - start)
+            if step + stage * self.shape.warps < loader.end:
+                request, start, stop = self.seek(loader.lengths, step + stage * self.shape.warps, request, start, stop)
+                coord = self.look_up(loader, request, step + stage * self.shape.warps - start)
             coords.append(coord)
         for stage in cutlass.range_constexpr(stages - 1):
-            if step + stage * self.shape.warps < supply.end:
-                self.issue(supply, supply.first_slot + stage, coords[stage])
+            if step + stage * self.shape.warps < loader.end:
+                self.issue(loader, loader.first_slot + stage, coords[stage])
         return coords[stages - 1], step + (stages - 1) * self.shape.warps, request, start, stop
 
     @cute.jit
     def refill(
         self,
-        supply: cutlass.Constexpr,
+        loader: cutlass.Constexpr,
         slot: Int32,
         coord: Int32,
         step: Int32,
@@ -308,12 +308,12 @@ class DecodeKernel:
         stop: Int32,
     ):
         """Start the copy of `step`, at `coord` in the cache, into `slot`, and look up the warp's next step."""
-        if step < supply.end:
-            self.issue(supply, slot, coord)
+        if step < loader.end:
+            self.issue(loader, slot, coord)
             step += self.shape.warps
-            if step < supply.end:
-                request, start, stop = self.seek(supply.lengths, step, request, start, stop)
-                coord = self.look_up(supply, request, step - start)
+            if step < loader.end:
+                request, start, stop = self.seek(loader.lengths, step, request, start, stop)
+                coord = self.look_up(loader, request, step - start)
         return coord, step, request, start, stop
 
     @cute.jit
@@ -343,21 +343,21 @@ class DecodeKernel:
         """Return the number of steps of a request of `length` tokens."""
         return (length + (STEP - 1)) >> STEP_SHIFT
 
-    def look_up(self, supply, request, index):
+    def look_up(self, loader, request, index):
         """Return the position in the cache, in steps, of step `index` of a request."""
-        page = supply.tables[request * supply.table_stride + (index >> self.page_shift)]
+        page = loader.tables[request * loader.table_stride + (index >> self.page_shift)]
         return (page << self.page_shift) + (index & ((1 << self.page_shift) - 1))
 
-    def issue(self, supply, slot, coord):
+    def issue(self, loader, slot, coord):
         """Start the copy of the step at `coord`, and of its FP8 scales, into `slot`."""
         shape = self.shape
-        barrier = supply.arrived + slot
+        barrier = loader.arrived + slot
         with arch.elect_one():
             arch.mbarrier_arrive_and_expect_tx(barrier, shape.slot_bytes + shape.scale_bytes)
             if shape.quantized:
                 page, index = coord >> self.page_shift, coord & ((1 << self.page_shift) - 1)
-                keys = supply.scales + (page * (2 * supply.num_kv_heads * shape.page_size) + index * STEP)
-                target, at = supply.scale_ring + slot * shape.scale_bytes, Int32(barrier.toint())
+                keys = loader.scales + (page * (2 * loader.num_kv_heads * shape.page_size) + index * STEP)
+                target, at = loader.scale_ring + slot * shape.scale_bytes, Int32(barrier.toint())
                 cute_warp.copy_16_bytes(target, keys, at)
-                cute_warp.copy_16_bytes(target + STEP, keys + supply.num_kv_heads * shape.page_size, at)
-        cute.copy(supply.load, supply.boxes[(None, coord)], supply.slots[(None, slot)], tma_bar_ptr=barrier)
+                cute_warp.copy_16_bytes(target + STEP, keys + loader.num_kv_heads * shape.page_size, at)
+        cute.copy(loader.load, loader.boxes[(None, coord)], loader.slots[(None, slot)], tma_bar_ptr=barrier)

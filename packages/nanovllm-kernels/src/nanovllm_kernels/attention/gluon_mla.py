@@ -171,18 +171,20 @@ def _fetch(
     full, empty, signals = barriers
     q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride = sources
     PARTS: gl.constexpr = 64 // PAGE_SIZE
-    asked, left = signals.index(0), signals.index(1)
+    queries_ready, queries_free = signals.index(0), signals.index(1)
     step = 0
     item = 0
     first_tile, end_tile, head = load_part(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
         request, token, begin, end, _slot = load_work(plan, tile, NUM_HEADS)
         # For the first tile this wait returns at once.
-        mbarrier.wait(left, (item + 1) & 1)
-        mbarrier.expect(asked, 9 * 64 * 64 * 2)
+        mbarrier.wait(queries_free, (item + 1) & 1)
+        mbarrier.expect(queries_ready, 9 * 64 * 64 * 2)
         for block in gl.static_range(8):
-            tma.async_copy_global_to_shared(q_desc, [head, token * 512 + 64 * block], asked, queries.index(block))
-        tma.async_copy_global_to_shared(rope_desc, [token * NUM_HEADS + head, 0], asked, queries.index(8))
+            tma.async_copy_global_to_shared(
+                q_desc, [head, token * 512 + 64 * block], queries_ready, queries.index(block)
+            )
+        tma.async_copy_global_to_shared(rope_desc, [token * NUM_HEADS + head, 0], queries_ready, queries.index(8))
         item += 1
         table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
         for start in range(begin, end, 64):
@@ -233,7 +235,12 @@ def _score(
     full, empty, signals = barriers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    asked, left, weighed, taken = signals.index(0), signals.index(1), signals.index(2), signals.index(3)
+    queries_ready, queries_free, weights_ready, weights_free = (
+        signals.index(0),
+        signals.index(1),
+        signals.index(2),
+        signals.index(3),
+    )
     columns = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     step = 0
     item = 0
@@ -241,7 +248,7 @@ def _score(
     first_tile, end_tile, head = load_part(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
         _request, token, begin, end, slot = load_work(plan, tile, NUM_HEADS)
-        mbarrier.wait(asked, item & 1)
+        mbarrier.wait(queries_ready, item & 1)
         item += 1
         running_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         running_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
@@ -256,14 +263,14 @@ def _score(
                 latent = blocks.index(stage * 8 + block).permute((1, 0))
                 scores = warpgroup_mma(queries.index(block), latent, scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(left, pred=start + 64 >= end)
+            mbarrier.arrive(queries_free, pred=start + 64 >= end)
             scores = gl.where((start + columns < end)[None, :], scores * scale_log2, float("-inf"))
             new_max = gl.maximum(running_max, gl.max(scores, 1))
             scores = gl.exp2(scores - new_max[:, None])
             rescale = gl.exp2(running_max - new_max)
             running_sum = running_sum * rescale + gl.sum(scores, 1)
             running_max = new_max
-            mbarrier.wait(taken, (turn + 1) & 1)
+            mbarrier.wait(weights_free, (turn + 1) & 1)
             turn += 1
             weights.store(scores.to(weights.dtype))
             factors.store(rescale)
@@ -271,19 +278,19 @@ def _score(
                 _clear_rows(blocks, stage * 8, end - start)
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(weighed)
+            mbarrier.arrive(weights_ready)
             sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
             sums = warpgroup_mma(weights, halves.index(stage * 2), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[sums])
             # The tile's last stage is released later: results are stored through its memory.
             mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
             step += 1
-        mbarrier.wait(taken, (turn + 1) & 1)
+        mbarrier.wait(weights_free, (turn + 1) & 1)
         turn += 1
         factor = 1 / running_sum
         factors.store(factor)
         gl.thread_barrier()
-        mbarrier.arrive(weighed)
+        mbarrier.arrive(weights_ready)
         if slot >= 0:
             rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
             places = place_partial(slot, head, rows, NUM_HEADS)
@@ -309,7 +316,7 @@ def _weigh(
     """Four warps: compute the results' other 256 columns from the weights."""
     full, empty, signals = barriers
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    weighed, taken = signals.index(2), signals.index(3)
+    weights_ready, weights_free = signals.index(2), signals.index(3)
     step = 0
     turn = 0
     first_tile, end_tile, head = load_part(plan, NUM_HEADS)
@@ -323,19 +330,19 @@ def _weigh(
                 _clear_rows(blocks, stage * 8 + 4, end - start)
                 fence_async_shared()
                 gl.thread_barrier()
-            mbarrier.wait(weighed, turn & 1)
+            mbarrier.wait(weights_ready, turn & 1)
             turn += 1
             sums = sums * factors.load(gl.SliceLayout(1, SUMS))[:, None]
             sums = warpgroup_mma(weights, halves.index(stage * 2 + 1), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[sums])
-            mbarrier.arrive(taken)
+            mbarrier.arrive(weights_free)
             mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
             step += 1
-        mbarrier.wait(weighed, turn & 1)
+        mbarrier.wait(weights_ready, turn & 1)
         turn += 1
         sums = sums * factors.load(gl.SliceLayout(1, SUMS))[:, None]
         gl.thread_barrier()
-        mbarrier.arrive(taken)
+        mbarrier.arrive(weights_free)
         stage = (step - 1) % STAGES
         _store(sums, halves, blocks, stage * 2 + 1, results, token, head, slot, NUM_HEADS)
         mbarrier.arrive(empty.index(stage))

@@ -171,13 +171,13 @@ def _convolve(
     request, start, first, seq_len, begin = find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0))
     if seq_len == 0:
         return
-    owner = tl.program_id(1) // (2 + GROUP)
+    k_head = tl.program_id(1) // (2 + GROUP)
     piece = tl.program_id(1) % (2 + GROUP)
     inner = tl.where(piece < 2, piece * K_DIM, 2 * K_DIM + (piece - 2) * V_DIM)
     dim = tl.where(piece < 2, K_DIM, V_DIM)
     columns = tl.arange(0, PADDED)
-    channels = owner * (2 * K_DIM + GROUP * V_DIM) + inner + columns
-    sources = owner * (2 * K_DIM + 2 * GROUP * V_DIM) + inner + columns
+    channels = k_head * (2 * K_DIM + GROUP * V_DIM) + inner + columns
+    sources = k_head * (2 * K_DIM + 2 * GROUP * V_DIM) + inner + columns
     column_mask = columns < dim
     positions = begin + tl.arange(0, SIZE)
     row_mask = (positions >= first) & (positions < seq_len)
@@ -315,13 +315,13 @@ def _solve(
     if seq_len == 0:
         return
     head = tl.program_id(1)
-    owner = head // GROUP
+    k_head = head // GROUP
     place = head % GROUP
     rows = tl.arange(0, SIZE)
     positions = begin + rows
     row_mask = (positions >= first) & (positions < seq_len)
     tokens = (start + positions - first).to(tl.int64)
-    ba_ptrs = ba_ptr + tokens * ba_stride + owner * (2 * GROUP) + place
+    ba_ptrs = ba_ptr + tokens * ba_stride + k_head * (2 * GROUP) + place
     beta = tl.sigmoid(tl.load(ba_ptrs, mask=row_mask, other=0.0).to(tl.float32))
     a = tl.load(ba_ptrs + GROUP, mask=row_mask, other=0.0).to(tl.float32)
     left = tl.where(row_mask, log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)), 0.0)
@@ -330,7 +330,7 @@ def _solve(
 
     k_dims = tl.arange(0, PADDED_K)
     k_mask = row_mask[:, None] & (k_dims < K_DIM)[None, :]
-    first_ptrs = mixed_ptr + tokens[:, None] * CHANNELS + owner * (2 * K_DIM + GROUP * V_DIM)
+    first_ptrs = mixed_ptr + tokens[:, None] * CHANNELS + k_head * (2 * K_DIM + GROUP * V_DIM)
     q = tl.load(first_ptrs + k_dims[None, :], mask=k_mask, other=0.0)
     k = tl.load(first_ptrs + K_DIM + k_dims[None, :], mask=k_mask, other=0.0)
     causal = rows[:, None] >= rows[None, :]

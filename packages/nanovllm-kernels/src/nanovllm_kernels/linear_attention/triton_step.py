@@ -193,7 +193,7 @@ def _step(
         return
     slot = tl.load(slots_ptr + request).to(tl.int64)
     position = tl.load(seq_lens_ptr + request) - 1
-    owner = head // GROUP
+    k_head = head // GROUP
     place = head % GROUP
 
     k_dims, v_dims = tl.arange(0, PADDED_K), tl.arange(0, PADDED_V)
@@ -204,12 +204,12 @@ def _step(
     # A sequence starts from zeros, whatever the slot holds.
     held = k_mask[None, :] & (position > 0)
 
-    qkvz_ptr += token * qkvz_stride + owner * (2 * K_DIM + 2 * GROUP * V_DIM)
+    qkvz_ptr += token * qkvz_stride + k_head * (2 * K_DIM + 2 * GROUP * V_DIM)
     slot_ptr = conv_ptr + slot * (WIDTH * CHANNELS)
-    q_channels = owner * (2 * K_DIM + GROUP * V_DIM) + k_dims
+    q_channels = k_head * (2 * K_DIM + GROUP * V_DIM) + k_dims
     k_channels = q_channels + K_DIM
     v_at = 2 * K_DIM + place * V_DIM + v_dims
-    v_channels = owner * (2 * K_DIM + GROUP * V_DIM) + v_at
+    v_channels = k_head * (2 * K_DIM + GROUP * V_DIM) + v_at
     writes_key = k_mask & (place == 0)
     q = _convolve(
         qkvz_ptr + k_dims, slot_ptr, conv_weight_ptr, q_channels, k_mask, writes_key, position, CHANNELS, WIDTH
@@ -221,7 +221,7 @@ def _step(
     q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * (K_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
 
-    ba_ptr += token * ba_stride + owner * (2 * GROUP) + place
+    ba_ptr += token * ba_stride + k_head * (2 * GROUP) + place
     beta = tl.sigmoid(tl.load(ba_ptr).to(tl.float32))
     a = tl.load(ba_ptr + GROUP).to(tl.float32)
     left = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))

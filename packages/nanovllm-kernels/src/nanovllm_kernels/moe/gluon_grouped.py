@@ -283,8 +283,8 @@ def _multiply(
                 pair = gl.load(order_ptr + places, mask=inside, other=0)
                 weight = gl.load(weights_ptr + places, mask=inside, other=0.0)
             # The compiler fails on a branch that it knows is never taken: keep the condition a runtime value.
-            taken = first + 64 * INDEX < end
-            if taken:
+            has_rows = first + 64 * INDEX < end
+            if has_rows:
                 left = gl.zeros([64, 128], gl.float32, SUMS)
                 right = gl.zeros([64, 128], gl.float32, SUMS)
                 left_factor, right_factor = row_scale * left_scale, row_scale * right_scale

@@ -110,10 +110,10 @@ def _claim(
         expert = tl.load(ids_ptr + group)
     chosen = ids == expert
     places = tl.min(tl.where(chosen, slots, PADDED_K), 1)
-    works = tl.min(places, 0) < TOP_K
+    is_owner = tl.min(places, 0) < TOP_K
     if not BY_EXPERT:
-        works = tl.min(tl.min(tl.where(chosen, pairs, ROWS * PADDED_K), 1), 0) == group
-    return expert.to(tl.int64), places, works
+        is_owner = tl.min(tl.min(tl.where(chosen, pairs, ROWS * PADDED_K), 1), 0) == group
+    return expert.to(tl.int64), places, is_owner
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -141,8 +141,8 @@ def _few_gate_up(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert, places, works = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
-    if works:
+    expert, places, is_owner = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
+    if is_owner:
         tokens = tl.arange(0, ROWS).to(tl.int64)
         inside = places < TOP_K
         begin = tl.program_id(0) * BLOCK_N
@@ -204,12 +204,12 @@ def _few_down(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert, places, works = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
+    expert, places, is_owner = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
     tokens = tl.arange(0, ROWS).to(tl.int64)
     begin = tl.program_id(0) * BLOCK_N
     columns = begin + tl.arange(0, BLOCK_N)
     real = (columns < WIDTH)[None, :]
-    if works:
+    if is_owner:
         pairs = (tokens * TOP_K + places)[:, None]
         inside = (places < TOP_K)[:, None]
         ks = tl.arange(0, BLOCK_K)[None, :]

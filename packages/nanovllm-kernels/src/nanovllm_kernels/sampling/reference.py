@@ -38,8 +38,8 @@ def apply_penalties(
     out = logits.to(torch.float32, copy=True)
     repeated = torch.where(out > 0, out / factor, out * factor)
     out = torch.where(seen != 0, repeated, out)
-    made = seen.bitwise_and_(IN_PROMPT - 1)
-    return out.sub_(once * (made > 0)).sub_(each * made)
+    generated = seen.bitwise_and_(IN_PROMPT - 1)
+    return out.sub_(once * (generated > 0)).sub_(each * generated)
 
 
 def apply_bias_(
@@ -74,8 +74,8 @@ def forbid_(
     at = positions.unsqueeze(1) + back
     known = tokens[rows.unsqueeze(1).long(), at.clamp(min=0).long()]
     # -2 equals no token: tokens of the prompt never match.
-    made = torch.where(at >= num_prompt.index_select(0, rows).unsqueeze(1), known, -2).unsqueeze(1)
-    ending = ((begins == made) | (begins == -1)).all(-1) & (ends >= 0)
+    generated = torch.where(at >= num_prompt.index_select(0, rows).unsqueeze(1), known, -2).unsqueeze(1)
+    ending = ((begins == generated) | (begins == -1)).all(-1) & (ends >= 0)
     values = torch.zeros_like(ends, dtype=torch.float32).masked_fill_(ending, -torch.inf)
     logits.scatter_add_(1, ends.clamp(min=0).long(), values)
 
