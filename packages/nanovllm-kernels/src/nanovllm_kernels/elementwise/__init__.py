@@ -111,8 +111,8 @@ def rope_and_cache(
         computes in float32. A view of `qkv` if the dtype is the same.
     Raises: ValueError if `keep_keys` is not supported.
 
-    Computed in float32 and rounded once; a CPU also rounds after the norm, unless `qkv` is float32. On CUDA non-finite
-    values are cached as 0, so that they cannot reach the page's next request.
+    Computed in float32 and rounded once; a CPU also rounds after the norm, unless `qkv` is float32. On CUDA the cache
+    gets 0 for non-finite elements of value heads, so that these cannot reach the page's next request.
     """
     if keep_keys and (not qkv.is_cuda or kv_scales is not None):
         raise ValueError("keep_keys needs a CUDA device and a cache that is not quantised")

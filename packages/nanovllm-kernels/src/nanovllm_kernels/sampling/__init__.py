@@ -120,7 +120,7 @@ def sample(
     top_k: int32 [B], 0 for off: keeps the logits >= the k-th largest, including ties.
     top_p: float32 [B], 1 for off: keeps the smallest set {p >= t} with a mass of at least top_p, of what top-k keeps
         (Holtzman et al. 2020).
-    min_p: float32 [B], 0 for off: keeps p >= min_p * max(p) (Nguyen et al. 2024). The likeliest token always stays.
+    min_p: float32 [B], 0 for off: keeps p >= min_p * max(p) (Nguyen et al. 2024). No filter drops the likeliest token.
     seeds: int64 [B]. positions: int32 or int64 [B], of the next token.
     all_greedy: every temperature is below MIN_TEMPERATURE; other tensors are then not read and may have any length.
     any_filter: some row has a filter on; if False, top_k, top_p and min_p are not read.

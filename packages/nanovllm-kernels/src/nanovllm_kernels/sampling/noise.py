@@ -1,4 +1,4 @@
-"""The sampler's random numbers: a stateless function of (seed, position, token id), equal on all devices.
+"""The sampler's random numbers: a stateless function of (seed, position, token id), with equal bits on all devices.
 
 Two 32-bit keys are derived from (seed, position), and each token id is hashed under them by multiply and xor-shift
 (after Wang's and Appleby's integer mixers). Hashing is integer arithmetic, so that torch and Triton agree bit for bit.
