@@ -1,4 +1,4 @@
-"""For how long threads spin: cut beside other processes, and long again after them."""
+"""Tests that threads spin briefly while other processes need the cores, and long again afterwards."""
 
 import itertools
 import os
@@ -10,8 +10,8 @@ import pytest
 
 from nanovllm_kernels import spinning
 
-# A process of its own, as the runtime reads its environment once. A parallel region, and then a rest: what the process
-# uses meanwhile is what its threads spin.
+# Runs in a separate process, because the runtime reads its environment once. The CPU time used while the program
+# sleeps after a parallel region is the time that its threads spin.
 MEASURE = """
 import time, torch
 from nanovllm_kernels.spinning import ShortSpins, can_limit
@@ -26,7 +26,7 @@ def spun():
         begin = time.process_time()
         time.sleep(0.02)
         used.append(time.process_time() - begin)
-    # Where other processes have the cores, some spins are over before they are looked at.
+    # If other processes use the cores, some spins end before they are measured.
     return max(used)
 
 before = spun()
@@ -72,7 +72,7 @@ def measure(**environment: str) -> list[float]:
 
 
 @needs_openmp
-def test_threads_sleep_soon_while_spins_are_short():
+def test_short_spins_use_less_cpu_time():
     before, during, after = measure()
     assert during < before / 5
     assert during < after / 5
@@ -80,13 +80,13 @@ def test_threads_sleep_soon_while_spins_are_short():
 
 @needs_openmp
 @pytest.mark.parametrize(("name", "value"), [("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "100")])
-def test_a_user_who_has_decided_is_left_alone(name, value):
+def test_wait_policy_of_the_user_is_kept(name, value):
     assert max(measure(**{name: value})) < 0.001
 
 
 @pytest.fixture
 def control(monkeypatch):
-    """Two cores, two threads, and no look by itself; what is opened and closed, in order."""
+    """Return a control on two cores with two threads that does not look by itself, and the list of its changes."""
     done = []
 
     class Recorded:
@@ -102,7 +102,7 @@ def control(monkeypatch):
     return spinning.SpinControl(is_on=False), done
 
 
-def test_spins_are_short_from_a_busy_neighbour_until_it_is_gone(control):
+def test_spins_are_short_while_another_process_is_busy(control):
     spins, done = control
     for cores in (0.0, 0.3, 1.0, 0.9, 0.3, 2.0):
         spins.adapt(cores)
@@ -116,7 +116,7 @@ def test_spins_are_short_from_a_busy_neighbour_until_it_is_gone(control):
     assert done == ["short", "long"] * 2
 
 
-def test_cores_that_our_threads_leave_idle_are_free_to_others(control, monkeypatch):
+def test_other_processes_may_use_idle_cores_without_effect(control, monkeypatch):
     spins, done = control
     monkeypatch.setattr(spinning.os, "sched_getaffinity", lambda _: {0, 1, 2})
     spins.adapt(1.0)
@@ -150,7 +150,7 @@ def test_threads_sleep_soon_after_a_neighbour_has_begun():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_control_that_is_off_does_nothing(control, monkeypatch):
+def test_disabled_control_does_nothing(control, monkeypatch):
     _, done = control
     monkeypatch.setattr(spinning, "_sample", lambda: pytest.fail("it looked"))
     off = spinning.SpinControl(is_on=False)
@@ -159,7 +159,7 @@ def test_control_that_is_off_does_nothing(control, monkeypatch):
 
 
 @pytest.mark.parametrize(("priority", "ticks"), [(0, 100 + 30 + 5 + 6), (5, 100 + 20 + 30 + 5 + 6)])
-def test_seconds_of_others_are_of_our_cores(tmp_path, monkeypatch, priority, ticks):
+def test_busy_seconds_count_only_own_cores(tmp_path, monkeypatch, priority, ticks):
     file = tmp_path / "stat"
     file.write_text(
         "cpu  900 900 900 900 900 900 900 0 0 0\n"
