@@ -1,4 +1,4 @@
-"""Formats are picked by what the chat template says, then by the architecture."""
+"""The chat template decides which format a model has; without tools in the template, the architecture decides."""
 
 import json
 
@@ -36,11 +36,11 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
         (QWEN3.replace("think", "thought"), ChatFormat(None, HERMES)),
         (CODER, ChatFormat(None, QWEN3_CODER)),
         (CODER + "<think>\n</think>", ChatFormat(THINK, QWEN3_CODER)),
-        # Both say how to write a call as JSON; one only describes tools by it.
+        # This template contains the marks of both formats: hermes and qwen3_coder.
         (QWEN3 + CODER, ChatFormat(THINK, QWEN3_CODER)),
         (MINIMAX, ChatFormat(THINK, MINIMAX_M2)),
         (R1, ChatFormat(THINK, DEEPSEEK_R1)),
-        # DeepSeek-V3.1 has the tags, but no fences between.
+        # DeepSeek-V3.1 has the same tags without fences.
         (R1.replace("```json", ""), ChatFormat(THINK, None)),
         (LLAMA_3, ChatFormat(None, LLAMA)),
         (LLAMA_3 + "</think>", ChatFormat(THINK, LLAMA)),
@@ -49,7 +49,7 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
 )
 def test_the_template_decides(template, expected):
     assert pick_format(None, template) == expected
-    # Whatever the model is, unless the template knows nothing of tools.
+    # The architecture must not matter where the template mentions tools.
     assert "tool" not in template or pick_format("LlamaForCausalLM", template) == expected
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: its layers for further tokens, FP8 checkpoints, and what is refused."""
+"""DeepSeek-V3: layers for multi-token prediction, FP8 checkpoints, and configs that are refused."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ TINY = COMMON | FAMILIES["deepseek_v3"][1]
 
 
 def add_mtp_layer(path: Path) -> dict[str, torch.Tensor]:
-    """Give the checkpoint in `path` a layer for multi-token prediction as published; that layer's tensors."""
+    """Add a layer for multi-token prediction to the checkpoint in `path`, as published; returns the layer's tensors."""
     file = path / "model.safetensors"
     tensors = load_file(file)
     layer = {
@@ -99,7 +99,7 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
 
 
 def test_block_fp8_checkpoints(tmp_path, session):
-    """As in test_fp8_checkpoints; what expands latents is dequantised, so its input isn't rounded."""
+    """As in test_fp8_checkpoints, but the expansion of latents is dequantised, so its input is not rounded."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
@@ -123,7 +123,7 @@ def test_block_fp8_checkpoints(tmp_path, session):
 
 
 def test_experts_of_block_fp8_checkpoints(tmp_path, session):
-    """Experts round their inputs where no hook of the twin's reaches, and the layer for further tokens is FP8 too."""
+    """No hook on the twin can round the experts' inputs. The layer for multi-token prediction is FP8 too."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
@@ -177,7 +177,7 @@ def test_blocks_that_cut_rotated_rows_are_refused(tmp_path, session):
 
 
 def test_random_weights_for_a_config_as_published(tmp_path, session):
-    """Of fewer and narrower layers, but with heads that FP8's blocks cut as they do the published ones."""
+    """The layers are fewer and narrower than published, but FP8's blocks cut their heads in the same way."""
     scaling = {name: value for name, value in DEEPSEEK_YARN.items() if name not in ("rope_type", "rope_theta")}
     fields = TINY | {
         "architectures": ["DeepseekV3ForCausalLM"],

@@ -1,4 +1,4 @@
-"""The default model: what is made of its file, and that its cache is made whole or not at all."""
+"""The default model: the converted files, and a cache directory that is complete or absent."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ def tokenizer(default_model):
 
 
 class FakeConversion:
-    """Takes the place of the conversion: writes two small files, slowly; counts; fails when told."""
+    """A replacement of the conversion: it writes two small files slowly, counts its calls, and fails if told to."""
 
     def __init__(self):
         self.calls = 0

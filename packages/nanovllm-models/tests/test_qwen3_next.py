@@ -1,4 +1,4 @@
-"""Qwen3-Next: states that are cut and saved anywhere, its head for further tokens, and what is refused."""
+"""Qwen3-Next: prompts cut anywhere, saved states, the head for multi-token prediction, and configs that are refused."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_prompts_in_chunks_of_odd_sizes_beside_others(tmp_path, session):
         token = int(ours.step([short])[0][-1].argmax())
         parts, begin = [], 0
         for size in sizes:
-            # Of one token the decode comes first, of several the chunk, as the engine orders them.
+            # As in the engine, requests with one token come first in a step.
             _, part = ours.step([[token], long[begin : begin + size]])
             parts.append(part)
             begin += size
@@ -46,7 +46,7 @@ def test_from_a_saved_state_on_as_if_all_had_been_computed(tmp_path, session):
     ours.rewind(0)
     torch.testing.assert_close(ours.step([prompt[CHECKPOINT:]])[0], expected[CHECKPOINT:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours.step([[3]])[0], following, atol=1e-5, rtol=1e-5)
-    # Saved by a step of one token.
+    # Here a step of one token saves the state.
     ours = session(spec)
     ours.saves[0] = CHECKPOINT
     ours.step([prompt[: CHECKPOINT - 1]])

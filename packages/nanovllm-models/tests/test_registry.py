@@ -1,4 +1,4 @@
-"""What `load` refuses, each in one line that names what is wrong; and dummy weights."""
+"""`load`: errors of one line that name the file or field; dummy weights; default values of fields."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The checkpoints that tests are made of are laid out as the published ones, and transformers reads their twins."""
+"""The tests' checkpoints have the layout of published ones, and transformers reads their float32 twins."""
 
 import json
 import re
@@ -21,7 +21,7 @@ COMMON = {
     "initializer_range": 0.2,
 }
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "intermediate_size": 48}
-# Of each family: config, model, fields, and of a few tensors the dtypes in FP8.
+# By family: config class, model class, fields, and the dtypes of some tensors in the FP8 checkpoint.
 FAMILIES = {
     "llama": ("Llama", {"intermediate_size": 150}, {"model.layers.0.mlp.up_proj.weight": "fp8"}),
     "qwen2": (
@@ -138,7 +138,7 @@ def test_layout(family, tmp_path):
     ids = torch.arange(20)[None]
     with torch.no_grad():
         found, expected = twin.eval()(ids).logits, model(ids).logits
-    # A token whose nearly equal experts change places is far off.
+    # A token whose two almost equally likely experts are swapped gets very different logits.
     similar = torch.nn.functional.cosine_similarity(found, expected, dim=-1)
     assert similar.median() > 0.99
 

@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def write_tokenizer(tmp_path):
-    """Writes a tokenizer of a few words with the given template; the directory."""
+    """A function that writes a tokenizer of a few words with a template, and returns the directory."""
 
     def write(template: str | list[dict[str, str]] | None):
         words = ["<s>", "</s>", "<unk>", "hello", "world"]

@@ -1,4 +1,4 @@
-"""What tokens stand for, as grammars are told."""
+"""The vocabulary that grammars get: the bytes of each token."""
 
 import json
 
