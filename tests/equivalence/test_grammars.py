@@ -1,4 +1,4 @@
-"""The default model held to grammars: its answers match them, and those beside them are what they are alone."""
+"""Answers of the default model match their grammars, and do not change free answers in the same batch."""
 
 import asyncio
 import json

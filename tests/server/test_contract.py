@@ -1,4 +1,4 @@
-"""Every answer in these tests is held to OpenAI's schema and to our own; here it is seen that it is."""
+"""Tests of the check that compares every answer in this folder with OpenAI's schema and with ours."""
 
 import json
 import urllib.error
@@ -82,7 +82,7 @@ def test_the_other_endpoints(server):
 
 
 def test_the_servers_own_description(server):
-    """What answers are checked against is what the server hands out; of requests it says its own limits."""
+    """The server publishes the schema that answers are checked against. Its request schema states its limits."""
     status, body = get(server, "/openapi.json")
     assert status == 200
     served = json.loads(body)

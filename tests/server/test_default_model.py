@@ -70,14 +70,14 @@ async def test_logprobs(sdk):
         assert [top.logprob for top in entry.top_logprobs] == sorted(
             (top.logprob for top in entry.top_logprobs), reverse=True
         )
-        # Greedy: the chosen token is the likeliest.
+        # With greedy sampling, the chosen token is the likeliest.
         assert entry.top_logprobs[0].token == entry.token
     text = b"".join(bytes(entry.bytes or []) for entry in entries).decode()
     assert text == answer.choices[0].message.content
 
 
 async def test_what_was_likely_as_an_answer_is_as_likely_in_a_prompt(sdk, default_model):
-    """The tokens of an answer, and the same in the prompt of a request that goes on with it."""
+    """The answer's tokens have the same log-probabilities in the prompt of a request that continues the answer."""
     tokenizer = load_tokenizer(default_model)
     fields = {"logprobs": True, "extra_body": {"ignore_eos": True}}
     made = (await create(sdk, max_tokens=10, **fields)).choices[0]
@@ -94,7 +94,7 @@ async def test_what_was_likely_as_an_answer_is_as_likely_in_a_prompt(sdk, defaul
     entries = made.logprobs.content
     assert [one["decoded_token"] for one in own[-10:]] == [entry.token for entry in entries]
     assert [one["logprob"] for one in own[-10:]] == pytest.approx([entry.logprob for entry in entries], abs=1e-3)
-    # Greedy: each was the likeliest.
+    # With greedy sampling, each token was the likeliest.
     assert [one["rank"] for one in own[-10:]] == [1] * 10
     assert all({one["rank"] for one in entry.values()} >= {1, 2} for entry in told)
     assert answer.usage.prompt_tokens_details.cached_tokens == 0

@@ -1,4 +1,4 @@
-"""Answers and calls that are held to something, from the default model, by the official client."""
+"""Constrained answers and tool calls of the default model, with the official client."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "ping", "description": "Check the connection."}},
 ]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-# Reasons in a way of its own, and shows no tools.
+# This template begins reasoning in the prompt and shows no tools.
 THINKING = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n"
@@ -61,7 +61,7 @@ async def create(sdk, **fields):
 
 
 async def streamed(sdk, **fields):
-    """Content, calls and finish reason, put together from a stream."""
+    """Assemble content, calls and finish reason from a stream."""
     content, calls, reason = "", {}, None
     async for chunk in await create(sdk, stream=True, **fields):
         choice = chunk.choices[0]
@@ -101,7 +101,7 @@ async def test_a_round_trip_with_a_tool(sdk):
     (call,) = message.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "Rain, 12 C."}
     after = await create(sdk, messages=[*MESSAGES, message.model_dump(), result], tools=TOOLS, max_tokens=20)
-    # What was called and what it gave are in the prompt.
+    # The call and its result are in the prompt.
     assert after.usage.prompt_tokens > answer.usage.prompt_tokens + 20
 
 
@@ -198,7 +198,7 @@ async def test_what_can_not_be_enforced_is_refused(sdk, fields, param):
 
 @pytest.mark.slow
 async def test_reasoning_is_free_and_has_a_budget(run_server, default_model, tmp_path):
-    # The default model, with names for two of its special tokens that it doesn't use.
+    # The default model with other names for two special tokens that it does not use.
     model = tmp_path / "thinking"
     model.mkdir()
     for file in default_model.iterdir():
