@@ -20,9 +20,9 @@ from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
+from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
-from nanovllm_models.vocabulary import read_vocabulary
+from nanovllm_models.model_spec import make_model_spec
 
 SHARED = SharedExpert("shared_experts")
 
@@ -259,10 +259,9 @@ class DeepseekV3Model(nn.Module):
         rope_dim, count = config.attention.rope_dim, config.num_hidden_layers
         self._rotary = RotaryEmbedding(config.rotary, rope_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        mine = [DeepseekV3Layer(config, index, build) for index in range(count)]
-        self.layers = nn.ModuleList(
-            mine + [MTPLayer(config, index, build) for index in range(count, count + config.num_mtp_layers)]
-        )
+        decoder = [DeepseekV3Layer(config, index, build) for index in range(count)]
+        mtp = [MTPLayer(config, index, build) for index in range(count, count + config.num_mtp_layers)]
+        self.layers = nn.ModuleList(decoder + mtp)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = count
         # One compiled function can serve only layers of one kind: dense ones, or those with experts.
@@ -322,13 +321,5 @@ def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights:
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
     """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     config = parse_config(fields)
-    eos_token_ids = parse_eos_token_ids(path, fields)
-    return ModelSpec(
-        name=name,
-        vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
-        eos_token_ids=eos_token_ids,
-        dtype=parse_dtype(fields),
-        build=partial(build_deepseek_v3, config=config, weights=weights),
-        vocabulary=partial(read_vocabulary, path, eos_token_ids),
-    )
+    build = partial(build_deepseek_v3, config=config, weights=weights)
+    return make_model_spec(path, fields, config, name, build)

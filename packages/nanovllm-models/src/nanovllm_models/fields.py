@@ -133,12 +133,12 @@ class Fields:
             return value
         raise self.error(name, "an object of strings")
 
-    def error(self, name: str, right: str) -> ModelError:
-        """Return the error for a field with a wrong value; `right` says what the value must be."""
+    def error(self, name: str, expected: str) -> ModelError:
+        """Return the error for a field with a wrong value; `expected` says what the value must be."""
         if not self.has(name):
-            return ModelError(f"{name} of {self.where} is missing: it must be {right}")
+            return ModelError(f"{name} of {self.where} is missing: it must be {expected}")
         shown = textwrap.shorten(json.dumps(self._values[name]), VALUE_SHOWN, placeholder=" ...")
-        return ModelError(f"{name} of {self.where} is {shown}, but must be {right}")
+        return ModelError(f"{name} of {self.where} is {shown}, but must be {expected}")
 
 
 def read_fields(file: Path) -> Fields:

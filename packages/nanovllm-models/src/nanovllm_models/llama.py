@@ -22,15 +22,9 @@ from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import (
-    DEFAULT_ROPE_THETA,
-    parse_dtype,
-    parse_eos_token_ids,
-    parse_quantization,
-    parse_rotary,
-)
+from nanovllm_models.config_file import DEFAULT_ROPE_THETA, parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
-from nanovllm_models.vocabulary import read_vocabulary
+from nanovllm_models.model_spec import make_model_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,16 +292,8 @@ def make_spec(
     make_layer: makes one layer; must be picklable, since the spec travels to the engine's process.
     Raises ModelError.
     """
-    eos_token_ids = parse_eos_token_ids(path, fields)
-    return ModelSpec(
-        name=name,
-        vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
-        eos_token_ids=eos_token_ids,
-        dtype=parse_dtype(fields),
-        build=partial(build_llama, config=config, weights=weights, make_layer=make_layer),
-        vocabulary=partial(read_vocabulary, path, eos_token_ids),
-    )
+    build = partial(build_llama, config=config, weights=weights, make_layer=make_layer)
+    return make_model_spec(path, fields, config, name, build)
 
 
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:

@@ -27,10 +27,10 @@ from nanovllm_core.model import BuildContext, CacheSpec, ForwardContext, ModelSp
 from nanovllm_kernels.elementwise import sigmoid_and_mul
 from nanovllm_kernels.gemm.block_fp8 import GROUP
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
+from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
 from nanovllm_models.llama import is_redundant
-from nanovllm_models.vocabulary import read_vocabulary
+from nanovllm_models.model_spec import make_model_spec
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 MTP = "mtp."
@@ -238,14 +238,7 @@ class Qwen3NextLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        config: Qwen3NextConfig,
-        name: str,
-        index: int,
-        build: BuildContext,
-        *,
-        is_full: bool,
-        is_sparse: bool,
+        self, config: Qwen3NextConfig, name: str, index: int, build: BuildContext, *, is_full: bool, is_sparse: bool
     ):
         super().__init__()
         quantization = config.quantization
@@ -317,9 +310,8 @@ class Qwen3NextModel(nn.Module):
         for index in range(config.num_hidden_layers):
             is_full, is_sparse = index in config.full_layers, index in config.moe.sparse_layers
             name = f"model.layers.{index}"
-            self.layers.append(
-                Qwen3NextLayer(config, name, counts[is_full], build, is_full=is_full, is_sparse=is_sparse)
-            )
+            layer = Qwen3NextLayer(config, name, counts[is_full], build, is_full=is_full, is_sparse=is_sparse)
+            self.layers.append(layer)
             counts[is_full] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
         # One compiled function can serve only pairs of layers of the same kinds.
@@ -358,9 +350,8 @@ class MTPHead(nn.Module):
             RMSNorm(hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(3)
         )
         self.fc = ColumnParallelLinear(2 * hidden_size, (Part("fc", hidden_size),), build)
-        layer = Qwen3NextLayer(
-            config, f"{MTP}layers.0", len(config.full_layers), build, is_full=True, is_sparse=is_sparse
-        )
+        name, index = f"{MTP}layers.0", len(config.full_layers)
+        layer = Qwen3NextLayer(config, name, index, build, is_full=True, is_sparse=is_sparse)
         self.layers = nn.ModuleList([layer])
 
 
@@ -405,13 +396,5 @@ def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: W
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
     """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     config = parse_config(fields)
-    eos_token_ids = parse_eos_token_ids(path, fields)
-    return ModelSpec(
-        name=name,
-        vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
-        eos_token_ids=eos_token_ids,
-        dtype=parse_dtype(fields),
-        build=partial(build_qwen3_next, config=config, weights=weights),
-        vocabulary=partial(read_vocabulary, path, eos_token_ids),
-    )
+    build = partial(build_qwen3_next, config=config, weights=weights)
+    return make_model_spec(path, fields, config, name, build)
