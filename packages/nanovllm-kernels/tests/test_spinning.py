@@ -1,8 +1,10 @@
 """For how long threads spin: cut beside other processes, and long again after them."""
 
+import itertools
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -31,6 +33,23 @@ before = spun()
 with ShortSpins():
     during = spun()
 print(before, during, spun())
+"""
+# A busy process per core, which begin while this process rests.
+WATCH = """
+import subprocess, sys, time
+from nanovllm_kernels.spinning import SpinControl
+
+spins = SpinControl()
+neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NEIGHBOURS)]
+try:
+    end = time.monotonic() + 20
+    while not spins.is_short and time.monotonic() < end:
+        time.sleep(0.05)
+    assert spins.is_short
+finally:
+    for neighbour in neighbours:
+        neighbour.kill()
+spins.close()
 """
 needs_openmp = pytest.mark.skipif(
     sys.platform != "linux" or (os.cpu_count() or 1) < 2 or len(os.sched_getaffinity(0)) < 2,
@@ -67,7 +86,7 @@ def test_a_user_who_has_decided_is_left_alone(name, value):
 
 @pytest.fixture
 def control(monkeypatch):
-    """Two cores, two threads; what is opened and closed, in order."""
+    """Two cores, two threads, and no look by itself; what is opened and closed, in order."""
     done = []
 
     class Recorded:
@@ -80,8 +99,7 @@ def control(monkeypatch):
     monkeypatch.setattr(spinning, "ShortSpins", Recorded)
     monkeypatch.setattr(spinning.torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(spinning.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr(spinning, "_sample", lambda: (0.0, 0.0))
-    return spinning.SpinControl(), done
+    return spinning.SpinControl(is_on=False), done
 
 
 def test_spins_are_short_from_a_busy_neighbour_until_it_is_gone(control):
@@ -107,29 +125,35 @@ def test_cores_that_our_threads_leave_idle_are_free_to_others(control, monkeypat
     assert done == ["short"]
 
 
-def test_a_look_comes_once_a_window(control, monkeypatch):
-    spins, done = control
-    # Time, and seconds that others have used: a tenth of a core, then nearly all of one, then nothing.
-    clock = {"now": 0.0, "others": 0.0}
-    monkeypatch.setattr(spinning, "_sample", lambda: (clock["now"], clock["others"]))
-    monkeypatch.setattr(spinning.time, "monotonic", lambda: clock["now"])
-    for now, others, expected in (
-        (0.1, 0.1, []),
-        (0.5, 0.1, []),
-        (1.0, 0.55, ["short"]),
-        (1.1, 0.55, ["short"]),
-        (1.5, 0.55, ["short", "long"]),
-    ):
-        clock.update(now=now, others=others)
-        spins.look()
-        assert done == expected
+def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
+    _, done = control
+    monkeypatch.setattr(spinning, "WINDOW_S", 0.001)
+    is_over = threading.Event()
+
+    def samples():
+        # Time, and seconds that other processes have used: a tenth of a core, then nearly a whole core, then nothing.
+        yield from [(0.0, 0.0), (0.5, 0.05), (1.0, 0.5), (1.5, 0.95), (2.0, 0.95)]
+        is_over.set()
+        yield from ((float(second), 0.95) for second in itertools.count(3))
+
+    monkeypatch.setattr(spinning, "_sample", samples().__next__)
+    spins = spinning.SpinControl()
+    assert is_over.wait(10)
+    spins.close()
+    assert done == ["short", "long"]
+
+
+@needs_openmp
+def test_threads_sleep_soon_after_a_neighbour_has_begun():
+    """Also without steps, so that the first request beside a busy process is not slowed by each barrier."""
+    code = WATCH.replace("NEIGHBOURS", str(len(os.sched_getaffinity(0))))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_control_that_is_off_does_nothing(control, monkeypatch):
     _, done = control
     monkeypatch.setattr(spinning, "_sample", lambda: pytest.fail("it looked"))
     off = spinning.SpinControl(is_on=False)
-    off.look()
     off.close()
     assert done == []
 

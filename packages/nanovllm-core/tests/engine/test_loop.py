@@ -295,25 +295,26 @@ async def test_an_engine_at_rest_says_nothing(toy_spec):
     await serving
 
 
-async def test_spinning_is_looked_at_before_steps_and_left_as_it_was(toy_spec, monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+async def test_spinning_is_controlled_while_the_engine_is_there(fails, toy_spec, monkeypatch):
     done = []
 
     class Spins:
         def __init__(self, *, is_on: bool):
             done.append(is_on)
 
-        def look(self) -> None:
-            done.append("look")
-
         def close(self) -> None:
             done.append("close")
 
-    monkeypatch.setattr("nanovllm_core.execution.runner.SpinControl", Spins)
-    monkeypatch.setattr("nanovllm_core.execution.runner.can_limit", lambda: True)
-    engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
-    assert done[:2] == [True, "look"]
-    done.clear()
-    assert [token async for output in engine.generate(request()) for token in output.new_token_ids]
-    assert done == ["look"] * OUTPUTS
-    await engine.stop()
-    assert done[-1] == "close"
+    monkeypatch.setattr("nanovllm_core.engine.loop.SpinControl", Spins)
+    monkeypatch.setattr("nanovllm_core.engine.loop.can_limit", lambda: True)
+    if fails:
+        monkeypatch.setattr("nanovllm_core.engine.loop.calibrate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+    else:
+        engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+        assert [token async for output in engine.generate(request()) for token in output.new_token_ids]
+        assert done == [True]
+        await engine.stop()
+    assert done == [True, "close"]

@@ -66,29 +66,34 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
 
 
 class SpinControl:
-    """Cuts spinning while other processes need the cores. For one thread.
+    """Cuts spinning while other processes need the cores, from construction until `close`.
+
+    A thread looks at the use of the cores every `WINDOW_S`, also between and during steps: a single step that spins
+    beside a busy process takes seconds.
 
     is_on: whether to do anything; see `can_limit`.
     """
 
     def __init__(self, *, is_on: bool = True) -> None:
-        self._is_on = is_on
         self._short: ShortSpins | None = None
-        self._before = _sample() if is_on else (0.0, 0.0)
+        self._end = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if is_on:
+            self._watcher = threading.Thread(target=self._watch, name="nanovllm-spin-control", daemon=True)
+            self._watcher.start()
 
     @property
     def is_short(self) -> bool:
         """Whether threads spin only for microseconds."""
         return self._short is not None
 
-    def look(self) -> None:
-        """Look at what other processes use, unless the last look was less than `WINDOW_S` ago."""
-        if not self._is_on or time.monotonic() - self._before[0] < WINDOW_S:
-            return
-        now = _sample()
-        window_s, others_s = (after - before for after, before in zip(now, self._before, strict=True))
-        self._before = now
-        self.adapt(others_s / window_s)
+    def _watch(self) -> None:
+        before = _sample()
+        while not self._end.wait(WINDOW_S):
+            now = _sample()
+            window_s, others_s = (later - earlier for later, earlier in zip(now, before, strict=True))
+            before = now
+            self.adapt(others_s / window_s)
 
     def adapt(self, cores: float) -> None:
         """Choose for other processes that use so many cores."""
@@ -96,10 +101,16 @@ class SpinControl:
         if self._short is None and missing > BUSY_CORES:
             self._short = ShortSpins()
         elif self._short is not None and missing < IDLE_CORES:
-            self.close()
+            self._spin_long()
 
     def close(self) -> None:
-        """Let threads spin as the runtime chooses."""
+        """Stop watching, and let threads spin as the runtime chooses."""
+        self._end.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        self._spin_long()
+
+    def _spin_long(self) -> None:
         if self._short is not None:
             self._short.__exit__()
             self._short = None

@@ -31,6 +31,7 @@ from nanovllm_core.scheduling.intake import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 from nanovllm_kernels.platform import describe_arithmetic
+from nanovllm_kernels.spinning import SpinControl, can_limit
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # While requests are here, clients hear of the engine's state this often, also during a long step.
@@ -62,6 +63,7 @@ class EngineLoop:
         info: EngineInfo,
         depth: int,
         thread: ThreadPoolExecutor,
+        spins: SpinControl,
         tracer: Tracer | None,
         grammars: Grammars | None,
     ):
@@ -82,6 +84,7 @@ class EngineLoop:
         # Outputs of the step that ended last, until they are posted.
         self._outputs: StepOutputs | None = None
         self._thread = thread
+        self._spins = spins
         # For the thread: requests, and keys of those that are aborted, in the order they came.
         self._inbox: deque[Request | int] = deque()
         self._wake = threading.Event()
@@ -99,6 +102,7 @@ class EngineLoop:
         """Load the model and size the cache, off the event loop. Raises what `Trace` and `Runner` raise."""
         # First, as loading may take minutes.
         trace = None if config.trace is None else Trace(config.trace)
+        spins = SpinControl(is_on=config.device == "cpu" and can_limit())
         thread = ThreadPoolExecutor(1, "nanovllm-engine")
         try:
             events = asyncio.get_running_loop()
@@ -108,6 +112,7 @@ class EngineLoop:
             await events.run_in_executor(thread, calibrate, step_times, runner.time_step, *limits)
         except BaseException:
             thread.shutdown(wait=False)
+            spins.close()
             if trace is not None:
                 trace.close()
             raise
@@ -158,7 +163,7 @@ class EngineLoop:
         if spec.vocabulary is not None:
             grammars = Grammars(spec.vocabulary, spec.vocab_size, spec.eos_token_ids)
         tracer = None if trace is None else Tracer(trace, runner.device)
-        return cls(scheduler, runner, info, config.depth, thread, tracer, grammars)
+        return cls(scheduler, runner, info, config.depth, thread, spins, tracer, grammars)
 
     async def compile(self, spec: GrammarSpec) -> None:
         """Have a grammar ready. Raises GrammarError."""
@@ -306,7 +311,7 @@ class EngineLoop:
         finally:
             if self._tracer is not None:
                 self._tracer.trace.close()
-            self._runner.close()
+            self._spins.close()
 
     def _post(self, events: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
         """Pass outputs to the event loop, and with them the engine's state if that is due or no request is left."""

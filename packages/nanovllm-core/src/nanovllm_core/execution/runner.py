@@ -38,7 +38,6 @@ from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 from nanovllm_kernels.platform import describe
-from nanovllm_kernels.spinning import SpinControl, can_limit
 
 # What the choice of tokens is captured for, least work first. The last takes every step that fits no other: penalties,
 # biases, forbidden sequences and masks leave rows without them as they are, and greedy rows stay greedy.
@@ -81,7 +80,6 @@ class Runner:
         self.device = torch.device(config.device)
         self.device_name = describe(self.device).name
         self.computes_later = self.device.type != "cpu"
-        self._spins = SpinControl(is_on=not self.computes_later and can_limit())
         self._config = config
         self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))
         specs = self._model.cache_specs()
@@ -141,10 +139,6 @@ class Runner:
         self.state_bytes = slot_bytes * (self.num_slots + 1)
         self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=show)
 
-    def close(self) -> None:
-        """Undo what the process's other threads would notice; no step may follow."""
-        self._spins.close()
-
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context: int = 0) -> float:
         """Seconds of a step of one prompt chunk: `num_tokens` tokens after `context` computed ones.
@@ -165,7 +159,6 @@ class Runner:
 
         Raises RuntimeError when something does wait and the config forbids it.
         """
-        self._spins.look()
         begin = time.perf_counter()
         with self._no_waiting():
             place = None if self._landing is None else self._landing.take()

@@ -116,7 +116,7 @@ def plan_batch(
         flash=None,
     )
     if backend == "torch":
-        return _plan_torch(batch, kv_cache, num_decodes)
+        return _plan_torch(batch, kv_cache, num_decodes, dtype)
     return _plan_lists(
         _plan_cute(batch, kv_cache, num_heads, num_decodes, backend, dtype or kv_cache.dtype),
         kv_cache,
@@ -128,14 +128,16 @@ def plan_batch(
     )
 
 
-def _plan_torch(batch: AttentionBatch, kv_cache: Tensor, num_decodes: int | None) -> AttentionBatch:
+def _plan_torch(
+    batch: AttentionBatch, kv_cache: Tensor, num_decodes: int | None, dtype: torch.dtype | None
+) -> AttentionBatch:
     if num_decodes is None:
         raise ValueError('the backend "torch" must know num_decodes')
     on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
     if on_cpu and runs_in_float32(int(batch.query_start_loc[-1])):
         return replace(batch, in_place=True)
-    lengths = (batch.seq_lens, batch.query_start_loc)
-    return replace(batch, gathers=reference.plan_gathers(batch.block_tables, *lengths, num_decodes, kv_cache.shape[1]))
+    tables = (batch.block_tables, batch.seq_lens, batch.query_start_loc)
+    return replace(batch, gathers=reference.plan_gathers(*tables, num_decodes, kv_cache.shape[1], dtype))
 
 
 def _plan_cute(

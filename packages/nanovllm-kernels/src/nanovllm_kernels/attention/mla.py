@@ -67,7 +67,8 @@ def plan_latent_batch(
     if backend == "torch":
         if num_decodes is None:
             raise ValueError('the backend "torch" must know num_decodes')
-        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, kv_cache.shape[1])
+        tables = (block_tables, seq_lens, query_start_loc)
+        gathers = reference.plan_gathers(*tables, num_decodes, kv_cache.shape[1], dtype)
         return replace(batch, gathers=gathers)
     narrow, wide = (tiles.latent_config(num_heads, batch.number_size, wide=kind) for kind in (False, True))
     tile_heads = [tiles.latent_tile_heads(num_heads, config) for config in (narrow, wide)]

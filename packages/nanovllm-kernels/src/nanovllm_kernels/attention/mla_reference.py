@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm_kernels.attention.reference import DecodeGroup, Gathers, Prefill, gather, gather_slots
+from nanovllm_kernels.attention.reference import DecodeGroup, Gathers, Prefill, gather, gather_slots, mask_in
 
 
 def latent_attention(
@@ -41,7 +41,8 @@ def _decode(
     absorbed = torch.bmm(q_key.transpose(0, 1), to_key).transpose(0, 1)
     # All heads see the same keys: they stand where other attention has the queries of one head.
     queries = torch.cat((absorbed, q_rope), -1).unsqueeze(1)
-    found = functional.scaled_dot_product_attention(queries, k, k[..., :latent_dim], group.mask, scale=scale)
+    mask = mask_in(q.dtype, group.mask)
+    found = functional.scaled_dot_product_attention(queries, k, k[..., :latent_dim], mask, scale=scale)
     return torch.bmm(found.squeeze(1).transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
 
 
@@ -55,8 +56,9 @@ def _prefill(
     kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded).transpose(0, 1)
     key_dim = q.shape[2] - k_rope.shape[1]
     k = torch.cat((kv[..., :key_dim], k_rope.expand(num_heads, -1, -1)), -1)
+    mask = mask_in(q.dtype, prefill.mask)
     out = functional.scaled_dot_product_attention(
-        q.transpose(0, 1), k, kv[..., key_dim:], prefill.mask, is_causal=prefill.mask is None, scale=scale
+        q.transpose(0, 1), k, kv[..., key_dim:], mask, is_causal=mask is None, scale=scale
     )
     return out.transpose(0, 1)
 

@@ -24,8 +24,8 @@ class DecodeGroup(NamedTuple):
     """Requests begin..end, one query each, which is token begin..end.
 
     index: what to gather, request after request: pages when all have the same length, else slots; a slice where they
-    follow one another and need no gathering. longest: of their lengths. mask: bool [n, 1, 1, longest], or None when
-    all have that length.
+    follow one another and need no gathering. longest: of their lengths. mask: [n, 1, 1, longest], 0 for what a query
+    attends to and -inf for the rest, or None when all have that length.
     """
 
     begin: int
@@ -38,7 +38,8 @@ class DecodeGroup(NamedTuple):
 class Prefill(NamedTuple):
     """One request with queries begin..end, the last of `length` tokens in `pages`.
 
-    mask: bool [end - begin, length], or None when the queries are all there is.
+    mask: [end - begin, length], 0 for what a query attends to and -inf for the rest, or None when the queries are all
+    there is.
     """
 
     begin: int
@@ -56,12 +57,22 @@ class Gathers(NamedTuple):
 
 
 def plan_gathers(
-    block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int, page_size: int
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_decodes: int,
+    page_size: int,
+    dtype: torch.dtype | None = None,
 ) -> Gathers:
-    """See the package's `plan_batch`. Never points at a slot beyond a request's length that a mask does not cover."""
+    """See the package's `plan_batch`. Never points at a slot beyond a request's length that a mask does not cover.
+
+    dtype: of the masks, best that of the queries; by default float32. Masks are numbers, because torch would turn bools
+        into numbers in each layer.
+    """
+    dtype = dtype or torch.float32
     lengths: list[int] = seq_lens.tolist()
     decodes = [
-        _decode_group(begin, end, block_tables[begin:end], seq_lens[begin:end], lengths[begin:end], page_size)
+        _decode_group(begin, end, block_tables[begin:end], seq_lens[begin:end], lengths[begin:end], page_size, dtype)
         for begin, end in _runs(lengths[:num_decodes])
     ]
     prefills: list[Prefill] = []
@@ -71,8 +82,8 @@ def plan_gathers(
             begin, end, length = starts[request], starts[request + 1], lengths[request]
             mask = None
             if end - begin != length:
-                mask = torch.ones((end - begin, length), dtype=torch.bool, device=seq_lens.device)
-                mask.tril_(length - (end - begin))
+                mask = torch.full((end - begin, length), -torch.inf, dtype=dtype, device=seq_lens.device)
+                mask.triu_(length - (end - begin) + 1)
             pages = _pages(block_tables[request, : -(-length // page_size)])
             prefills.append(Prefill(begin, end, pages, length, mask))
     return Gathers(decodes, prefills)
@@ -105,7 +116,13 @@ def _runs(lengths: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _decode_group(
-    begin: int, end: int, block_tables: Tensor, seq_lens: Tensor, lengths: list[int], page_size: int
+    begin: int,
+    end: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    lengths: list[int],
+    page_size: int,
+    dtype: torch.dtype,
 ) -> DecodeGroup:
     longest = max(lengths)
     tables = block_tables[:, : -(-longest // page_size)]
@@ -117,7 +134,8 @@ def _decode_group(
     filled = offsets < seq_lens.unsqueeze(1)
     slots = tables.repeat_interleave(page_size, 1)[:, :longest] * page_size + offsets % page_size
     slots = torch.where(filled, slots, slots[:, :1])
-    return DecodeGroup(begin, end, slots.view(-1), longest, filled[:, None, None])
+    mask = torch.zeros(filled.shape, dtype=dtype, device=filled.device).masked_fill_(~filled, -torch.inf)
+    return DecodeGroup(begin, end, slots.view(-1), longest, mask[:, None, None])
 
 
 def _pages(numbers: Tensor) -> Tensor | slice:
@@ -149,6 +167,11 @@ def _take(cache: Tensor, index: Tensor | slice) -> Tensor:
     return cache[index] if isinstance(index, slice) else cache.index_select(0, index)
 
 
+def mask_in(dtype: torch.dtype, mask: Tensor | None) -> Tensor | None:
+    """`mask` for queries of `dtype`."""
+    return None if mask is None else mask.to(dtype)
+
+
 def _decode(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGroup, scale: float) -> Tensor:
     """One query a request: q [n, Hq, D] to [n, Hq, D]."""
     num_reqs, num_heads, head_dim = q.shape
@@ -163,7 +186,7 @@ def _decode(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group: Decode
     k = kv.as_strided(shape, strides, first)
     v = kv.as_strided(shape, strides, first + num_kv_heads * head_dim)
     grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out = functional.scaled_dot_product_attention(grouped, k, v, group.mask, scale=scale)
+    out = functional.scaled_dot_product_attention(grouped, k, v, mask_in(q.dtype, group.mask), scale=scale)
     return out.reshape(num_reqs, num_heads, head_dim)
 
 
@@ -178,7 +201,7 @@ def _prefill(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, prefill: Pre
         q.transpose(0, 1).unsqueeze(0),
         k,
         v,
-        mask,
+        mask_in(q.dtype, mask),
         is_causal=mask is None,
         scale=scale,
         enable_gqa=2 * num_heads != num_cached,
