@@ -57,7 +57,7 @@ def prompts(default_model) -> list[list[int]]:
 
 
 @pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
-async def test_a_seed_gives_the_same_tokens_in_any_company_without_bf16_units(default_model, prompts, monkeypatch):
+async def test_a_seed_gives_the_same_tokens_in_any_batch_without_bf16_units(default_model, prompts, monkeypatch):
     monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
     monkeypatch.setattr("nanovllm_kernels.gemm.can_pack_bf16", lambda: False)
     drawn = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=1)
@@ -89,7 +89,9 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-async def test_twenty_chats_token_for_token(settings, default_model, prompts, reference, greedy_choices, device):
+async def test_answers_to_twenty_chats_equal_transformers(
+    settings, default_model, prompts, reference, greedy_choices, device
+):
     config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)
@@ -162,7 +164,7 @@ async def test_as_served_it_knows_the_capital_of_france(company, default_model, 
 
 
 @pytest.mark.parametrize("settings", ["as served", "chunked, depth 2"])
-async def test_prompts_are_told_of_as_transformers_does(settings, default_model, prompts, reference, device):
+async def test_prompt_logprobs_equal_transformers(settings, default_model, prompts, reference, device):
     """Each prompt runs beside one that asks for no log-probabilities."""
     config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)

@@ -208,7 +208,7 @@ async def test_tokens_equal_transformers(checkpoint, settings, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", GPU_SETTINGS)
-async def test_graphs_and_compiling_change_nothing(checkpoint, settings, monkeypatch):
+async def test_graphs_and_compiling_change_no_token(checkpoint, settings, monkeypatch):
     for module in (llama, qwen3_next, deepseek_v3):
         # The steps of these tests have too few rows for the normal limit.
         monkeypatch.setattr(module, "LEAST_ROWS", 9)
@@ -228,7 +228,7 @@ async def test_over_an_fp8_cache_no_setting_changes_the_tokens(name, tmp_path, d
     assert sum(a[0] == b[0] for a, b in zip(whole, exact, strict=True)) > NUM_PROMPTS // 2
 
 
-async def test_a_prompt_that_begins_like_another_computes_little(tmp_path, device):
+async def test_a_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, device):
     """Three prompts of 2,100 tokens share their first 2,000 tokens; the second and third compute fewer than 200."""
     torch.manual_seed(0)
     tiny = TINY["Qwen3-Next"]

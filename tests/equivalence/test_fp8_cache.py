@@ -68,7 +68,7 @@ def divergence(plain: dict[int, float], quantised: dict[int, float]) -> float:
     return sum(math.exp(logprob) * (logprob - quantised.get(token, rest)) for token, logprob in plain.items())
 
 
-async def test_distributions_stay_close(default_model, tokenizer, device):
+async def test_an_fp8_cache_keeps_distributions_close(default_model, tokenizer, device):
     dtype, prompts = torch.float32, encode(tokenizer, QUESTIONS)
     answers = await run(default_model, device, dtype, "auto", prompts, max_tokens=OUTPUT)
     read = [prompt + tokens(answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -84,7 +84,7 @@ async def test_distributions_stay_close(default_model, tokenizer, device):
     assert same >= 0.9 * len(divergences)
 
 
-async def test_answers_stay_sensible(default_model, tokenizer, device):
+async def test_an_fp8_cache_keeps_known_facts(default_model, tokenizer, device):
     answers = await run(default_model, device, None, "fp8", encode(tokenizer, FACTS), max_tokens=12)
     for answer, word in zip(answers, FACTS.values(), strict=True):
         assert word in tokenizer.backend.decode(tokens(answer))

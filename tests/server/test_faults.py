@@ -119,10 +119,10 @@ async def leave(server, rng: random.Random) -> None:
 
 
 async def leave_often(server, count: int, seed: int) -> None:
-    rng, room = random.Random(seed), asyncio.Semaphore(AT_ONCE)
+    rng, slots = random.Random(seed), asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> None:
-        async with room:
+        async with slots:
             await leave(server, random.Random(rng.random() + number))
 
     await asyncio.gather(*map(one, range(count)))
@@ -207,7 +207,7 @@ async def test_an_enormous_prompt_stalls_no_stream(server):
     await idle(server)
 
 
-async def test_a_request_is_one_line_and_its_prompt_another_if_asked_for(server):
+async def test_a_request_is_one_log_line_and_its_prompt_another_with_log_prompts(server):
     await idle(server)
     seen = len(server.errors)
     status, _ = await answer(server, request_id="the-one", messages=[{"role": "user", "content": "a secret"}], n=2)
@@ -224,7 +224,7 @@ async def test_a_request_is_one_line_and_its_prompt_another_if_asked_for(server)
     assert 0 < line["queue_seconds"] <= line["ttft_seconds"] <= line["seconds"]
 
 
-async def test_only_who_asks_for_it_finds_prompts_in_the_log(run_server, tiny_model):
+async def test_prompts_are_not_logged_by_default(run_server, tiny_model):
     with run_server(tiny_model, "--max-model-len", "256", "--cpu-cache-gib", "0.02", "--served-model-name", "tiny",
                     "--log-level", "debug", "--drain-timeout", "1") as server:  # fmt: skip
         assert (await answer(server, messages=[{"role": "user", "content": "a secret"}]))[0] == 200

@@ -74,7 +74,7 @@ async def stream(sdk, index: int, leave_after: int | None = None) -> Said:
     return said
 
 
-async def test_nothing_is_lost_or_doubled_and_leavers_free_all(
+async def test_streams_lose_no_token_and_disconnects_free_everything(
     sdk, busy_server, default_model, load_reference, greedy_choices
 ):
     rng = random.Random(0)

@@ -21,7 +21,7 @@ HOME = Path(__file__).with_name("schemathesis")
 CASES = 20
 
 
-def test_no_case_breaks_the_server_or_the_description(tiny_server, tmp_path):
+def test_no_generated_request_causes_a_5xx_or_an_undescribed_answer(tiny_server, tmp_path):
     done = subprocess.run(
         [
             Path(sys.executable).with_name("schemathesis"),

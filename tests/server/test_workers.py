@@ -82,7 +82,7 @@ def value(server, name):
     return float(re.search(rf"^nanovllm:{name}(?:{{[^}}]*}})? (\S+)$", get(server, "/metrics")[1], re.MULTILINE)[1])
 
 
-async def test_many_clients(pair):
+async def test_two_workers_give_the_same_answers_and_metrics(pair):
     texts = await asyncio.gather(*(read_stream(pair, number, 20) for number in range(16)))
     for number in (0, 7, 15):
         answer = await ask(pair, max_tokens=20, messages=[{"role": "user", "content": f"Tell me of {number}."}])
@@ -96,7 +96,7 @@ async def test_many_clients(pair):
         assert 'generation_tokens_total{model_name="tiny"} 380.0' in text
 
 
-async def test_the_queue_is_one(pair):
+async def test_workers_share_one_queue_limit(pair):
     streams = [asyncio.create_task(read_stream(pair, number, 600)) for number in range(24)]
     async with asyncio.timeout(20):
         while value(pair, "num_requests_running") + value(pair, "num_requests_waiting") < 24:
@@ -153,7 +153,7 @@ def test_one_worker_has_no_memory_for_encodings(tiny_server):
     assert not any(has_rings(pid) for pid in tiny_server.worker_pids())
 
 
-async def test_both_drain(run_server, tiny_model):
+async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
     # The long timeout lets accepted requests end even on a busy machine.
     with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--drain-timeout", "300") as server:
         streams = [asyncio.create_task(read_stream(server, number, 500)) for number in range(8)]

@@ -43,6 +43,6 @@ def test_answers_of_a_real_model(client):
         ("[" + '"x", ' * 200, [1] * 200, "array or object", False),
     ],
 )
-def test_what_an_answer_was_cut_amid(text, tokens, amid, endless):
+def test_the_tail_of_a_cut_answer_is_found(text, tokens, amid, endless):
     tail = tail_of(text, tokens)
     assert (tail.amid, tail.endless) == (amid, endless)

@@ -156,7 +156,7 @@ def test_bad_field():
     assert refused.value.param == "temperature"
 
 
-def test_prompt_that_does_not_fit():
+def test_a_prompt_longer_than_the_context_is_a_400():
     with pytest.raises(ContextOverflowError):
         model().invoke("long " * 3000)
 

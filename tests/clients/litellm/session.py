@@ -151,7 +151,7 @@ def test_bad_field(stream):
         litellm.completion(**ASKED | {"temperature": 9}, stream=stream)
 
 
-def test_prompt_that_does_not_fit():
+def test_a_prompt_longer_than_the_context_is_a_400():
     long = [{"role": "user", "content": "long " * 3000}]
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**ASKED | {"messages": long})

@@ -149,7 +149,7 @@ async def test_bad_field():
     assert refused.value.body["param"] == "temperature"
 
 
-async def test_prompt_that_does_not_fit():
+async def test_a_prompt_longer_than_the_context_is_a_400():
     with pytest.raises(ModelContextWindowExceededError):
         await agent().run("long " * 3000)
 
