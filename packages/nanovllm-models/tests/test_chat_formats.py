@@ -60,12 +60,12 @@ def test_the_architecture_decides_where_the_template_knows_no_tools():
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", None])
-def test_where_nobody_knows_better_calls_are_written_as_hermes_does(architecture):
+def test_an_unknown_architecture_without_tools_in_its_template_gets_hermes(architecture):
     assert pick_format(architecture, "{{ message.content }}") == ChatFormat(None, HERMES)
     assert pick_format(architecture, "{{ message.tool_calls }}") == ChatFormat(None, None)
 
 
-def test_names_are_those_of_the_tables():
+def test_formats_are_in_the_tables_under_their_names():
     for table in (REASONING_FORMATS, TOOL_CALL_FORMATS):
         assert [name for name, known in table.items()] == [known.name for known in table.values()]
 

@@ -78,7 +78,7 @@ def test_experts_are_where_the_config_says():
         ("num_key_value_heads", 2, "num_attention_heads, 4"),
         ("qk_rope_head_dim", 7, "even"),
         ("n_group", 3, "a divisor of n_routed_experts, 8"),
-        ("n_group", 8, "two experts a group or more"),
+        ("n_group", 8, "at least two experts per group"),
         ("topk_group", 5, "at most n_group, 4"),
         ("num_experts_per_tok", 5, "at most the experts in topk_group groups"),
         ("scoring_func", "softmax", "sigmoid"),
@@ -86,7 +86,7 @@ def test_experts_are_where_the_config_says():
         ("num_nextn_predict_layers", -1, "an integer from 0 on"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(field, value, message):
+def test_a_config_that_is_not_supported_is_refused_by_field(field, value, message):
     with pytest.raises(ModelError, match=rf"{field} of config.json is .*, but must be .*{message}"):
         deepseek_v3.parse_config(Fields(TINY | {field: value}, "config.json"))
 
@@ -98,7 +98,7 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
     return (wide.view(x.shape),)
 
 
-def test_block_fp8_checkpoints(tmp_path, session):
+def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, session):
     """As in test_fp8_checkpoints, but the expansion of latents is dequantised, so its input is not rounded."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})

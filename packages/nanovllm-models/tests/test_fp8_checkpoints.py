@@ -162,7 +162,7 @@ def test_bfloat16_is_near_float32(tmp_path, session):
     assert torch.nn.functional.cosine_similarity(coarse, exact, dim=-1).min() > 0.99
 
 
-def test_compiled_or_not_it_is_the_same(tmp_path, session, monkeypatch):
+def test_compiling_gives_nearly_the_same_logits(tmp_path, session, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     monkeypatch.setattr(llama, "LEAST_ROWS", 9)
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)

@@ -143,9 +143,7 @@ def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, sessi
         ("deepseek_v3", "two dense layers", 2),
     ],
 )
-def test_what_is_compiled_is_compiled_once_for_each_kind_of_layer(
-    family, variant, kinds, tmp_path, session, monkeypatch
-):
+def test_each_kind_of_layer_is_compiled_once(family, variant, kinds, tmp_path, session, monkeypatch):
     """Qwen3-Next compiles once per kind of neighbouring layers."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compiled, "BACKEND", counter)

@@ -22,7 +22,7 @@ def refusal(path, **options) -> str:
     return message
 
 
-def test_what_is_no_directory_is_refused(tmp_path):
+def test_a_path_that_is_no_directory_is_refused(tmp_path):
     assert "is not a directory" in refusal(tmp_path / "absent")
     file = tmp_path / "model.safetensors"
     file.touch()

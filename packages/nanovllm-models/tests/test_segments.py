@@ -345,7 +345,7 @@ def test_a_segment_that_would_displace_many_is_not_kept():
     assert (cache.num_bytes, cache.find(["small"])) == (before, {"small": b"1234"})
 
 
-def test_a_segment_counts_once():
+def test_a_segment_that_is_added_twice_counts_once():
     cache = SegmentCache(1 << 14)
     cache.add({"a": b"1234"})
     before = cache.num_bytes

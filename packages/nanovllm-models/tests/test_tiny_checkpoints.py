@@ -111,7 +111,7 @@ def make_model(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layout(family, tmp_path):
+def test_checkpoints_have_the_published_layout(family, tmp_path):
     model = make_model(family)
     write_checkpoint(tmp_path / "fp8", model, dtype=torch.bfloat16, fp8=True, mtp=family in MTP, old_config=True)
     tensors = read_tensors(tmp_path / "fp8")
@@ -143,7 +143,7 @@ def test_layout(family, tmp_path):
     assert similar.median() > 0.99
 
 
-def test_what_is_not_published_is_refused(tmp_path):
+def test_multi_token_prediction_that_is_not_published_is_refused(tmp_path):
     with pytest.raises(ValueError, match="minimax_m2 is published without heads"):
         write_checkpoint(tmp_path, make_model("minimax_m2"), mtp=True)
 

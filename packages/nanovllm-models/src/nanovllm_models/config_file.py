@@ -41,7 +41,7 @@ def parse_quantization(config: Fields) -> BlockFP8 | None:
     if fields.text("fmt", "e4m3") not in E4M3:
         raise fields.error("fmt", f"one of {', '.join(E4M3)}")
     if fields.text("activation_scheme", "dynamic") != "dynamic":
-        raise fields.error("activation_scheme", "dynamic: scales for activations are taken from them, not loaded")
+        raise fields.error("activation_scheme", "dynamic: activation scales are computed at run time, not loaded")
     if fields.integers("weight_block_size") != (128, 128):
         raise fields.error("weight_block_size", "[128, 128]")
     kept = fields.texts("modules_to_not_convert")

@@ -125,7 +125,7 @@ def _parse_moe(config: Fields) -> MoEConfig:
     num_groups, top_groups = config.integer("n_group", 8), config.integer("topk_group", 4)
     top_k = config.integer("num_experts_per_tok", 8)
     if num_experts % num_groups or num_experts // num_groups < 2:
-        raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, with two experts a group or more")
+        raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, at least two experts per group")
     if top_groups > num_groups:
         raise config.error("topk_group", f"at most n_group, {num_groups}")
     if top_k > top_groups * (num_experts // num_groups):

