@@ -44,6 +44,8 @@ class StepTimeCoefficients(NamedTuple):
 # Chunk lengths that are measured at start-up, until a step takes longer than this.
 _CALIBRATED_TOKENS = (1, 16, 64, 256, 1024, 4096)
 _CALIBRATED_S = 0.02
+# Expected excess of the first steps: under load a device clocks lower than in the short steps that were measured.
+_CALIBRATED_EXCESS = 0.02
 
 
 def calibrate(
@@ -67,7 +69,7 @@ def calibrate(
     if num_tokens > 1:
         seconds = time_step(num_tokens, context)
         model.observe(StepWork(num_tokens, 0, attention_pairs(context, num_tokens)), seconds)
-    model.forget_error()
+    model.forget_error(_CALIBRATED_EXCESS)
 
 
 class StepTimeModel:
@@ -130,9 +132,9 @@ class StepTimeModel:
         """The part of these seconds in which the chunk attends."""
         return self.coefficients.per_prompt_pair * attention_pairs(start, num_tokens)
 
-    def forget_error(self) -> None:
-        """Start to measure the error anew: predictions before the first few observations say nothing of later ones."""
-        self._error = self._excess = 0.0
+    def forget_error(self, expected_excess: float = 0.0) -> None:
+        """Start to measure errors anew: predictions before the first few observations say nothing of later ones."""
+        self._error, self._excess = 0.0, expected_excess
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step of `work` that took `seconds`."""
