@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from nanovllm_core.config import ConfigError
-from nanovllm_core.execution.sampler import StepHandle
+from nanovllm_core.execution.step_handle import StepHandle
 
 _encode = msgspec.json.Encoder().encode
 
