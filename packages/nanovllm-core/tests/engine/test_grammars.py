@@ -279,9 +279,9 @@ async def test_what_cannot_be_followed_fails_alone(engine, monkeypatch, oracle):
 
 async def test_without_a_vocabulary_there_are_no_grammars(toy_spec):
     engine = await AsyncEngine.start(replace(toy_spec(), vocabulary=None), EngineConfig(**BASE, device="cpu"))
-    with pytest.raises(GrammarError, match="give its ModelSpec a vocabulary"):
+    with pytest.raises(GrammarError, match="its ModelSpec has no vocabulary"):
         await engine.compile(REGEX)
-    with pytest.raises(RequestError, match="give its ModelSpec a vocabulary") as caught:
+    with pytest.raises(RequestError, match="its ModelSpec has no vocabulary") as caught:
         await collect(engine, request("a", [1], REGEX))
     assert caught.value.field == "grammar"
     await engine.stop()

@@ -116,9 +116,9 @@ class Constraint:
                 matcher.fill(masks, index)
 
     def force_budget_token(self, mask: NDArray[np.int32]) -> bool:
-        """Restrict `mask` to the token that an exhausted budget requires. Returns whether the mask was changed.
+        """Restrict `mask` to the token that an exhausted budget requires, or give the budget up if it is forbidden.
 
-        If the grammar forbids that token, the budget is given up.
+        Returns whether the mask was changed.
         """
         required = self._required_token()
         if required is None:

@@ -147,10 +147,8 @@ class Runner:
 
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context: int = 0) -> float:
-        """Measure the seconds of a step with one chunk of `num_tokens` tokens after `context` computed tokens.
-
-        Call this before the first request only. The step runs twice, because the first run may compile or allocate.
-        """
+        """Seconds of a step with one chunk of `num_tokens` after `context` computed tokens. Call before any request."""
+        # The first of two runs may compile or allocate.
         greedy = SamplingParams(temperature=0.0)
         seconds = [self._run_dummy_step([num_tokens], greedy, context=context) for _ in range(2)]
         self._table.buffer.clear()

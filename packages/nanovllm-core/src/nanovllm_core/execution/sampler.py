@@ -101,26 +101,22 @@ def draw(
 
 
 def with_logprobs(
-    tokens: Tensor,
-    logits: Tensor,
-    sampling_indices: NDArray[np.int64],
-    num_logprobs: NDArray[np.int64],
-    max_num_logprobs: int,
+    tokens: Tensor, logits: Tensor, sampling_indices: NDArray[np.int64], num_logprobs: NDArray[np.int64], most: int
 ) -> Sampled:
     """Add log-probabilities from the unadjusted logits for the rows that asked for them.
 
     tokens: [n]. logits: [n, vocab], not changed by penalties or temperature.
     sampling_indices: int64 [m], the rows that sample.
     num_logprobs: int64 [m], how many alternatives each of these rows wants; -1 for no log-probabilities.
-    max_num_logprobs: the largest of `num_logprobs`.
+    most: the largest of `num_logprobs`.
     """
-    if max_num_logprobs < 0:
+    if most < 0:
         return Sampled(tokens, None, None, None)
     indices, selected_tokens = sampling_indices[num_logprobs >= 0], tokens
     if indices.size < len(tokens):
         rows = to_device(indices.astype(np.int32), tokens.device).to(tokens.device, non_blocking=True)
         selected_tokens, logits = tokens.index_select(0, rows), logits.index_select(0, rows)
-    result = logprobs(logits, selected_tokens, max_num_logprobs)
+    result = logprobs(logits, selected_tokens, most)
     return Sampled(tokens, result.chosen, result.top_ids, result.top_logprobs)
 
 

@@ -57,12 +57,7 @@ class NewBlocks:
 
 
 class NewState(NamedTuple):
-    """The state slot of a request.
-
-    slot: the slot that holds the state.
-    origin: the slot that it is copied from; 0 for zeros.
-    checkpoints: copies of the state to save during the prompt.
-    """
+    """The state slot of a request, the slot it is copied from (`origin`; 0 for zeros), and checkpoints to save."""
 
     slot: int
     origin: int
@@ -77,10 +72,8 @@ class NewRow:
     """A request that gets a row, with all data that the device needs.
 
     token_ids: the prompt and the outputs that the host knows.
-    seed: seed of the request's random numbers.
     stop_ids: tokens that may not be sampled before `sampling.min_tokens` outputs.
     compiled: the compiled grammar; None without one.
-    state: the state slot of a recurrent model.
     """
 
     row: int
@@ -97,9 +90,7 @@ class NewRow:
 class PromptPart(NamedTuple):
     """Prompt tokens whose log-probabilities a step computes.
 
-    row: the row of the request.
-    start, num_tokens: the tokens, by position in the prompt.
-    num_top: alternatives to report per token.
+    start, num_tokens: the tokens, by position in the prompt. num_top: alternatives to report per token.
     at: index among the step's tokens of the token before the first of them; the others follow in order.
     """
 
@@ -112,11 +103,8 @@ class PromptPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of one step.
+    """The plan of one step: changes of the device tables, and the rows to compute.
 
-    step: number of the step.
-    new_rows, new_blocks: changes of the device tables before the step.
-    scheduled, shape: the rows that the step computes.
     max_seq_len: longest context after the step, in tokens.
     prompt_logprobs: prompt tokens whose log-probabilities the step computes.
     """

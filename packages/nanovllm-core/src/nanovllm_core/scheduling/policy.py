@@ -28,8 +28,5 @@ def urgency(request: Request) -> tuple[int, float]:
 
 
 def victim_score(request: Request, *, prefilling: bool) -> Score:
-    """Score for preemption: the request with the highest score is preempted first.
-
-    Unfinished prefills have the highest scores, then the least urgent requests.
-    """
+    """Score for preemption: the highest is preempted first. Unfinished prefills, then the least urgent requests."""
     return (int(prefilling), *urgency(request))

@@ -42,10 +42,7 @@ class ResultApplier:
         self._rows = lifecycle.rows
 
     def apply(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
-        """Apply the results of a finished step, and return the outputs for its requests.
-
-        Call this for steps in the order in which they were scheduled.
-        """
+        """Apply the results of a finished step, in scheduling order. Returns the outputs for its requests."""
         rows = self._rows
         scheduled, num_tokens, samples = step.plan.scheduled
         rows.steps_in_flight[scheduled] -= 1
@@ -74,10 +71,7 @@ class ResultApplier:
     def _register_full_blocks(
         self, scheduled: Rows, num_tokens: NDArray[np.int64], ends: NDArray[np.int64], finished: NDArray[np.bool_]
     ) -> None:
-        """Register the blocks that a step filled, so that later prompts find them.
-
-        Blocks of a prompt are registered at once, blocks of outputs a few at a time.
-        """
+        """Register the blocks that a step filled: those of prompts at once, those of outputs a few at a time."""
         size = self._cache.block_size
         interval = np.where(num_tokens == 1, max(COMMITTED_TOKENS, size), size)
         filled = np.flatnonzero((ends % interval < num_tokens) & ~finished)

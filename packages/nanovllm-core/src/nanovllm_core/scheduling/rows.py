@@ -115,10 +115,7 @@ class RowTable:
         return RequestColumns(rows, requests, self.keys[rows].tolist(), [request.output_ids for request in requests])
 
     def decode_batch(self, rows: Rows) -> DecodeBatch:
-        """The batch in which each of `rows` computes one token and samples one.
-
-        Returns the same object as long as rows and requests stay the same.
-        """
+        """The batch in which each of `rows` decodes one token; the same object while the requests stay the same."""
         if self._decode_batch is None or not np.array_equal(self._decode_batch.scheduled.rows, rows):
             count = len(rows)
             scheduled = ScheduledRows(rows, np.ones(count, np.int64), np.ones(count, np.bool_))

@@ -82,10 +82,7 @@ class Scheduler:
         self._lifecycle.add(request)
 
     def abort(self, key: int) -> bool:
-        """Finish a request now; its row and blocks are released once no step refers to them.
-
-        Returns False if the key is unknown or the request has finished.
-        """
+        """Finish a request now. Returns False if the key is unknown or the request has finished."""
         request = self._lifecycle.find(key)
         if request is None:
             return False
@@ -110,10 +107,7 @@ class Scheduler:
         self.step_times.observe(step.work, seconds)
 
     def complete(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
-        """Apply the results of a finished step, and return the outputs for its requests.
-
-        Call this for steps in the order in which they were scheduled.
-        """
+        """Apply the results of a finished step, in scheduling order. Returns the outputs for its requests."""
         return self._result_applier.apply(step, results)
 
     def _schedule_decodes(self, new_blocks: NewBlocks) -> Rows:
@@ -169,10 +163,7 @@ class Scheduler:
         return np.array(sorted(chosen), np.int64)
 
     def _add_block_or_preempt(self, request: Request, chosen: set[int], new_blocks: NewBlocks) -> bool:
-        """Give a decode one more block, preempting less urgent requests if needed.
-
-        Returns False if the decode must be left out of this step.
-        """
+        """Give a decode one more block, preempting less urgent requests if needed. False if it must wait."""
         while not self._add_blocks([request], new_blocks):
             # Blocks will be released when a step in flight finishes: preempt no other request until then.
             if self._lifecycle.num_preempting or self._lifecycle.num_finishing:

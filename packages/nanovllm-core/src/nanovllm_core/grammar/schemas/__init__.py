@@ -1,1 +1,1 @@
-"""JSON schemas: converts them to schemas that xgrammar enforces whole, or refuses them by keyword and place."""
+"""Converts JSON schemas to schemas that xgrammar enforces completely, or rejects them with keyword and place."""

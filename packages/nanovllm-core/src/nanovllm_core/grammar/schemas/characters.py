@@ -1,14 +1,11 @@
-"""Sets of characters as ranges of code points, and those that patterns and JSON have names for.
-
-This room must not know what patterns are.
-"""
+"""Sets of characters as ranges of code points, and the character classes of patterns and JSON."""
 
 from typing import TypeAlias
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 MAX_CODE_POINT = 0x10FFFF
-# What every engine takes for white space, and what any of them does.
+# Characters that every regex engine takes for white space, and those that at least one engine does.
 SPACES: Ranges = ((9, 13), (32, 32))
 SPACES_SOMEWHERE: Ranges = (
     (9, 13), (28, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x180E, 0x180E), (0x2000, 0x200A),
@@ -23,12 +20,12 @@ CLASSES: dict[str, tuple[Ranges, Ranges]] = {
     "s": (SPACES, SPACES_SOMEWHERE),
 }
 NO_DOT: Ranges = ((10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029))
-# What stands in a JSON string as itself.
+# Characters that a JSON string holds without an escape.
 PLAIN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
 
 
 def normal(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
-    """`ranges` sorted and joined where they touch."""
+    """`ranges`, sorted, with adjacent ranges joined."""
     joined: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if joined and low <= joined[-1][1] + 1:
@@ -39,7 +36,7 @@ def normal(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
 
 
 def invert(ranges: Ranges) -> Ranges:
-    """Every code point that is in none of `ranges`."""
+    """All code points outside of `ranges`."""
     gaps: list[tuple[int, int]] = []
     next_one = 0
     for low, high in normal(ranges):
@@ -52,5 +49,5 @@ def invert(ranges: Ranges) -> Ranges:
 
 
 def common(one: Ranges, other: Ranges) -> Ranges:
-    """The code points that are in both."""
+    """The code points that are in both sets."""
     return invert(normal(invert(one) + invert(other)))

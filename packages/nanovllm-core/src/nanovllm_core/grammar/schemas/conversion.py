@@ -1,4 +1,4 @@
-"""From a JSON Schema as its author wrote it to an equivalent one that xgrammar enforces whole."""
+"""Converts a JSON Schema to one that xgrammar enforces completely."""
 
 from nanovllm_core.grammar.schemas.document import Document
 from nanovllm_core.grammar.schemas.emit import emit
@@ -8,12 +8,13 @@ from nanovllm_core.grammar.schemas.library import Library
 
 
 def convert_schema(schema: JSON, place: str) -> JSON:
-    """The schema, written so that xgrammar enforces all of it. place: what errors call the root of the schema.
+    """Convert `schema` so that xgrammar enforces all of it.
 
-    Every value that a grammar of the result permits is valid against `schema` (draft 2020-12; spellings of older drafts
-    are understood where they differ), and there is at least one such value.
+    Every value that the result permits is valid against `schema` (draft 2020-12; older drafts are also understood), and
+    at least one such value exists.
 
-    Raises SchemaError, which names the keyword and its place, where that is not possible.
+    place: name of the schema's root in error messages.
+    Raises SchemaError with keyword and place if the schema can't be converted.
     """
     document = Document(schema, place)
     library = Library(document, read)

@@ -1,7 +1,4 @@
-"""One JSON schema as it came: its size, its places, and where references in it lead.
-
-This room must not know what keywords other than those for references mean.
-"""
+"""A JSON schema document: checks its size and resolves references."""
 
 from dataclasses import dataclass
 from urllib.parse import unquote, urldefrag, urljoin
@@ -12,7 +9,7 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
 
-# What holds a schema, what an array of them, what an object of them.
+# Keywords whose value is a schema, an array of schemas, an object of schemas.
 ONE = (
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -22,20 +19,23 @@ MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProp
 
 
 class SchemaError(ValueError):
-    """What is wrong with a schema: the keyword at `place` (a JSON pointer), and what is said of it."""
+    """A problem with a schema.
+
+    place: JSON pointer of the keyword. problem: the rest of the message.
+    wrong: the schema is invalid; otherwise it is valid but can't be enforced.
+    """
 
     def __init__(self, place: str, keyword: str, problem: str, *, wrong: bool = False):
         super().__init__(f"{keyword} at {place} {problem}")
         self.place = place
         self.keyword = keyword
         self.problem = problem
-        # Whether it is no schema at all, rather than one that can't be enforced.
         self.wrong = wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A schema, its place, and the URI that references in it are relative to."""
+    """A schema, its place, and the base URI of references in it."""
 
     schema: JSON
     place: str
@@ -43,7 +43,7 @@ class Spot:
 
 
 class Document:
-    """A whole schema at `place`, and its parts that can be referred to. Raises SchemaError when it is too large."""
+    """A schema and the targets of its references. Raises SchemaError if it is too large."""
 
     def __init__(self, schema: JSON, place: str):
         _check_size(schema, place)
@@ -81,11 +81,11 @@ class Document:
             waiting.extend(reversed(children(spot)))
 
     def base(self, spot: Spot) -> str:
-        """What references in the schema at `spot` are relative to."""
+        """The base URI of references in the schema at `spot`."""
         return self._bases.get(id(spot.schema), spot.base)
 
     def refer(self, spot: Spot, reference: JSON, keyword: str) -> Spot:
-        """What `reference` in the schema at `spot` leads to. Raises SchemaError."""
+        """The target of `reference` in the schema at `spot`. Raises SchemaError."""
         place = f"{spot.place}/{keyword}"
         if not isinstance(reference, str):
             raise SchemaError(place, keyword, "must be a string", wrong=True)
@@ -105,7 +105,7 @@ class Document:
         return self._point(resource, unquote(fragment), place, keyword)
 
     def dynamic(self, spot: Spot, reference: JSON) -> Spot:
-        """What a `$dynamicRef` leads to, where that is the same in any context."""
+        """The target of a `$dynamicRef`. Raises SchemaError if it depends on the context."""
         target = self.refer(spot, reference, "$dynamicRef")
         schema = target.schema
         name = schema.get("$dynamicAnchor") if isinstance(schema, dict) else None
@@ -129,7 +129,7 @@ class Document:
 
 
 def children(spot: Spot) -> list[Spot]:
-    """The schemas right inside the one at `spot`, as far as they are where schemas belong."""
+    """The direct subschemas of the schema at `spot`."""
     schema, found = spot.schema, list[Spot]()
     if not isinstance(schema, dict):
         return found
@@ -145,12 +145,12 @@ def children(spot: Spot) -> list[Spot]:
 
 
 def escaped(name: str) -> str:
-    """`name` as a part of a JSON pointer, shortened where it is very long."""
+    """`name` as a part of a JSON pointer, shortened to 100 characters."""
     return name[:100].replace("~", "~0").replace("/", "~1")
 
 
 def _check_size(schema: JSON, place: str) -> None:
-    """Refuses what is too large or too deep, without going down into it by recursion."""
+    """Raise SchemaError if the schema is too large or too deep. Iterative, because it may be very deep."""
     level: list[JSON] = [schema]
     count = size = depth = 0
     while level:

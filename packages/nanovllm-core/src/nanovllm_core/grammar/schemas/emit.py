@@ -1,7 +1,4 @@
-"""The schema that is handed to xgrammar: every keyword in it is one that xgrammar enforces.
-
-This room must not know what the schema was that it comes from.
-"""
+"""Writes the schema for xgrammar from plans, with keywords that xgrammar enforces only."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -12,18 +9,21 @@ from nanovllm_core.grammar.schemas.library import Library
 from nanovllm_core.grammar.schemas.shapes import Conj
 from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plans
 
-# Of different schemas inside one.
+# Most different subschemas of one schema.
 MAX_PARTS = 5_000
-# Of schemas right inside one another, beyond which they are named.
+# Deepest nesting of inline schemas; deeper ones are written under `$defs`.
 MAX_INLINE = 16
-# xgrammar takes schemas for the same that differ in the schemas of properties with these names only.
+# xgrammar confuses schemas that differ only in the schemas of properties with these names.
 OVERLOOKED = frozenset(
     ("title", "default", "description", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
 )
 
 
 def emit(library: Library, root: Conj) -> dict[str, JSON]:
-    """The schema for xgrammar of what meets `root`. Raises SchemaError where that can't be said, or is nothing."""
+    """The schema for xgrammar of the values valid against `root`.
+
+    Raises SchemaError if it can't be written, or if no value is valid.
+    """
     planned = _collect(library, root)
     writer = _Writer(root, planned, _finite(planned))
     if root not in writer.finite:
@@ -32,7 +32,7 @@ def emit(library: Library, root: Conj) -> dict[str, JSON]:
 
 
 def _collect(library: Library, root: Conj) -> dict[Conj, tuple[Plan, ...] | None]:
-    """The plans of `root` and everything inside."""
+    """The plans of `root` and of all its subschemas."""
     planned: dict[Conj, tuple[Plan, ...] | None] = {}
     waiting = [root]
     while waiting:
@@ -61,7 +61,7 @@ def _inner(plan: Plan) -> Iterator[Conj]:
 
 
 def _finite(planned: dict[Conj, tuple[Plan, ...] | None]) -> set[Conj]:
-    """What can be met by a value that ends: the rest can be met by nothing, or goes down without end."""
+    """The schemas with a finite valid value. The others have no valid value or recurse without end."""
     finite = {conj for conj, some in planned.items() if some is None}
     grown = True
     while grown:
@@ -89,7 +89,7 @@ def _ends(plan: Plan, finite: set[Conj]) -> bool:
 
 
 def _dead_end(planned: dict[Conj, tuple[Plan, ...] | None], finite: set[Conj], conj: Conj) -> Conj:
-    """The innermost part without which `conj` can't be, and that can't be itself."""
+    """The innermost subschema that `conj` requires and that has no finite valid value."""
     seen: set[Conj] = set()
     while conj not in seen:
         seen.add(conj)
@@ -109,7 +109,7 @@ def _needed(plan: Plan) -> list[Conj]:
 
 
 class _Writer:
-    """Writes each part once: inside where it is used once, else under `$defs`."""
+    """Writes each subschema once: inline if it is used once, else under `$defs`."""
 
     def __init__(self, root: Conj, planned: dict[Conj, tuple[Plan, ...] | None], finite: set[Conj]):
         self.root = root
@@ -127,7 +127,7 @@ class _Writer:
 
     def write(self) -> dict[str, JSON]:
         schema = self.schema(self.root)
-        # Parts are found while others are written.
+        # Writing a part may add further parts.
         waiting = list(self.names.items())
         while waiting:
             for conj, name in waiting:
@@ -176,7 +176,7 @@ class _Writer:
         return self.marked(schema) if any(isinstance(value, dict | list) for value in values) else schema
 
     def marked(self, schema: dict[str, JSON]) -> dict[str, JSON]:
-        """`schema` with a keyword that means nothing, so that it is taken for no other."""
+        """`schema` with a unique keyword without meaning, so that xgrammar does not confuse it with another one."""
         self.marks += 1
         return {**schema, "$anchor": f"n{self.marks}"}
 
@@ -206,7 +206,7 @@ class _Writer:
             schema["properties"] = {name: self.refer(conj) for name, conj, _ in named}
         if any(needed for *_, needed in named):
             schema["required"] = [name for name, _, needed in named if needed]
-        # Several patterns that are one would be one key of an object.
+        # Equal patterns are one key of the object.
         patterns: dict[str, JSON] = {pattern: self.refer(conj) for pattern, conj in others if pattern is not None}
         free = [conj for pattern, conj in others if pattern is None]
         schema["additionalProperties"] = self.refer(free[0]) if free else False
@@ -235,5 +235,5 @@ def _bound(value: Fraction, integer: bool) -> JSON:
 
 
 def _name(index: int) -> str:
-    """A name of letters, as xgrammar makes the names of rules of these alone."""
+    """A name of letters only, because xgrammar uses only these for the names of rules."""
     return "part_" + "".join(chr(ord("a") + int(digit)) for digit in str(index))

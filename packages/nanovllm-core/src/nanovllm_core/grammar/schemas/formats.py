@@ -1,4 +1,4 @@
-"""The formats of strings that are enforced, as patterns. This room must not know who reads them."""
+"""The string formats that are enforced, as patterns."""
 
 _YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -24,7 +24,7 @@ _IPV6 = "|".join(
     ]
 )
 
-# RFC 3339, 4122, 2673, 4291, 1123, 5321, 3986 and ISO 8601 as far as RFC 3339 has it. Others are annotations.
+# RFC 3339, 4122, 2673, 4291, 1123, 5321, 3986, and ISO 8601 as in RFC 3339. Other formats are annotations.
 FORMATS: dict[str, str] = {
     "date": rf"^{_DATE}$",
     "time": rf"^{_TIME}$",

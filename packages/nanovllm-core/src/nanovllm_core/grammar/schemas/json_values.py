@@ -1,4 +1,4 @@
-"""JSON values: their type, how they are compared, and how error messages show them."""
+"""JSON values: their type, a key for comparison, and a short form for error messages."""
 
 from typing import TypeAlias
 
@@ -10,11 +10,11 @@ SHOWN_CHARACTERS = 80
 
 
 def show(value: JSON) -> str:
-    """`value` as JSON, shortened to what fits into a sentence."""
+    """`value` as JSON, shortened for error messages."""
     match value:
         case dict() if value:
             return "an object"
-        # What lies in it may be deeper than what can be written.
+        # Nested values may be too deep to serialise.
         case list() if len(value) > 4 or any(isinstance(item, dict | list) for item in value):
             return f"an array of {len(value)} {'items' if len(value) > 1 else 'item'}"
         case str() if len(value) > SHOWN_CHARACTERS:
@@ -26,7 +26,7 @@ def show(value: JSON) -> str:
 
 
 def key_of(value: JSON) -> str:
-    """A text that equal values share and others do not: 1 and 1.0 are equal, 1 and true are not."""
+    """A string that is the same for equal values only. 1 and 1.0 are equal, 1 and true are not."""
     match value:
         case dict():
             return "{" + ",".join(f"{key_of(name)}:{key_of(value[name])}" for name in sorted(value)) + "}"

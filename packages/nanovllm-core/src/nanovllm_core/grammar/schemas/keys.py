@@ -1,4 +1,4 @@
-"""The names of properties that are not declared, as patterns. This room must not know how values are written."""
+"""Plans the properties of an object that are not declared: by name, or by patterns of their names."""
 
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import SchemaError
@@ -11,7 +11,7 @@ from nanovllm_core.grammar.schemas.strings import all_but, as_tree
 def others(
     library: Library, shape: Object, rest: Conj, place: str
 ) -> tuple[list[tuple[str, Conj, bool]], list[tuple[str | None, Conj]]]:
-    """Properties beside the declared ones: those with a name (optional), and those by a pattern of their names."""
+    """The undeclared properties of an object: optional ones by name, and schemas by a pattern of names."""
     declared = [name for name, _ in shape.properties]
     if shape.patterns:
         return [], _by_pattern(shape, declared, place)

@@ -1,7 +1,4 @@
-"""What the keywords of one schema say, as shapes.
-
-This room must not know how a grammar is written.
-"""
+"""Reads the keywords of one schema as shapes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -47,12 +44,12 @@ TYPES: dict[str, tuple[Shape, ...]] = {
 
 
 def read(library: Library, spot: Spot) -> tuple[Shape, ...]:
-    """The shapes of what meets the schema at `spot`. Raises SchemaError."""
+    """The shapes of the values that are valid against the schema at `spot`. Raises SchemaError."""
     return _Reader(library, spot).read()
 
 
 class _Reader:
-    """One schema, keyword by keyword."""
+    """Reads one schema, keyword by keyword."""
 
     def __init__(self, library: Library, spot: Spot):
         if not isinstance(spot.schema, dict):
@@ -83,7 +80,7 @@ class _Reader:
         shapes = self.conditional(shapes)
         return self.unevaluated(shapes)
 
-    # What stands where.
+    # Access to keyword values and their places.
 
     def place(self, keyword: str) -> str:
         return f"{self.spot.place}/{escaped(keyword)}"
@@ -155,7 +152,7 @@ class _Reader:
         except SchemaError as error:
             if error.keyword != "not":
                 raise
-            problem = f"can't be enforced, as what stands in it {error.problem}"
+            problem = f"can't be enforced, because the schema in it {error.problem}"
             raise self.refused(keyword, problem) from error
 
     # Keywords.
@@ -201,7 +198,7 @@ class _Reader:
     def numbers(self) -> Shape | None:
         low, high = self.number("minimum"), self.number("maximum")
         open_low = open_high = False
-        # Drafts up to 4 say by a boolean that the bound does not belong to the range.
+        # In drafts up to 4 exclusiveMinimum and exclusiveMaximum are booleans.
         if isinstance(self.schema.get("exclusiveMinimum"), bool):
             open_low = self.schema["exclusiveMinimum"] is True and low is not None
         elif (bound := self.number("exclusiveMinimum")) is not None and (low is None or bound >= low):
@@ -312,15 +309,15 @@ class _Reader:
         alone: dict[Shape, None] = {}
         for index, (_, option) in enumerate(options):
             for shape in self.meet(shapes, option):
-                mine: tuple[Shape, ...] = (shape,)
+                remaining: tuple[Shape, ...] = (shape,)
                 for other, (conj, second) in enumerate(options):
-                    if other != index and self.overlap(mine, second):
-                        closed = tuple(_closed(s) for s in mine)
+                    if other != index and self.overlap(remaining, second):
+                        closed = tuple(_closed(s) for s in remaining)
                         if self.overlap(closed, second):
-                            mine = self.meet(mine, self.complement(conj, "oneOf"))
+                            remaining = self.meet(remaining, self.complement(conj, "oneOf"))
                         else:
-                            mine = closed
-                alone.update(dict.fromkeys(mine))
+                            remaining = closed
+                alone.update(dict.fromkeys(remaining))
         return tuple(alone)
 
     def overlap(self, one: Sequence[Shape], other: Sequence[Shape]) -> bool:
@@ -360,7 +357,7 @@ class _Reader:
 
 
 def _closed(shape: Shape) -> Shape:
-    """Objects with the properties that are declared or required, and no others."""
+    """An object shape restricted to declared and required properties; other shapes unchanged."""
     if isinstance(shape, Object) and shape.rest is None and not shape.patterns and shape.properties:
         known = dict(shape.properties)
         needed = tuple((name, ()) for name in shape.required if name not in known)

@@ -1,8 +1,4 @@
-"""The schemas of one document by number, and the shapes of any set of them.
-
-What stands where a keyword wants a schema is read when it is asked for. This room must not know how a grammar is
-written.
-"""
+"""Numbers the schemas of one document, and computes the shapes of sets of schemas when they are needed."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,31 +28,30 @@ from nanovllm_core.grammar.schemas.shapes import (
     meet_texts,
 )
 
-# Steps of one conversion, of about 2 us each; schemas that people write take less than a tenth. Quadratic work on a few
-# kilobytes of `oneOf` would otherwise take seconds.
+# Most steps of one conversion, of about 2 us each. Without a limit, a few kilobytes of `oneOf` would take seconds.
 MAX_STEPS = 400_000
-# Of what a value may be, written out.
+# Most shapes of one schema, and most pairs of shapes that are compared at once.
 MAX_SHAPES = 4096
 MAX_PAIRS = 200_000
-# Of schemas inside schemas that are looked into to see that two have nothing in common.
+# Depth to which subschemas are searched to decide whether two schemas have a value in common.
 MAX_LOOK = 6
-# Of schemas that each lead right to the next.
+# Longest chain of schemas that refer directly to each other.
 MAX_CHAIN = 100
 
 
 class LoopError(SchemaError):
-    """A schema that is to be read while it is read."""
+    """A schema that refers to itself without end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Negation:
-    """What does not meet `conj`."""
+    """The values that are not valid against `conj`."""
 
     conj: Conj
 
 
 class Library:
-    """The schemas of a document by number. Readers add what they come across, and get the shapes of what they ask."""
+    """The schemas of a document by number. The reader numbers subschemas and requests their shapes."""
 
     def __init__(self, document: Document, reader: "Reader"):
         self.document = document
@@ -68,7 +63,7 @@ class Library:
         self._num_steps = 0
 
     def number(self, spot: Spot) -> Conj:
-        """The schema at `spot`, as a set of one."""
+        """The schema at `spot`, as a set of one schema."""
         if spot.schema is True or spot.schema == {}:
             return ()
         if spot.schema is False:
@@ -80,7 +75,7 @@ class Library:
         return (self._numbers[key],)
 
     def negation(self, conj: Conj) -> Conj:
-        """What does not meet `conj`, as a set of one."""
+        """The negation of `conj`, as a set of one schema."""
         if not conj or conj == (NEVER,):
             return () if conj else (NEVER,)
         key = Negation(conj)
@@ -90,7 +85,7 @@ class Library:
         return (self._numbers[key],)
 
     def blame(self, conj: Conj) -> tuple[str, str]:
-        """The place and the keyword that a schema is blamed by when nothing meets it."""
+        """The place and the keyword that an error names if no value is valid against `conj`."""
         for index in conj:
             entry = self._entries[index]
             if isinstance(entry, Spot) and isinstance(entry.schema, dict):
@@ -107,7 +102,7 @@ class Library:
             raise SchemaError(root, "schema", f"takes more than {MAX_STEPS} steps to convert: use fewer alternatives")
 
     def place(self, conj: Conj) -> str:
-        """Where the first of these schemas stands."""
+        """The place of the first of these schemas."""
         for index in conj:
             entry = self._entries[index]
             while isinstance(entry, Negation):
@@ -117,7 +112,7 @@ class Library:
         return self.document.root.place
 
     def shapes(self, conj: Conj) -> tuple[Shape, ...]:
-        """What meets all of `conj`. Raises SchemaError."""
+        """The shapes of the values valid against all schemas of `conj`. Raises SchemaError."""
         if conj in self._shapes:
             return self._shapes[conj]
         if len(self._reading) > MAX_CHAIN:
@@ -141,10 +136,10 @@ class Library:
             return self.complement(self.shapes(entry.conj), self.place(entry.conj))
         return () if entry is None else self._reader(self, entry)
 
-    # What two have in common.
+    # Intersections.
 
     def meet(self, one: Sequence[Shape], other: Sequence[Shape], place: str) -> tuple[Shape, ...]:
-        """The shapes of what is in both. place: for the refusal of what is too much."""
+        """The intersection of two lists of shapes. place: the place that errors name."""
         self.count_steps()
         if one is FREE:
             return tuple(other)
@@ -201,15 +196,15 @@ class Library:
         )
 
     def _meet_patterns(self, one: Object, other: Object, place: str) -> tuple[tuple[str, Conj], ...]:
-        mine, theirs = dict(one.patterns), dict(other.patterns)
-        if mine and theirs and mine.keys() != theirs.keys() and (one.rest or other.rest):
+        first, second = dict(one.patterns), dict(other.patterns)
+        if first and second and first.keys() != second.keys() and (one.rest or other.rest):
             raise SchemaError(place, "patternProperties", "can't be joined with other patternProperties")
-        met = {pattern: both(conj, theirs.get(pattern, other.rest or ())) for pattern, conj in mine.items()}
-        met |= {pattern: both(conj, one.rest or ()) for pattern, conj in theirs.items() if pattern not in mine}
+        met = {pattern: both(conj, second.get(pattern, other.rest or ())) for pattern, conj in first.items()}
+        met |= {pattern: both(conj, one.rest or ()) for pattern, conj in second.items() if pattern not in first}
         return tuple(met.items())
 
     def property(self, shape: Object, name: str) -> Conj:
-        """What the property of that name meets in objects of that shape."""
+        """The schemas that apply to the property `name` in objects of this shape."""
         self.count_steps(1 + len(shape.properties) // 32)
         said = [conj for known, conj in shape.properties if known == name]
         said += [conj for pattern, conj in shape.patterns if self.found(pattern, name, shape)]
@@ -223,7 +218,7 @@ class Library:
         return met
 
     def found(self, pattern: str, text: str, shape: Shape) -> bool:
-        """Whether the pattern is found in `text`. Raises SchemaError where engines would not agree."""
+        """Whether the pattern is found in `text`. Raises SchemaError if regex engines differ."""
         surely = search.found(regex.parse(pattern), text)
         if not surely and search.found(regex.parse(pattern, widest=True), text):
             raise SchemaError(self._pattern_place(shape), "pattern", f"{pattern!r} means different things for {text!r}")
@@ -232,10 +227,10 @@ class Library:
     def _pattern_place(self, shape: Shape) -> str:
         return next((place for _, place in shape.places), self.document.root.place)
 
-    # Which values are among them.
+    # Membership.
 
     def admits(self, conj: Conj, value: JSON) -> bool:
-        """Whether `value` meets all of `conj`."""
+        """Whether `value` is valid against all schemas of `conj`."""
         return any(self._admits(shape, value) for shape in self.shapes(conj))
 
     def _admits(self, shape: Shape, value: JSON) -> bool:
@@ -278,10 +273,10 @@ class Library:
                 return False
         return all(self.admits(item_at(shape, index), item) for index, item in enumerate(value))
 
-    # What is not among them.
+    # Complements.
 
     def complement(self, shapes: Iterable[Shape], place: str) -> tuple[Shape, ...]:
-        """Every value that none of `shapes` has. Raises SchemaError where that can't be said."""
+        """The shapes of all values outside of `shapes`. Raises SchemaError if they can't be expressed."""
         left: tuple[Shape, ...] = FREE
         shapes = list(shapes)
         constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}
@@ -340,10 +335,10 @@ class Library:
                 opposite.append(Object(((name, self.negation(conj)),), (name,)))
         return opposite
 
-    # Whether there are any.
+    # Emptiness.
 
     def possible(self, shapes: Iterable[Shape], depth: int = MAX_LOOK) -> bool:
-        """Whether any value may be among them; that there is none is sure, that there is one is not."""
+        """Whether `shapes` may have a value. False is certain, True is not."""
         return any(self._possible(shape, depth) for shape in shapes)
 
     def _possible(self, shape: Shape, depth: int) -> bool:
@@ -366,7 +361,7 @@ class Library:
         try:
             return self.possible(self.shapes(conj), depth - 1)
         except LoopError:
-            return True  # It is being read, and what stands inside of itself is no loop.
+            return True  # The schema is being read. A recursive schema may have values.
 
 
 Reader: TypeAlias = Callable[[Library, Spot], tuple[Shape, ...]]

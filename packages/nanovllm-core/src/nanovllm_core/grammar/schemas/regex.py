@@ -1,8 +1,6 @@
-"""Patterns of JSON Schema as trees: read from their ECMA 262 spelling, and made whole matches.
+"""Parses ECMA 262 patterns of JSON Schema to trees, and converts searches to matches of whole strings.
 
-A pattern of JSON Schema is searched for; xgrammar's must match the whole string, and it drops anchors that stand
-anywhere but at the ends. Engines that validate differ in what `\\d`, `\\w` and `\\s` mean beyond ASCII: a class here
-has what all of them agree on. This room must not know what schemas are.
+Regex engines differ in `\\d`, `\\w` and `\\s` beyond ASCII. A class here has the characters on which all of them agree.
 """
 
 from dataclasses import dataclass
@@ -22,40 +20,40 @@ from nanovllm_core.grammar.schemas.characters import (
 
 MAX_PATTERN = 4096
 MAX_NESTING = 40
-# Of a pattern with its repetitions written out.
+# Most states of a pattern with its repetitions expanded.
 MAX_STATES = 20_000
 ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class RegexError(ValueError):
-    """A pattern that is none, or that no grammar can be made of."""
+    """A pattern that is invalid or can't be converted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of code point ranges, sorted and apart."""
+    """One character of sorted, disjoint code point ranges."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """One after the other; none is the empty string."""
+    """A sequence of parts. An empty sequence matches the empty string."""
 
     parts: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of these; of none nothing matches."""
+    """One of several options. Without options nothing matches."""
 
     options: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`low` to `high` (None: any number) of `part`."""
+    """`low` to `high` repetitions of `part`. high: None for no limit."""
 
     part: "Node"
     low: int
@@ -71,7 +69,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A lookahead: what follows begins with `part`, or (negative) does not."""
+    """A lookahead: the following text begins with `part`, or does not if `negative`."""
 
     part: "Node"
     negative: bool
@@ -87,9 +85,9 @@ ANYTHING = Repeat(ANY, 0, None)
 
 @lru_cache(maxsize=1024)
 def parse(pattern: str, *, widest: bool = False) -> Node:
-    """The tree of a pattern as it stands, anchors included. Raises RegexError with what is not supported.
+    """Parse a pattern to a tree that includes its anchors. Raises RegexError for unsupported patterns.
 
-    It matches what every engine would, with `widest` what any engine would.
+    widest: match strings that at least one regex engine matches, instead of those that all engines match.
     """
     if len(pattern) > MAX_PATTERN:
         raise RegexError(f"it has {len(pattern)} characters, at most {MAX_PATTERN} are supported")
@@ -100,7 +98,7 @@ def parse(pattern: str, *, widest: bool = False) -> Node:
 
 
 class _Parser:
-    """Reads one pattern from left to right."""
+    """A recursive descent parser of one pattern."""
 
     def __init__(self, text: str, widest: bool):
         self.text = text
@@ -158,7 +156,7 @@ class _Parser:
         if bounds is None and self.peek() == "{":
             bounds = self.counts()
         if bounds is not None:
-            self.take("?")  # Lazy or greedy is the same language.
+            self.take("?")  # Lazy and greedy quantifiers match the same strings.
         return bounds
 
     def counts(self) -> tuple[int, int | None] | None:
@@ -167,7 +165,7 @@ class _Parser:
         if comma and not low and high.isdecimal():
             raise RegexError("{,n} means different things to different engines")
         if not all(digits.isascii() and digits.isdecimal() and len(digits) < 7 for digits in (low, high or "0")):
-            return None  # A brace that counts nothing is itself.
+            return None  # A brace that is not a quantifier is a literal.
         self.at = end + 1
         bounds = int(low), (int(high) if high else None) if comma else int(low)
         if bounds[1] is not None and bounds[1] < bounds[0]:
@@ -245,7 +243,7 @@ class _Parser:
         return self.escape(widest)
 
     def escape(self, widest: bool) -> tuple[Ranges, bool]:
-        """What an escape stands for to every engine (widest: to any of them), and whether it is a class."""
+        """The characters of an escape, and whether it is a class. widest: see `parse`."""
         letter = self.peek()
         self.at += 1
         if letter.lower() in CLASSES and letter:
@@ -291,12 +289,12 @@ class _Parser:
 
 
 def whole(tree: Node) -> Node:
-    """The tree that matches whole strings where `tree` is found in them. Raises RegexError for anchors elsewhere."""
+    """A tree that matches the whole strings in which `tree` is found. Raises RegexError for anchors in the middle."""
     return _edge(tree, True, True)
 
 
 def _edge(node: Node, left: bool, right: bool) -> Node:
-    """`node` with anything around it on those sides where it is not anchored."""
+    """`node` preceded and followed by any text on the sides where it is not anchored."""
     if isinstance(node, Alt) and _has_anchor(node):
         return Alt(tuple(_edge(option, left, right) for option in node.options))
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
@@ -338,7 +336,7 @@ def _has_anchor(node: Node) -> bool:
 
 
 def seq(parts: list[Node]) -> Node:
-    """These one after the other, flat."""
+    """A sequence of `parts` without nested sequences."""
     flat: list[Node] = []
     for part in parts:
         flat.extend(part.parts if isinstance(part, Seq) else (part,))
@@ -346,7 +344,7 @@ def seq(parts: list[Node]) -> Node:
 
 
 def narrow(node: Node, alphabet: Ranges = PLAIN) -> Node:
-    """`node` over the characters of `alphabet` only, without parts that then match nothing."""
+    """`node` restricted to the characters of `alphabet`. Options that then match nothing are removed."""
     match node:
         case Chars(ranges):
             kept = common(ranges, alphabet)
@@ -373,7 +371,7 @@ def _states(node: Node) -> int:
         case Seq(parts) | Alt(parts):
             return 1 + sum(_states(part) for part in parts)
         case Repeat(Chars()):
-            return 2  # Counted, not written out.
+            return 2  # xgrammar counts repetitions of one character and does not expand them.
         case Repeat(part, low, high):
             return 1 + _states(part) * max(low, high or 1, 1)
         case Look(part):

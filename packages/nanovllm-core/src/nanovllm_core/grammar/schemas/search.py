@@ -1,16 +1,16 @@
-"""Where patterns match: in a string, and how much. This room must not know how patterns are spelled."""
+"""Searches strings for patterns, and computes the lengths that a pattern matches."""
 
 from nanovllm_core.grammar.schemas.characters import Ranges
 from nanovllm_core.grammar.schemas.regex import Alt, Anchor, Chars, Look, Node, Repeat, Seq
 
 
 def found(tree: Node, text: str) -> bool:
-    """Whether `tree` is found in `text`; takes no more than in proportion to both and the counts of repetitions."""
+    """Whether `tree` matches somewhere in `text`. The time is bounded by the sizes of both and repetition counts."""
     return bool(_ends(tree, text, frozenset(range(len(text) + 1))))
 
 
 def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
-    """Where matches may end that begin at one of `starts`."""
+    """Positions at which matches that begin at one of `starts` may end."""
     match node:
         case Chars(ranges):
             return frozenset(at + 1 for at in starts if at < len(text) and _among(ord(text[at]), ranges))
@@ -36,7 +36,7 @@ def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
                         break
                     ends |= starts
                 elif starts == before:
-                    count = low - 1  # What repeats without moving can be repeated as often as need be.
+                    count = low - 1  # The part matches without advancing, so it can repeat any number of times.
             return ends
 
 
@@ -45,7 +45,7 @@ def _among(point: int, ranges: Ranges) -> bool:
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
-    """The fewest and the most (None: any number) code points that `node` matches."""
+    """The fewest and the most code points that `node` matches. The second is None if there is no limit."""
     match node:
         case Chars():
             return 1, 1

@@ -1,8 +1,7 @@
-"""What a value may be, one JSON type at a time: shapes, and which values two shapes have in common.
+"""Shapes, which are sets of values of one JSON type, and their intersections.
 
-A schema is a list of shapes of which any may be met. What stands inside arrays and objects is named by `Conj`, the
-schemas that all apply there: it is read when it is needed, so that recursive schemas end. This room must not know
-keywords, nor how a grammar is written.
+A schema is a union of shapes. The schemas of items and properties are given by number (`Conj`) and read when needed, so
+that recursive schemas terminate.
 """
 
 from dataclasses import dataclass, field, replace
@@ -12,19 +11,20 @@ from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Which schemas all apply, by their numbers in a Library, in order. () is none, and so anything.
+# A conjunction: the sorted numbers, in a Library, of schemas that all apply. () allows any value.
 Conj: TypeAlias = tuple[int, ...]
-# The schema that nothing meets has this number in every library.
+# In every library the number of the schema that no value meets.
 NEVER = 0
 Places: TypeAlias = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a value may be.
+    """A set of values of one JSON type.
 
-    places: where the keywords that say so stand, by keyword. narrowed: it has fewer values than the schema, so that
-    what it lacks is not what the schema excludes. negated: it was made by negating, so names in it are not evaluated.
+    places: pairs (keyword, place) of the keywords that it comes from.
+    narrowed: it has fewer values than the schema, so its complement is not the schema's.
+    negated: it results from a negation, so its property names do not count as evaluated.
     """
 
     places: Places = field(default=(), compare=False, kw_only=True)
@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Constant(Shape):
-    """This value and no other. key: what tells it from others."""
+    """A single value. key: `key_of(value)`, by which constants are compared."""
 
     value: JSON = field(compare=False)
     key: str
@@ -42,7 +42,7 @@ class Constant(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Number(Shape):
-    """Numbers (integer: only those without a fraction) between bounds that belong to it unless they are open."""
+    """Numbers between bounds, which are included unless open. integer: only numbers without a fraction."""
 
     integer: bool = False
     low: Fraction | None = None
@@ -55,20 +55,20 @@ class Number(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Text(Shape):
-    """Strings of `low` to `high` code points in which all of `found` and none of `absent` are found (patterns)."""
+    """Strings of `low` to `high` code points in which all patterns of `found` and none of `absent` match."""
 
     low: int = 0
     high: int | None = None
     found: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
-    # No limit of what is valid, only of what is written.
+    # The format does not affect validity, only which strings are written.
     format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """`low` to `high` items meet `item`."""
+    """A condition on arrays: `low` to `high` items are valid against `item`."""
 
     item: Conj
     low: int
@@ -77,9 +77,9 @@ class Contains:
 
 @dataclass(frozen=True, slots=True)
 class Array(Shape):
-    """Arrays of `low` to `high` items: the first ones as in `prefix`, others as in `rest`.
+    """Arrays of `low` to `high` items. prefix: schemas of the first items. rest: schema of the others.
 
-    rest_said: whether a keyword speaks of those others, which decides what unevaluatedItems speaks of.
+    rest_said: whether a keyword sets `rest`; unevaluatedItems does not apply then.
     """
 
     prefix: tuple[Conj, ...] = ()
@@ -93,9 +93,10 @@ class Array(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Object(Shape):
-    """Objects of `low` to `high` properties, whose names all meet `names`.
+    """Objects of `low` to `high` properties, whose names are all valid against `names`.
 
-    properties: by name. patterns: by a pattern found in the name. rest: of those that are in neither; None: not said.
+    properties, patterns: schemas by name, and by a pattern found in the name.
+    rest: schema of all other properties; None if no keyword sets it.
     """
 
     properties: tuple[tuple[str, Conj], ...] = ()
@@ -120,7 +121,7 @@ TypeName: TypeAlias = Kind["object", "array", "string", "integer", "number", "bo
 
 
 def both(one: Conj, other: Conj) -> Conj:
-    """What meets both."""
+    """The conjunction of two conjunctions."""
     if NEVER in one or NEVER in other:
         return (NEVER,)
     return one if not other else tuple(sorted({*one, *other}))
@@ -132,7 +133,7 @@ def higher(one: int | None, other: int | None) -> int | None:
 
 
 def meet_numbers(one: Number, other: Number) -> Number | None:
-    """Numbers that are both."""
+    """The intersection of two number shapes; None if it is empty."""
     lows = [(s.low, s.open_low) for s in (one, other) if s.low is not None]
     highs = [(s.high, not s.open_high) for s in (one, other) if s.high is not None]
     low, open_low = max(lows, default=(None, False))
@@ -151,7 +152,7 @@ def meet_numbers(one: Number, other: Number) -> Number | None:
 
 
 def holds(shape: Number, value: Fraction) -> bool:
-    """Whether `value` is one of these."""
+    """Whether `value` is in the shape."""
     if shape.low is not None and (value < shape.low or (shape.open_low and value == shape.low)):
         return False
     if shape.high is not None and (value > shape.high or (shape.open_high and value == shape.high)):
@@ -162,7 +163,7 @@ def holds(shape: Number, value: Fraction) -> bool:
 
 
 def meet_texts(one: Text, other: Text) -> Text | None:
-    """Strings that are both."""
+    """The intersection of two string shapes; None if it is empty."""
     low, high = max(one.low, other.low), higher(one.high, other.high)
     if high is not None and low > high:
         return None
@@ -177,7 +178,7 @@ def meet_texts(one: Text, other: Text) -> Text | None:
 
 
 def meet_arrays(one: Array, other: Array) -> Array | None:
-    """Arrays that are both."""
+    """The intersection of two array shapes; None if it is empty."""
     low, high = max(one.low, other.low), higher(one.high, other.high)
     if high is not None and low > high:
         return None
@@ -194,12 +195,12 @@ def meet_arrays(one: Array, other: Array) -> Array | None:
 
 
 def item_at(shape: Array, index: int) -> Conj:
-    """What the item of that index meets."""
+    """The schemas that apply to the item at `index`."""
     return shape.prefix[index] if index < len(shape.prefix) else shape.rest
 
 
 def marked(shape: Shape, *origins: Shape) -> Shape:
-    """`shape`, known to come from `origins`."""
+    """`shape` with the places and flags of `origins`."""
     return replace(
         shape,
         places=tuple(dict.fromkeys(place for origin in origins for place in origin.places)),
@@ -209,5 +210,5 @@ def marked(shape: Shape, *origins: Shape) -> Shape:
 
 
 def where(shape: Shape, keyword: str) -> str | None:
-    """Where the keyword stands that this shape comes from."""
+    """The place of `keyword` if the shape comes from it; else None."""
     return next((place for name, place in shape.places if name == keyword), None)

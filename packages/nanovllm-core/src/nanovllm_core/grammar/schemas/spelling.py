@@ -1,4 +1,4 @@
-"""Trees of patterns in xgrammar's spelling. This room must not know what schemas are, nor how patterns are read."""
+"""Writes pattern trees in xgrammar's syntax."""
 
 from itertools import pairwise
 
@@ -6,23 +6,20 @@ from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
 from nanovllm_core.grammar.schemas.characters import MAX_CODE_POINT, Ranges
 from nanovllm_core.grammar.schemas.regex import EMPTY, Alt, Chars, Node, RegexError, Repeat, Seq
 
-# Nothing, said outside of ASCII.
+# An empty match with a non-ASCII character, which makes xgrammar use rules instead of an automaton.
 BY_RULES = "é{0,0}"
-# Of a character in a row, in an automaton.
+# Largest count of a repeated character in an automaton.
 MAX_COUNTED = 128
-# Ranges that cross these are written as several in an automaton, which else lets UTF-8 longer than need be through.
+# Ranges are split at these code points, because automata otherwise accept overlong UTF-8.
 UTF8_EDGES = (0x800, 0x10000)
 
 
 def write(node: Node) -> str:
-    """A whole match in xgrammar's spelling, with classes, groups and quantifiers and nothing else.
+    """Write a pattern for the whole string, with classes, groups and quantifiers only.
 
-    Out of patterns in ASCII xgrammar 0.2.8 makes automata, which take some strings that don't match (`a|b|[ab]|b{1,2}`
-    takes "ab"), take UTF-8 that is longer than need be, and fail with counts above 128. Where something outside ASCII
-    stands in a pattern it makes rules of it, which are right in all of that; so it does here.
-
-    But not of what only bounds a string's length. With rules every token that is longer than what is left is tried by
-    itself, 3 to 20 ms for one row's mask; an automaton has its masks made beforehand, 0.01 ms.
+    xgrammar 0.2.8 compiles ASCII patterns to automata. These accept some strings that do not match (`a|b|[ab]|b{1,2}`
+    accepts "ab"), accept overlong UTF-8, and fail for counts above 128. Patterns with a non-ASCII character become
+    rules, which are correct. Length bounds alone stay automata, because masks of rules are over 100 times slower.
     """
     match node:
         case Repeat(Chars(ranges), low, high) if max(low, high or 0) <= MAX_COUNTED:
@@ -32,7 +29,7 @@ def write(node: Node) -> str:
 
 
 def write_value(node: Node) -> str:
-    """The same for the value of a JSON string: its length is bounded by rules of the engine's, where it has some."""
+    """Like `write`, for a string value. Length bounds that `BoundedStrings` can rewrite are kept as a plain count."""
     match node:
         case Repeat(Chars(ranges), low, high) if (
             parse_bounded_pattern(written := _repeated(ranges, low, high)) is not None
@@ -47,7 +44,7 @@ def _repeated(ranges: Ranges, low: int, high: int | None) -> str:
 
 
 def _by_size(ranges: Ranges) -> str:
-    """One of some characters, as one class for each size in UTF-8 that matters."""
+    """A class for `ranges`, split into one class per UTF-8 length."""
     edges = (0, *UTF8_EDGES, MAX_CODE_POINT + 1)
     sizes = [
         tuple((max(a, low), min(b, high - 1)) for a, b in ranges if a < high and b >= low)
@@ -92,7 +89,7 @@ def _counted(inner: str, low: int, high: int | None) -> str:
 def _class(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return _point(ranges[0][0])
-    # A ^ in front would negate, even an escaped one on some of xgrammar's ways.
+    # A leading ^ would negate the class; in some code paths of xgrammar an escaped one too. So it comes last.
     ordered = sorted(ranges, key=lambda bounds: bounds[0] == ord("^"))
     return "[" + "".join(_point(a) if a == b else f"{_point(a)}-{_point(b)}" for a, b in ordered) + "]"
 

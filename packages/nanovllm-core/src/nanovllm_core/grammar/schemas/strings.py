@@ -1,4 +1,4 @@
-"""Which strings meet limits, as one pattern for xgrammar. This room must not know what schemas are."""
+"""Converts the constraints of a string to one pattern for xgrammar."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,25 +12,25 @@ from nanovllm_core.grammar.schemas.shapes import Text, where
 from nanovllm_core.grammar.schemas.spelling import write, write_value
 
 MAX_LENGTH = 1_000_000
-# Of the characters of a string that is left out, and of the beginnings of all of them.
+# Most characters of an excluded string that are compared, and most prefixes of all excluded strings.
 MAX_BRANCH = 32
 MAX_BRANCHES = 16
 
 
 def format_pattern(name: str) -> str | None:
-    """The strings of a format; None for one that is not enforced."""
+    """The pattern of a format; None for a format that is not enforced."""
     pattern = FORMATS.get(name)
     return None if pattern is None else write(narrow(whole(parse(pattern)), PLAIN))
 
 
 def as_text(shape: Text, place: str) -> str | None:
-    """The strings of a shape as a pattern for xgrammar; None if there are none. Raises SchemaError."""
+    """A pattern for the strings of a shape; None if no string matches. Raises SchemaError."""
     tree = as_tree(shape, place)
     return None if tree == regex.NOTHING else write_value(tree)
 
 
 def as_tree(shape: Text, place: str) -> Node:
-    """The strings of a shape that need no escapes, as a tree. Raises SchemaError."""
+    """A pattern tree for the strings of a shape that need no JSON escapes. Raises SchemaError."""
     keyword = next((k for k, _ in shape.places if k in ("pattern", "maxLength", "minLength")), "pattern")
     at = where(shape, keyword) or place
     if len(shape.found) > 1:
@@ -62,7 +62,7 @@ def _matches(tree: Node, text: str) -> bool:
 
 
 def limit(tree: Node, low: int, high: int | None) -> Node | None:
-    """`tree` where it matches `low` to `high` code points; None where this room can't say it."""
+    """`tree` restricted to matches of `low` to `high` code points; None if this can't be expressed."""
     least, most = search.lengths(tree)
     if least >= low and (high is None or (most is not None and most <= high)):
         return tree
@@ -85,7 +85,7 @@ def limit(tree: Node, low: int, high: int | None) -> Node | None:
 
 
 def _limit_one(parts: tuple[Node, ...], low: int, high: int | None) -> Node | None:
-    """Where one part alone varies in length, the limits are its own."""
+    """Apply length limits to a sequence in which one part varies in length; None for other sequences."""
     varying = [index for index, part in enumerate(parts) if len(set(search.lengths(part))) > 1]
     if len(varying) != 1:
         return None
@@ -99,7 +99,7 @@ def _limit_one(parts: tuple[Node, ...], low: int, high: int | None) -> Node | No
 
 @dataclass(slots=True)
 class _Branch:
-    """Where texts that begin the same go on. ends: whether one ends here; cut: whether what begins so is left out."""
+    """A trie of excluded strings. ends: a string ends here. cut: all strings that begin so are excluded."""
 
     ends: bool = False
     cut: bool = False
@@ -107,7 +107,7 @@ class _Branch:
 
 
 def all_but(texts: Collection[str]) -> Node:
-    """Strings without escapes and without `texts`: all of them where `texts` are few and short, else fewer."""
+    """A pattern for strings without escapes except `texts`. Many or long `texts` exclude further strings."""
     longest = MAX_BRANCH
     while longest > 1 and len({text[:length] for text in texts for length in range(longest)}) > MAX_BRANCHES:
         longest //= 2

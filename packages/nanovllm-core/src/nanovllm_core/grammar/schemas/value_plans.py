@@ -1,9 +1,7 @@
-"""From shapes to what a grammar of xgrammar can say, value by value, and the refusal of what it can't.
+"""Converts shapes to plans: forms of values that xgrammar can enforce. Rejects shapes that have no such form.
 
-What comes out permits nothing that the schema excludes. It permits less in a few places, where a grammar can't say
-more: an object has the properties that are declared, in their order, unless the schema speaks of others; strings with
-a pattern or a length have no escapes; what `contains` wants stands first. This room must not know how xgrammar spells
-a schema.
+Plans permit only valid values, but not all of them. Objects have declared properties in order, unless the schema allows
+others. Strings with a pattern or length have no escapes. Items for `contains` come first.
 """
 
 from dataclasses import dataclass, replace
@@ -32,30 +30,30 @@ from nanovllm_core.grammar.schemas.shapes import (
 )
 from nanovllm_core.grammar.schemas.strings import as_text, format_pattern
 
-# Of constants that stand for a keyword that has no other form.
+# Most constants that replace a keyword without another form.
 MAX_WRITTEN_OUT = 2_000
-# Of values whose arrangements are counted.
+# Most enum values for which `uniqueItems` is written out.
 MAX_DISTINCT = 200
-# Of items that xgrammar is asked to count.
+# Largest number of items that xgrammar counts.
 MAX_ITEMS = 100_000
 MAX_MULTIPLE = 1024
-# What xgrammar computes with, for integers and for bounds of other numbers.
+# Largest integer in xgrammar, and largest bound of other numbers that is exact.
 INT64 = 2**63 - 1
 EXACT = 2**53
-# The fraction digits that xgrammar writes of a number with bounds.
+# xgrammar writes numbers with bounds with at most six fraction digits.
 GRID = 10**6
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """One of these values."""
+    """One of several constant values."""
 
     values: tuple[JSON, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers between bounds."""
+    """Numbers between bounds; None for no bound. multiple: None for any number."""
 
     integer: bool
     low: Fraction | None
@@ -67,14 +65,14 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Strings: any (None), or those that a pattern in xgrammar's spelling matches."""
+    """Strings that match a pattern in xgrammar's syntax; None for any string."""
 
     pattern: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Arrays."""
+    """Arrays of `low` to `high` items. prefix: schemas of the first items. rest: schema of the others."""
 
     prefix: tuple[Conj, ...]
     rest: Conj
@@ -84,9 +82,10 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """Objects: named properties in this order (with whether they are required), and others by a pattern of names.
+    """Objects of `low` to `high` properties.
 
-    A pattern that is None is any name.
+    named: triples (name, schema, is required), in order.
+    others: pairs (pattern of names or None for any name, schema).
     """
 
     named: tuple[tuple[str, Conj, bool], ...]
@@ -99,11 +98,11 @@ Plan: TypeAlias = Constants | Numbers | Texts | Items | Properties
 
 
 def plans(library: Library, conj: Conj) -> tuple[Plan, ...] | None:
-    """What values that meet `conj` can be written as; None where they can be any. Raises SchemaError."""
+    """The plans of the values that are valid against `conj`; None if every value is. Raises SchemaError."""
     shapes = library.shapes(conj)
     if set(shapes) == set(FREE):
         return None
-    shapes = _meant(shapes)
+    shapes = _implied_types(shapes)
     constants = [shape for shape in shapes if isinstance(shape, Constant)]
     planned: list[Plan] = []
     place = library.place(conj)
@@ -126,8 +125,8 @@ def plans(library: Library, conj: Conj) -> tuple[Plan, ...] | None:
     return tuple(planned)
 
 
-def _meant(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Where no type is named, those types that keywords speak of: who says `properties` means an object."""
+def _implied_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    """Without `type`, restrict to the types that keywords constrain: `properties` implies an object."""
     free = set(FREE)
     if not all(
         any(type(kind) is type(s) and (kind == s or not isinstance(kind, Constant)) for s in shapes) for kind in FREE
@@ -147,7 +146,7 @@ def _refused(shape: Shape, keyword: str, place: str, problem: str) -> SchemaErro
 
 
 def _check_constant(shape: Constant, place: str) -> None:
-    """Refuses numbers that xgrammar, which reads them as int64 or float64, would write as others."""
+    """Raise SchemaError for integers beyond 64 bits, which xgrammar would change."""
     waiting = [shape.value]
     while waiting:
         value = waiting.pop()
@@ -191,7 +190,7 @@ def _on_grid(low: Fraction, high: Fraction, open_low: bool, open_high: bool) -> 
 
 
 def _around(shape: Number, place: str) -> list[Plan]:
-    """Ranges between the numbers that are excluded."""
+    """The ranges between excluded numbers."""
     whole = replace(shape, excluded=frozenset())
     planned: list[Plan] = []
     low, open_low = shape.low, shape.open_low
@@ -207,7 +206,7 @@ def _around(shape: Number, place: str) -> list[Plan]:
 
 
 def _step(shape: Number, place: str) -> Fraction | None:
-    """What every number is a multiple of."""
+    """The number of which every value must be a multiple; None for no such number."""
     step: Fraction | None = None
     for other in shape.multiples:
         # The least common multiple of fractions in lowest terms.
@@ -219,7 +218,7 @@ def _step(shape: Number, place: str) -> Fraction | None:
             ratio = Fraction(top, bottom)
             step *= ratio.denominator
     if step is not None and shape.integer and step.denominator != 1:
-        # An integer is a multiple of n/d in lowest terms when it is one of n; floats seldom are what they look like.
+        # An integer is a multiple of n/d in lowest terms if it is a multiple of n. Floats have large d: reject these.
         if step.denominator > MAX_MULTIPLE:
             raise _refused(shape, "multipleOf", place, "of a number with a fraction can't be enforced for integers")
         step = Fraction(step.numerator)
@@ -253,7 +252,7 @@ def _multiples(shape: Number, step: int, low: int | None, high: int | None, plac
             raise _refused(shape, "multipleOf", place, f"above {MAX_MULTIPLE} can be enforced between bounds only")
         if _ends_with_zeros(step):
             return [Numbers(True, None, None, False, False, step)]
-        # A number that goes on with zeros would never become a multiple.
+        # Digits written so far may not be completable to a multiple by zeros, so write all multiples out.
         low, high = -(MAX_WRITTEN_OUT // 2 - 1) * step, MAX_WRITTEN_OUT // 2 * step
     if low is None or high is None:
         raise _refused(shape, "multipleOf", place, "can be enforced with both bounds or with none; give the other one")
@@ -264,7 +263,7 @@ def _multiples(shape: Number, step: int, low: int | None, high: int | None, plac
 
 
 def _ends_with_zeros(step: int) -> bool:
-    """Whether any number becomes a multiple of `step` by some zeros behind it."""
+    """Whether appending enough zeros makes any number a multiple of `step`."""
     return 10 ** step.bit_length() % step == 0
 
 
@@ -304,7 +303,7 @@ def _arrays(library: Library, shape: Array, place: str) -> list[Plan]:
 
 
 def _with_contained(shape: Array, high: int | None, place: str) -> tuple[list[Conj], int]:
-    """The first items, which are those that `contains` asks for, and how many it asks for."""
+    """Put the items that `contains` requires first. Returns the schemas of the first items and the required number."""
     prefix = list(shape.prefix)
     position = 0
     for some in sorted(shape.contains, key=lambda some: some.item):
@@ -320,7 +319,7 @@ def _with_contained(shape: Array, high: int | None, place: str) -> tuple[list[Co
 
 
 def _distinct(library: Library, shape: Array, prefix: list[Conj], low: int, high: int | None, place: str) -> Plan:
-    """Every array of different items where there are few, else those in which they stand in the order of the schema."""
+    """All arrays of distinct items if these are few, else those with items in the order of the schema."""
     items = library.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
     most = min(len(values) if high is None else high, len(values))
@@ -345,7 +344,7 @@ def _objects(library: Library, shape: Object, place: str) -> list[Plan]:
         return []
     rest = shape.rest
     if rest is None:
-        # Nobody speaks of other properties. Where some are declared, or nothing but their number is, that is all.
+        # No keyword allows other properties: exclude them if some are declared and enough for `minProperties`.
         rest = (NEVER,) if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
     others: list[tuple[str | None, Conj]] = []
     if shape.high is None or shape.high > 0:
