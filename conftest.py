@@ -1,17 +1,16 @@
-"""What every process of a run is told: tests' own, and those that they start.
+"""Environment of all processes of a test run: pytest's own process and those that tests start.
 
-They find what Python compiled before, even where the environment tells it to keep nothing: each of some forty would
-compile torch and all that imports it, which takes longer than they then take to start.
+Python's bytecode is always kept: otherwise each of about forty processes would compile torch again.
 
-They compute with one thread, unless the environment says otherwise. Models here are so small that a second one gains
-little, and as something else runs beside nearly every test, one would wait for the other's turn at every operator.
+Each process computes with one thread unless the environment sets another number. The models are so small that a second
+thread gains little, and it would wait at every operator, because other processes run beside most tests.
 """
 
 import os
 import sys
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# This process is the first to import most of it.
+# This process imports most modules first, so it must write their bytecode too.
 sys.dont_write_bytecode = False
-# Read when torch is first imported, which no plugin does.
+# torch reads this variable on its first import. No pytest plugin imports torch before this line.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

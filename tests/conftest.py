@@ -1,6 +1,4 @@
-"""What tests across packages share: devices, the default model, transformers' answers to the same prompts, and real
-`nanovllm-server` processes on loopback.
-"""
+"""Fixtures for tests across packages: devices, the default model, transformers' answers, and server processes."""
 
 import re
 import signal
@@ -27,29 +25,29 @@ START_S = 120
 
 @dataclass
 class ServerProcess:
-    """A server that serves at `url`."""
+    """A running `nanovllm-server`. url: its address. errors: lines that it has written to stderr."""
 
     process: subprocess.Popen[str]
     url: str
     errors: list[str]
 
     def _children(self) -> list[int]:
-        """Its processes, smallest first; without the one that multiprocessing has of its own."""
+        """The ids of the child processes, by memory, smallest first; without multiprocessing's resource tracker."""
         pid = self.process.pid
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         ours = [child for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
         return sorted(ours, key=lambda child: int(Path(f"/proc/{child}/statm").read_text().split()[1]))
 
     def engine_pid(self) -> int:
-        """The process that the engine runs in: the one with the most memory."""
+        """The id of the engine process, the child with the most memory."""
         return self._children()[-1]
 
     def worker_pids(self) -> list[int]:
-        """The processes that serve HTTP."""
+        """The ids of the HTTP workers."""
         return self._children()[:-1]
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
+        """Send SIGTERM and wait; returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
@@ -103,7 +101,7 @@ def load_reference() -> Callable[[Path, torch.dtype, str], PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def reference_generate() -> Generate:
-    """Greedy tokens by transformers' own loop, alone in its batch; only the length ends it."""
+    """A function that generates greedy tokens with transformers, one prompt per batch; only the length ends it."""
 
     def generate(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
         ids = torch.tensor([prompt], device=model.device)
@@ -119,10 +117,10 @@ def reference_generate() -> Generate:
 
 @pytest.fixture(scope="session")
 def greedy_choices() -> Choose:
-    """What a model takes as the likeliest token at each place of an output, given its prompt and all before it.
+    """A function that returns the likeliest token at each place of an output, given the prompt and the tokens before.
 
-    Equal to the output exactly when greedy generation gives it, and one pass instead of one a token; the same question
-    is computed once.
+    The result equals the output exactly if greedy generation gives that output. It takes one forward pass instead of
+    one per token, and results are cached.
     """
 
     @cache

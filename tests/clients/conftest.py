@@ -1,4 +1,4 @@
-"""Clients' sessions are waited for when everything else has been tested."""
+"""Moves the tests that wait for the clients' sessions to the end of the run."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 CLIENTS = Path(__file__).with_name("test_clients.py")
 
 
-# After pytest has sorted tests by what they share.
+# Run last, because pytest sorts tests by their shared fixtures in the same hook.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path == CLIENTS and item.name.startswith("test_session["))

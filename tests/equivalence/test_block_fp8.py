@@ -1,9 +1,9 @@
-"""A block FP8 checkpoint through the whole engine: the greedy tokens of transformers with the same numbers.
+"""The engine runs a block FP8 checkpoint and gives the greedy tokens of transformers with the same numbers.
 
-There the weights are float32 and the inputs of linears are rounded by hooks. One number in tens of thousands lies so
-near the middle between two of e4m3's that the order of a float32 sum decides, and changes what follows by as much as
-the rounding does: hence not every prompt must agree. On a GPU every sum differs, as its accumulators have 14 bits, and
-answers part after a few tokens.
+In transformers, the weights are float32 and hooks round the inputs of linears. One number in tens of thousands is so
+close to the middle between two numbers of e4m3 that the order of a float32 sum decides its rounding. Then the answers
+may differ, so not every prompt must agree. On a GPU every sum differs, because FP8 accumulators have 14 bits, and
+answers differ after a few tokens.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, reference_generate):
-    """A tiny model, and what transformers makes of every prompt with the same weights and with its inputs rounded."""
+    """The directory of a tiny model, and transformers' answers with the same weights and rounded inputs."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,

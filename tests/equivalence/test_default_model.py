@@ -1,4 +1,4 @@
-"""The default model answers as transformers does with the same weights."""
+"""The default model gives the same answers as transformers with the same weights."""
 
 import asyncio
 import random
@@ -36,9 +36,8 @@ QUESTIONS = [
     "What is the meaning of life?",
 ]
 OUTPUT = 64
-# Of log-probabilities, as served (bf16 on a CPU, float16 on a GPU): the worst of the ten likeliest tokens, the mean of
-# all questions and the largest. With a residual stream in bf16 the mean is 0.097 on a CPU; transformers in bf16 has
-# 0.128 and 0.20.
+# Limits of the error of log-probabilities in the served dtype (bf16 on a CPU, float16 on a GPU). The error of a
+# question is the largest among its ten likeliest tokens; the limits are for the mean and the maximum over questions.
 MEAN_ERROR = {"cpu": 0.09, "cuda": 0.02}
 MOST_ERROR = {"cpu": 0.25, "cuda": 0.05}
 
@@ -58,7 +57,7 @@ def prompts(default_model) -> list[list[int]]:
 
 
 @pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
-async def test_a_seed_gives_the_same_tokens_in_any_company_without_bf16_units(default_model, prompts, monkeypatch):
+async def test_a_seed_gives_the_same_tokens_in_any_batch_without_bf16_units(default_model, prompts, monkeypatch):
     monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
     monkeypatch.setattr("nanovllm_kernels.gemm.can_pack_bf16", lambda: False)
     drawn = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=1)
@@ -90,7 +89,9 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-async def test_twenty_chats_token_for_token(settings, default_model, prompts, reference, greedy_choices, device):
+async def test_answers_to_twenty_chats_equal_transformers(
+    settings, default_model, prompts, reference, greedy_choices, device
+):
     config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)
@@ -114,7 +115,7 @@ async def test_twenty_chats_token_for_token(settings, default_model, prompts, re
 
 @pytest.fixture(scope="module")
 def expected_logprobs(prompts, reference, device) -> list[torch.Tensor]:
-    """Log-probabilities of every next token after each prompt, by transformers in float32."""
+    """Log-probabilities of all next tokens after each prompt, from transformers in float32."""
     with torch.inference_mode():
         logits = [reference(torch.tensor([prompt], device=device)).logits[0, -1] for prompt in prompts]
     return [each.float().log_softmax(-1).cpu() for each in logits]
@@ -143,7 +144,7 @@ async def test_as_served_it_is_close_to_float32(at_once, default_model, prompts,
 
 @pytest.mark.parametrize("company", [0, 3, 7])
 async def test_as_served_it_knows_the_capital_of_france(company, default_model, prompts, device):
-    """Its first word hangs by 0.1 in the logits, which errors in bf16 can outweigh: alone, with copies, with others."""
+    """Its first word leads by only 0.1 in the logits, less than an error in bf16, whatever else is in the batch."""
     tokenizer = load_tokenizer(default_model)
     engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))
     sampling = SamplingParams(temperature=0, max_tokens=16)
@@ -163,8 +164,8 @@ async def test_as_served_it_knows_the_capital_of_france(company, default_model, 
 
 
 @pytest.mark.parametrize("settings", ["as served", "chunked, depth 2"])
-async def test_prompts_are_told_of_as_transformers_does(settings, default_model, prompts, reference, device):
-    """Each beside another that asks for nothing."""
+async def test_prompt_logprobs_equal_transformers(settings, default_model, prompts, reference, device):
+    """Each prompt runs beside one that asks for no log-probabilities."""
     config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
 
@@ -173,7 +174,7 @@ async def test_prompts_are_told_of_as_transformers_does(settings, default_model,
         first, *_ = [output async for output in engine.generate(Request(name, prompt, sampling))]
         return first
 
-    # One of more tokens than are scored at once.
+    # The last prompt is longer than the number of tokens that are scored at once.
     asked = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * SCORED_AT_ONCE + 20]]
     try:
         told, plain = await asyncio.gather(
@@ -196,7 +197,7 @@ async def test_prompts_are_told_of_as_transformers_does(settings, default_model,
         at = torch.tensor([[token for token, _ in entry.top] for entry in entries], dtype=torch.int64)
         torch.testing.assert_close(likeliest, expected.gather(1, at), atol=1e-3, rtol=0)
         ranks = torch.tensor([entry.rank for entry in entries])
-        # Rounding may decide between some that are nearly as likely.
+        # Rounding may swap tokens that are almost equally likely.
         least, most = ((expected >= own.unsqueeze(1) + margin).sum(1) for margin in (2e-3, -2e-3))
         assert (least + 1 <= ranks).all()
         assert (ranks <= most).all()

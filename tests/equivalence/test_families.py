@@ -1,7 +1,7 @@
-"""Greedy tokens equal transformers' own, token for token, in float32, whatever the family and the engine's settings.
+"""Greedy tokens in float32 equal those of transformers, for every family and every setting of the engine.
 
-Every family meets every setting, and each has a config for every branch of its architecture that changes what is
-computed. An FP8 cache has no such oracle: over one, answers that settings must not change don't change.
+Each family has one config per branch of its architecture. transformers has no FP8 cache: over one, the tests check
+that settings do not change answers.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ MINIMAX = {
     "num_experts_per_tok": 3,
     "head_dim": 32,
 }
-# Also as rotary_dim, which transformers 5.17 doesn't look at.
+# The config also has rotary_dim, which transformers 5.17 ignores.
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5}
 LATENT = {
     "num_key_value_heads": 4,
@@ -86,7 +86,7 @@ LATENT = {
 
 
 class Tiny(NamedTuple):
-    """A family by the name of transformers' classes, and what its config has beside COMMON."""
+    """A config. family: prefix of transformers' class names. fields: besides COMMON. mtp: multi-token prediction."""
 
     family: str
     fields: dict[str, object]
@@ -119,9 +119,9 @@ TINY = {
     ),
     "DeepSeek-V3, all dense": Tiny("DeepseekV3", {**LATENT, "first_k_dense_replace": 3, "attention_bias": True}),
 }
-# One row a prompt, so that no graphs are captured that nobody needs.
+# As many rows as prompts, so that no unused graphs are captured.
 PLENTY = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
-# Room for two or three of the sixteen: every other one is preempted again and again.
+# Blocks for two or three of the sixteen prompts: the others are preempted repeatedly.
 SCARCE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
 SETTINGS = {
     "one at a time": {**PLENTY, "max_num_seqs": 1},
@@ -149,7 +149,7 @@ GPU_SETTINGS = {
     "mixed steps in pieces": {"graph_mode": "piecewise", **PLENTY},
     "mixed steps in pieces, chunked": {"graph_mode": "piecewise", "max_num_batched_tokens": 80, **PLENTY},
 }
-# Of each family one; of Qwen3-Next one with attention in two layers, as that in one changes too little to show.
+# One config per family. Qwen3-Next needs attention in two layers: with one, an FP8 cache changes too little to notice.
 OVER_FP8 = (
     *("Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "Qwen3-Next, some dense, shared experts wider", "MiniMax-M2"),
     "DeepSeek-V3",
@@ -157,7 +157,7 @@ OVER_FP8 = (
 
 
 def prompts() -> list[list[int]]:
-    """Some begin alike, and a few of those are long enough to share a recurrent model's checkpoint."""
+    """Make prompts. Some share a prefix, and a few prefixes are long enough for a checkpoint of a recurrent state."""
     rng = random.Random(3)
     shared = [rng.randrange(3, VOCAB) for _ in range(96)]
     return [
@@ -169,7 +169,7 @@ def prompts() -> list[list[int]]:
 def make_model(tiny: Tiny) -> transformers.PreTrainedModel:
     make_config = getattr(transformers, f"{tiny.family}Config")
     with pytest.MonkeyPatch.context() as patch:
-        # Where it is installed transformers gives it tensors on a CPU too, for which it has no kernels.
+        # If fla is installed, transformers uses it also on a CPU, for which fla has no kernels.
         patch.setitem(sys.modules, "fla", None)
         model_class = getattr(transformers, f"{tiny.family}ForCausalLM")
     model = model_class(make_config(**COMMON | tiny.fields)).eval()
@@ -187,14 +187,14 @@ def make_model(tiny: Tiny) -> transformers.PreTrainedModel:
 
 @pytest.fixture(scope="module", params=TINY)
 def checkpoint(request, tmp_path_factory, reference_generate) -> tuple[Path, list[list[int]]]:
-    """A tiny random model on disk, and what transformers makes of every prompt."""
+    """The directory of a tiny random model, and transformers' answer to every prompt."""
     torch.manual_seed(list(TINY).index(request.param))
     tiny = TINY[request.param]
     model = make_model(tiny)
     path = tmp_path_factory.mktemp("tiny")
     write_checkpoint(path, model, mtp=tiny.mtp)
     outputs = [reference_generate(model, prompt, OUTPUT) for prompt in prompts()]
-    # A model that says the same thing whatever it is asked would prove nothing.
+    # A model that gives every prompt the same answer would prove nothing.
     assert len({tuple(output) for output in outputs}) > NUM_PROMPTS // 2
     assert len({token for output in outputs for token in output}) > 20
     return path, outputs
@@ -208,9 +208,9 @@ async def test_tokens_equal_transformers(checkpoint, settings, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", GPU_SETTINGS)
-async def test_graphs_and_compiling_change_nothing(checkpoint, settings, monkeypatch):
+async def test_graphs_and_compiling_change_no_token(checkpoint, settings, monkeypatch):
     for module in (llama, qwen3_next, deepseek_v3):
-        # Steps here have too few rows otherwise.
+        # The steps of these tests have too few rows for the normal limit.
         monkeypatch.setattr(module, "LEAST_ROWS", 9)
     path, expected = checkpoint
     assert await generate(path, "cuda", GPU_SETTINGS[settings]) == expected
@@ -228,8 +228,8 @@ async def test_over_an_fp8_cache_no_setting_changes_the_tokens(name, tmp_path, d
     assert sum(a[0] == b[0] for a, b in zip(whole, exact, strict=True)) > NUM_PROMPTS // 2
 
 
-async def test_a_prompt_that_begins_like_another_computes_little(tmp_path, device):
-    """The second of two prompts of 2,100 tokens leaves the first after 2,000, the third leaves both where it did."""
+async def test_a_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, device):
+    """Three prompts of 2,100 tokens share their first 2,000 tokens; the second and third compute fewer than 200."""
     torch.manual_seed(0)
     tiny = TINY["Qwen3-Next"]
     write_checkpoint(tmp_path, make_model(tiny._replace(fields=tiny.fields | {"max_position_embeddings": 4096})))
@@ -245,7 +245,7 @@ async def test_a_prompt_that_begins_like_another_computes_little(tmp_path, devic
 
 
 async def ask_in_turn(path: Path, config: EngineConfig, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
-    """Of each prompt its answer, and how many tokens were computed for it."""
+    """Send prompts one after another; returns each answer with the number of tokens that were computed for it."""
     engine = await AsyncEngine.start(load(path), config)
     found = []
     try:
@@ -267,7 +267,7 @@ async def generate(path: Path, device: str, settings: dict, *, preempted: bool =
     rng = random.Random(5)
 
     async def arrive(index: int, prompt: list[int]) -> list[int]:
-        # A GPU would be through with most of what came before.
+        # The arrival times are short, or a GPU would finish each request before the next one arrives.
         await asyncio.sleep(0 if preempted else rng.random() * 0.05)
         sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))

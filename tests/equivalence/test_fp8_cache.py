@@ -1,4 +1,4 @@
-"""What an FP8 cache does to the default model's answers: little, measured against the engine's own without it."""
+"""An FP8 cache changes the default model's answers only a little, compared with the engine without it."""
 
 import asyncio
 import math
@@ -18,11 +18,11 @@ QUESTIONS = [
     "Summarise the plot of Romeo and Juliet.",
     "Why is the sky blue?",
 ]
-# Whose answers hang on 0.8 nats or more at every token up to the word, on most of them on several. Of the capital of
-# France 0.1 decides on the first token, and with an FP8 cache even float32 chooses another.
+# Questions whose answers lead by at least 0.8 nats at every token up to the expected word. The capital of France is
+# not among them: its first token leads by 0.1, and an FP8 cache changes it even in float32.
 FACTS = {"What is the capital of Japan?": "Tokyo", "What is the opposite of hot?": "cold"}
 OUTPUT, STRIDE = 48, 4
-# Nats. Twice what was found over 160 places in the answers to twenty questions (0.009).
+# In nats: twice the mean that was measured over 160 places in the answers to twenty questions (0.009).
 MOST_DIVERGENCE = 0.02
 
 pytestmark = pytest.mark.slow
@@ -57,18 +57,18 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 
 def likeliest(prompt: list[int], outputs: list[RequestOutput]) -> list[dict[int, float]]:
-    """Of an answer that was read as part of a prompt: what was likely at every `STRIDE`th of its places."""
+    """Return the likeliest tokens at every STRIDE-th place of an answer, which the engine reads as a prompt."""
     told = [*outputs[0].prompt_logprobs]
     return [dict(entry.top) for entry in told[len(prompt) - 1 :: STRIDE]]
 
 
 def divergence(plain: dict[int, float], quantised: dict[int, float]) -> float:
-    """Kullback and Leibler's, over the likeliest; what the other doesn't list is as likely as the last that it does."""
+    """Return the Kullback-Leibler divergence over the likeliest tokens; missing ones count as the last listed."""
     rest = min(quantised.values())
     return sum(math.exp(logprob) * (logprob - quantised.get(token, rest)) for token, logprob in plain.items())
 
 
-async def test_distributions_stay_close(default_model, tokenizer, device):
+async def test_an_fp8_cache_keeps_distributions_close(default_model, tokenizer, device):
     dtype, prompts = torch.float32, encode(tokenizer, QUESTIONS)
     answers = await run(default_model, device, dtype, "auto", prompts, max_tokens=OUTPUT)
     read = [prompt + tokens(answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -84,7 +84,7 @@ async def test_distributions_stay_close(default_model, tokenizer, device):
     assert same >= 0.9 * len(divergences)
 
 
-async def test_answers_stay_sensible(default_model, tokenizer, device):
+async def test_an_fp8_cache_keeps_known_facts(default_model, tokenizer, device):
     answers = await run(default_model, device, None, "fp8", encode(tokenizer, FACTS), max_tokens=12)
     for answer, word in zip(answers, FACTS.values(), strict=True):
         assert word in tokenizer.backend.decode(tokens(answer))

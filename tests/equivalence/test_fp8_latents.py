@@ -1,4 +1,4 @@
-"""DeepSeek-V3 over an FP8 cache: the greedy tokens of transformers with every latent quantised as it is made."""
+"""DeepSeek-V3 over an FP8 cache: the greedy tokens equal those of transformers with quantised latents."""
 
 import asyncio
 import random
@@ -40,7 +40,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, reference_generate) -> tuple[Path, list[list[int]]]:
-    """A tiny random model on disk, and what transformers makes of every prompt."""
+    """The directory of a tiny random model, and transformers' answer to every prompt."""
     torch.manual_seed(1)
     config = DeepseekV3Config(
         vocab_size=VOCAB,
@@ -74,7 +74,7 @@ def checkpoint(tmp_path_factory, reference_generate) -> tuple[Path, list[list[in
     path = tmp_path_factory.mktemp("deepseek_v3")
     model.save_pretrained(path)
     outputs = [reference_generate(model, prompt, OUTPUT) for prompt in prompts()]
-    # A model that says the same thing whatever it is asked would prove nothing.
+    # A model that gives every prompt the same answer would prove nothing.
     assert len({tuple(output) for output in outputs}) > NUM_PROMPTS // 2
     assert len({token for output in outputs for token in output}) > 20
     return path, outputs
@@ -86,7 +86,7 @@ async def generate(path: Path, device: str, settings: dict, *, preempted: bool =
     rng = random.Random(5)
 
     async def arrive(index: int, prompt: list[int]) -> list[int]:
-        # A GPU would be through with most of what came before.
+        # The arrival times are short, or a GPU would finish each request before the next one arrives.
         await asyncio.sleep(0 if preempted else rng.random() * 0.05)
         sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))
@@ -103,7 +103,7 @@ async def generate(path: Path, device: str, settings: dict, *, preempted: bool =
 
 @pytest.fixture
 def quantised(checkpoint, reference_generate, monkeypatch) -> list[list[int]]:
-    """What transformers makes of every prompt when it quantises what is cached."""
+    """transformers' answer to every prompt if it quantises the latents that would be cached."""
     expand = modeling_deepseek_v3.DeepseekV3Attention.expand_kv
 
     def expand_quantised(self, latent, k_rope):
@@ -124,5 +124,5 @@ async def test_tokens_over_an_fp8_cache_equal_those_of_latents_that_are_quantise
     assert quantised != plain
     fp8_settings = {"kv_cache_dtype": "fp8", **SETTINGS[settings]}
     found = await generate(path, device, fp8_settings, preempted=settings.startswith("preempted"))
-    # A number in the middle between two of e4m3 may go either way, and a token hang on it.
+    # A number in the middle between two numbers of e4m3 may be rounded either way, which may change a token.
     assert sum(a == b for a, b in zip(found, quantised, strict=True)) >= NUM_PROMPTS - 1

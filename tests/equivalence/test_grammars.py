@@ -1,4 +1,4 @@
-"""The default model held to grammars: its answers match them, and those beside them are what they are alone."""
+"""Answers of the default model match their grammars, and do not change free answers in the same batch."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def is_city(text: str) -> bool:
     )
 
 
-async def test_free_rows_beside_held_ones_say_what_they_say_alone(default_model, device):
+async def test_free_answers_beside_constrained_ones_do_not_change(default_model, device):
     tokenizer = load_tokenizer(default_model)
     settings = {"device": device, "dtype": torch.float32, "max_model_len": 512, "cpu_cache_gib": 0.5}
     engine = await AsyncEngine.start(load(default_model), EngineConfig(**settings, forbid_sync=device == "cuda"))

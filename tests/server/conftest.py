@@ -1,4 +1,4 @@
-"""The models and the server that tests of the server process share."""
+"""Models and servers that the tests of the server process share."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class Watched(httpx2.AsyncByteStream):
-    """The body of an answer, noted as the official client reads it."""
+    """The body of an answer, recorded while the official client reads it."""
 
     def __init__(self, request: httpx2.Request, response: httpx2.Response, exchanges: list[Exchange]):
         self._request, self._response, self._exchanges = request, response, exchanges
@@ -37,7 +37,7 @@ class Watched(httpx2.AsyncByteStream):
 
 @pytest.fixture(autouse=True)
 def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
-    """What the official client got in this test; all of it is held to the contract."""
+    """The answers that the official client got in this test; each must fit OpenAI's schema and ours."""
     exchanges: list[Exchange] = []
     real = httpx2.AsyncHTTPTransport.handle_async_request
 
@@ -54,7 +54,7 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
 
 @pytest.fixture(scope="session")
 def server(run_server: Callable, default_model: Path) -> Iterator:
-    """The default model in float32, so that its greedy tokens are transformers' own."""
+    """A server with the default model in float32, so that its greedy tokens equal those of transformers."""
     with run_server(
         default_model, "--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8"
     ) as server:
@@ -85,7 +85,7 @@ def tiny_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def tiny_server(run_server: Callable, tiny_model: Path) -> Iterator:
-    """The random model with what a server can do turned on, for tests that leave it as they found it."""
+    """A server with the random model and all features, for tests that leave no state behind."""
     flags = ("--served-model-name", "tiny", "--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--max-num-seqs", "8")
     parsers = ("--reasoning-parser", "think", "--tool-call-parser", "hermes")
     with run_server(tiny_model, *flags, *parsers, "--log-format", "json", "--log-prompts") as server:

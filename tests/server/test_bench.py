@@ -20,11 +20,11 @@ def test_a_sweep_over_a_real_server(tiny_server, tmp_path, capsys):
     for point in points:
         assert point["failed"] == 0
         assert point["output_tokens"] == points[0]["output_tokens"]
-        # Words of one token each, and what the chat template adds, which is the same for all.
+        # Each word is one token; the chat template adds the same number of tokens to every prompt.
         assert point["prompt_tokens"] % 8 == 0
         assert 8 * 60 < point["prompt_tokens"] < 8 * 100
         assert point["ttft"]["p50"] <= point["e2e"]["p50"]
-        # Prompts share 40 words, of which full blocks are cached, and the first request finds none of them.
+        # Prompts share 40 words. Their full blocks are cached for all requests but the first.
         assert 0 < point["cached_tokens"] < 7 * 100
     assert plot.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
@@ -49,7 +49,7 @@ def test_interference_measures_all_cases_on_the_default_model(run_server, defaul
     assert all(figure is not None for case in measured["cases"] for figure in case["figures"].values())
     long_alone, short_beside, decodes, turn, turns = (case["figures"] for case in measured["cases"])
     assert long_alone["long_prompt_tokens"] == pytest.approx(600, abs=2)
-    # All short requests arrive within the time that the long prompt takes alone.
+    # All short requests arrive in the time that the long prompt takes alone.
     assert short_beside["short_ttft_p50_ms"] < 2 * short_beside["long_ttft_p50_ms"]
     assert decodes["prompt_tokens"] == pytest.approx(300, abs=2)
     assert decodes["prompt_1_ttft_p50_ms"] < decodes["prompt_last_ttft_p50_ms"]

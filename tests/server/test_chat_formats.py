@@ -1,4 +1,4 @@
-"""A server process reads what its chat template has the model write, or what its flags say."""
+"""A server process parses the format of its chat template, or the format that flags name."""
 
 import openai
 import pytest
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 FLAGS = ("--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--served-model-name", "tiny")
 FIELDS = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "seed": 1}
 TOOLS = [{"type": "function", "function": {"name": "ping"}}]
-# Its prompts begin to reason unless told not to, and it shows tools in a way of its own.
+# This template begins reasoning in the prompt unless it is disabled, and it shows tools in an unknown format.
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools | tojson }}"
     "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{# </think> #}"

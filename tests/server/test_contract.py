@@ -1,4 +1,4 @@
-"""Every answer in these tests is held to OpenAI's schema and to our own; here it is seen that it is."""
+"""Tests of the check that compares every answer in this folder with OpenAI's schema and with ours."""
 
 import json
 import urllib.error
@@ -33,7 +33,7 @@ async def sdk(server):
         yield client
 
 
-async def test_every_answer_is_seen(sdk, exchanges):
+async def test_every_answer_is_recorded_for_the_check(sdk, exchanges):
     await sdk.chat.completions.create(**FIELDS, n=2, logprobs=True, top_logprobs=2)
     stream = await sdk.chat.completions.create(
         **FIELDS, n=2, logprobs=True, stream=True, stream_options={"include_usage": True}
@@ -46,7 +46,7 @@ async def test_every_answer_is_seen(sdk, exchanges):
     assert all(exchange.body for exchange in exchanges)
 
 
-async def test_what_breaks_the_contract_is_found(sdk, exchanges):
+async def test_answers_that_break_the_contract_fail_the_check(sdk, exchanges):
     await sdk.chat.completions.create(**FIELDS)
     stream = await sdk.chat.completions.create(**FIELDS, stream=True)
     assert [chunk async for chunk in stream]
@@ -71,7 +71,7 @@ async def test_what_breaks_the_contract_is_found(sdk, exchanges):
             check(replace(streamed, body=streamed.body.replace(old, new)))
 
 
-def test_the_other_endpoints(server):
+def test_other_endpoints_fit_the_contract(server):
     assert check_body("Health", get(server, "/health")[1]) == {"status": "ok"}
     (model,) = check_body("ModelList", get(server, "/v1/models")[1])["data"]
     assert model["id"] == FIELDS["model"]
@@ -81,8 +81,8 @@ def test_the_other_endpoints(server):
         check_body("Error", body)
 
 
-def test_the_servers_own_description(server):
-    """What answers are checked against is what the server hands out; of requests it says its own limits."""
+def test_the_openapi_document_has_the_schemas_of_the_check(server):
+    """The server publishes the schema that answers are checked against. Its request schema states its limits."""
     status, body = get(server, "/openapi.json")
     assert status == 200
     served = json.loads(body)

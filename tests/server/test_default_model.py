@@ -35,7 +35,7 @@ async def create(sdk, **fields):
     return await sdk.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, "temperature": 0} | fields)
 
 
-async def test_greedy_is_what_transformers_says(sdk, default_model, load_reference, reference_generate):
+async def test_greedy_answers_equal_transformers(sdk, default_model, load_reference, reference_generate):
     tokenizer = load_tokenizer(default_model)
     prompt = tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False).tolist()
     expected = reference_generate(load_reference(default_model, torch.float32, "cpu"), prompt, 24)
@@ -46,7 +46,7 @@ async def test_greedy_is_what_transformers_says(sdk, default_model, load_referen
     assert answer.choices[0].finish_reason == "length"
 
 
-async def test_stream_is_the_whole_in_pieces(sdk):
+async def test_streamed_pieces_add_up_to_the_whole_answer(sdk):
     whole = await create(sdk, max_tokens=20)
     stream = await create(sdk, max_tokens=20, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
@@ -70,14 +70,14 @@ async def test_logprobs(sdk):
         assert [top.logprob for top in entry.top_logprobs] == sorted(
             (top.logprob for top in entry.top_logprobs), reverse=True
         )
-        # Greedy: the chosen token is the likeliest.
+        # With greedy sampling, the chosen token is the likeliest.
         assert entry.top_logprobs[0].token == entry.token
     text = b"".join(bytes(entry.bytes or []) for entry in entries).decode()
     assert text == answer.choices[0].message.content
 
 
-async def test_what_was_likely_as_an_answer_is_as_likely_in_a_prompt(sdk, default_model):
-    """The tokens of an answer, and the same in the prompt of a request that goes on with it."""
+async def test_logprobs_of_an_answer_equal_those_in_a_prompt(sdk, default_model):
+    """The answer's tokens have the same log-probabilities in the prompt of a request that continues the answer."""
     tokenizer = load_tokenizer(default_model)
     fields = {"logprobs": True, "extra_body": {"ignore_eos": True}}
     made = (await create(sdk, max_tokens=10, **fields)).choices[0]
@@ -94,7 +94,7 @@ async def test_what_was_likely_as_an_answer_is_as_likely_in_a_prompt(sdk, defaul
     entries = made.logprobs.content
     assert [one["decoded_token"] for one in own[-10:]] == [entry.token for entry in entries]
     assert [one["logprob"] for one in own[-10:]] == pytest.approx([entry.logprob for entry in entries], abs=1e-3)
-    # Greedy: each was the likeliest.
+    # With greedy sampling, each token was the likeliest.
     assert [one["rank"] for one in own[-10:]] == [1] * 10
     assert all({one["rank"] for one in entry.values()} >= {1, 2} for entry in told)
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
@@ -108,7 +108,7 @@ async def test_several_choices_and_seeds(sdk):
     assert len(set(texts)) > 1
 
 
-async def test_prefix_is_found_again(sdk):
+async def test_a_repeated_prompt_hits_the_prefix_cache(sdk):
     content = "Count with me: " + " ".join(str(number) for number in range(40))
     messages = [{"role": "user", "content": content}]
     await create(sdk, messages=messages, max_tokens=1)
@@ -119,7 +119,7 @@ async def test_prefix_is_found_again(sdk):
     assert other.usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_more_at_once_than_run(sdk):
+async def test_requests_beyond_max_num_seqs_wait_for_a_row(sdk):
     answers = await asyncio.gather(*(create(sdk, max_tokens=6, extra_body={"ignore_eos": True}) for _ in range(12)))
     assert len({answer.choices[0].message.content for answer in answers}) == 1
 
@@ -140,7 +140,7 @@ async def test_disconnect_frees_everything(sdk, server, stream):
             await asyncio.sleep(0.05)
 
 
-async def test_prompt_that_does_not_fit(sdk):
+async def test_a_prompt_longer_than_the_context_is_a_400(sdk):
     with pytest.raises(openai.BadRequestError) as refused:
         await create(sdk, messages=[{"role": "user", "content": "long " * 600}])
     assert refused.value.code == "context_length_exceeded"

@@ -1,4 +1,4 @@
-"""What clients do to a server under way: leave at any moment, ask for several choices, send enormous prompts."""
+"""Faults of clients: they disconnect at any moment, ask for several choices, or send enormous prompts."""
 
 import asyncio
 import itertools
@@ -62,20 +62,20 @@ async def answer(server, **fields) -> tuple[int, dict]:
 
 
 def held(rng: random.Random) -> dict:
-    """What an answer is held to, if anything."""
+    """Draw fields that constrain the answer, or no fields."""
     match rng.choice(["free", "free", "a call", "known", "new"]):
         case "a call":
             return {"tools": [TOOL], "tool_choice": "required"}
         case "known":
             return {"structured_outputs": {"regex": "[a-z ]+"}}
         case "new":
-            # Nobody's before: it is compiled meanwhile.
+            # A new schema each time, so that it is compiled during the test.
             return {"structured_outputs": {"regex": f"{rng.randrange(1 << 40)}[a-z ]+"}}
     return {}
 
 
 async def leave(server, rng: random.Random) -> None:
-    """Ask for something, and go at some moment: while it is sent, rendered, compiled, queued, computed, or after."""
+    """Send a request and disconnect at a random moment: while it is sent, rendered, compiled, queued or computed."""
     fields = {
         "stream": rng.random() < 0.7,
         "n": rng.choice([1, 1, 1, 3]),
@@ -85,7 +85,7 @@ async def leave(server, rng: random.Random) -> None:
         "logprobs": rng.random() < 0.2,
     }
     if rng.random() < 0.5:
-        # The model goes on with that, and so reasons.
+        # The model continues this message, so it reasons.
         fields["messages"].append({"role": "assistant", "content": "<think>"})
         fields["continue_final_message"] = True
     fields |= held(rng)
@@ -111,7 +111,7 @@ async def leave(server, rng: random.Random) -> None:
                 case "at the end":
                     await reader.read()
     finally:
-        # Some say goodbye, others are gone.
+        # Some clients close the connection, others abort it.
         if rng.random() < 0.5:
             writer.close()
         else:
@@ -119,10 +119,10 @@ async def leave(server, rng: random.Random) -> None:
 
 
 async def leave_often(server, count: int, seed: int) -> None:
-    rng, room = random.Random(seed), asyncio.Semaphore(AT_ONCE)
+    rng, slots = random.Random(seed), asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> None:
-        async with room:
+        async with slots:
             await leave(server, random.Random(rng.random() + number))
 
     await asyncio.gather(*map(one, range(count)))
@@ -134,13 +134,13 @@ async def test_leaving_at_any_moment_frees_everything(server):
     after = await idle(server)
     assert after["generation_tokens_total"] > before["generation_tokens_total"]
     assert not any('"level":"error"' in line or "Traceback" in line for line in server.errors)
-    # Room is taken for none but who is there: otherwise this many at once would find the queue full one day.
+    # If the server still counted clients that left, the queue would be full for some of these requests.
     answers = await asyncio.gather(*(answer(server) for _ in range(AT_ONCE)))
     assert [status for status, _ in answers] == [200] * AT_ONCE
 
 
 async def test_nothing_runs_a_second_after_fifty_clients_vanish(run_server, default_model):
-    """Nor does what they left in the queue wait: steps of prompts are short, and aborts come before the next one."""
+    """Queued requests end too: steps of prompts are short, and aborts are handled before the next step."""
     flags = ("--served-model-name", "tiny", "--max-num-seqs", "16", "--cpu-cache-gib", "0.5")
     with run_server(default_model, *flags) as server:
         clients = [await connect(server) for _ in range(VANISHING)]
@@ -152,7 +152,7 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(run_server, defa
                 found = await asyncio.to_thread(metrics, server)
                 if found["num_requests_running"] and found["num_requests_waiting"]:
                     break
-        # In the middle of their prompts.
+        # By now the server computes some of the prompts.
         await asyncio.sleep(0.5)
         for _, writer in clients:
             writer.transport.abort()
@@ -162,10 +162,10 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(run_server, defa
 
 
 async def test_choices_share_one_computed_prompt(server):
-    """Each choice computes, of the prompt, what is left of its last block."""
+    """Each choice computes only the rest of the prompt's last block."""
     for n, words in ((8, 300), (3, 200)):
         before = await idle(server)
-        # Nothing of it may be there from others before.
+        # The salt keeps the prompt apart from blocks that other tests have cached.
         fields = {"n": n, "max_tokens": 4, "cache_salt": f"{n} choices"}
         status, body = await answer(server, messages=[{"role": "user", "content": f"{n} word " * words}], **fields)
         after = await idle(server)
@@ -207,7 +207,7 @@ async def test_an_enormous_prompt_stalls_no_stream(server):
     await idle(server)
 
 
-async def test_a_request_is_one_line_and_its_prompt_another_if_asked_for(server):
+async def test_a_request_is_one_log_line_and_its_prompt_another_with_log_prompts(server):
     await idle(server)
     seen = len(server.errors)
     status, _ = await answer(server, request_id="the-one", messages=[{"role": "user", "content": "a secret"}], n=2)
@@ -224,12 +224,12 @@ async def test_a_request_is_one_line_and_its_prompt_another_if_asked_for(server)
     assert 0 < line["queue_seconds"] <= line["ttft_seconds"] <= line["seconds"]
 
 
-async def test_only_who_asks_for_it_finds_prompts_in_the_log(run_server, tiny_model):
+async def test_prompts_are_not_logged_by_default(run_server, tiny_model):
     with run_server(tiny_model, "--max-model-len", "256", "--cpu-cache-gib", "0.02", "--served-model-name", "tiny",
                     "--log-level", "debug", "--drain-timeout", "1") as server:  # fmt: skip
         assert (await answer(server, messages=[{"role": "user", "content": "a secret"}]))[0] == 200
         assert (await answer(server, messages=[{"role": "user", "content": "a secret"}], temperature=9))[0] == 400
-        # Who is not done when the time to drain is over hears of it, and the server ends as asked.
+        # A client whose answer is incomplete at the drain timeout gets an error event; the server exits with 0.
         reader, writer = await connect(server)
         writer.write(request(stream=True, max_tokens=200, n=100, logprobs=True))
         await reader.readuntil(b"data: ")

@@ -1,4 +1,4 @@
-"""A table of inputs that nobody should send: each is refused, or its connection closed, and nothing of it stays."""
+"""A table of hostile inputs: the server refuses each one or closes its connection, and leaks nothing."""
 
 import asyncio
 import json
@@ -15,18 +15,21 @@ pytestmark = pytest.mark.slow
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 MOST_TIMES = 7
 AT_ONCE = 8
-# What one of them may take; the machine may be busy.
+# Longest time of one case, in seconds; the machine may be busy.
 PATIENCE_S = 60
 REFUSED = frozenset(range(400, 500))
-# For what another release may well accept.
+# For cases that a later release may accept.
 ANY = REFUSED | {200}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`data` is sent; `statuses` are those that may come back. closed: no answer will do, if the connection ends.
+    """One input and the answers that are allowed.
 
-    leave: nothing is to be expected; how the client goes. None: it waits.
+    data: bytes to send.
+    statuses: allowed statuses of the answer.
+    closed: whether the server may close the connection without an answer.
+    leave: how the client disconnects without waiting for an answer; None if it waits.
     """
 
     name: str
@@ -76,7 +79,7 @@ def tool(parameters, name="f") -> dict:
 
 
 def wire() -> list[Case]:
-    """Below JSON: what is no HTTP, or HTTP that nobody speaks."""
+    """Cases below JSON: input that is not HTTP, and unusual HTTP."""
     body = json.dumps(GOOD).encode()
     chunk = b"%x\r\n%b\r\n" % (len(body), body)
     noise = random.Random(0)
@@ -174,7 +177,7 @@ def wire() -> list[Case]:
 
 
 def bodies() -> list[Case]:
-    """JSON that says what it shouldn't, and what is no JSON."""
+    """Cases of bodies that are not JSON, or JSON of a wrong form."""
     text = json.dumps(GOOD)
     other_kinds = ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/json\x00",
                    "application/json; charset=utf-16", "application/json; charset=" + "x" * 4000, "*/*",
@@ -212,7 +215,7 @@ def bodies() -> list[Case]:
 
 
 def fields() -> list[Case]:
-    """Requests that are JSON, but ask for what can't be."""
+    """Cases of JSON requests with wrong or extreme fields."""
     asked: dict[str, dict] = {
         "n": {"n": 10**6}, "n below": {"n": -1}, "n as a float": {"n": 1.5}, "n as a text": {"n": "1"},
         "max_tokens": {"max_tokens": 2**63}, "max_tokens, larger": {"max_tokens": 10**40},
@@ -265,7 +268,7 @@ def fields() -> list[Case]:
     mutual = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
     catastrophe = {"type": "string", "pattern": "^((a+)+|(b?){9999})*$"}
     wide = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(20_000)}}
-    # What may be done one day may be answered one day.
+    # A later release may accept these fields.
     maybe: dict[str, dict] = {
         "an unknown field of 1 MB": {"x" * 10**6: 1}, "100,000 unknown fields": {f"x{i}": i for i in range(100_000)},
         "a field with a new line": {"a\nERROR injected": 1}, "a deep unknown field": {"x": nested(900)},
@@ -302,7 +305,7 @@ def target(run_server, tiny_model):
 
 
 async def meet(url: str, case: Case) -> str | None:
-    """What is wrong with the answer to `case`, if anything."""
+    """Send `case`; returns what is wrong with the answer, or None."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:
@@ -346,17 +349,17 @@ async def _write(data: bytes, writer: asyncio.StreamWriter) -> None:
 
 
 async def run_all(url: str) -> dict[str, str]:
-    room = asyncio.Semaphore(AT_ONCE)
+    slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(case: Case) -> tuple[str, str | None]:
-        async with room:
+        async with slots:
             return case.name, await meet(url, case)
 
     return {name: wrong for name, wrong in await asyncio.gather(*map(one, CASES)) if wrong is not None}
 
 
 def resident(pid: int) -> int:
-    """Bytes."""
+    """Return the resident memory of a process, in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
@@ -364,10 +367,10 @@ def test_the_table_is_long_and_every_case_has_a_name():
     assert len({case.name for case in CASES}) == len(CASES) >= 150
 
 
-async def test_each_is_refused_and_nothing_stays(target):
+async def test_each_hostile_input_is_refused_without_a_leak(target):
     assert await run_all(target.url) == {}
     pids = [*target.worker_pids(), target.engine_pid()]
-    # The heap grows to what meets in it, which takes a few times; what is kept of each time would make it grow forever.
+    # The heap reaches its largest size after a few rounds. With a leak it would grow in every round.
     sizes = [[resident(pid) for pid in pids]]
     while len(sizes) < 2 or any(after - before > 16 << 20 for before, after in zip(sizes[-2], sizes[-1], strict=True)):
         assert len(sizes) < MOST_TIMES, sizes

@@ -1,4 +1,4 @@
-"""How a server process starts, refuses to start, drains, and ends when its engine does."""
+"""A server process starts, refuses to start, drains, and ends when its engine ends."""
 
 import asyncio
 import json

@@ -19,7 +19,7 @@ CLIENTS, LEAVERS, TOKENS = 64, 20, 24
 
 @dataclass
 class Said:
-    """Of one stream: the prompt's tokens, the answer's, and its text."""
+    """The result of one stream: tokens of the prompt and of the answer, and its text."""
 
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Said:
 
 @pytest.fixture(scope="module")
 def busy_server(run_server, default_model) -> Iterator:
-    """In float32, where a token does not depend on the company it is computed in."""
+    """A server in float32, where a token does not depend on other requests in the batch."""
     with run_server(default_model, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32") as server:
         yield server
 
@@ -48,7 +48,7 @@ def gauge(server, name: str) -> float:
 
 
 async def stream(sdk, index: int, leave_after: int | None = None) -> Said:
-    """What one stream says, or its beginning."""
+    """Read one stream, completely or only its beginning."""
     response = await sdk.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": f"Tell me something about the number {index}."}],
@@ -74,7 +74,7 @@ async def stream(sdk, index: int, leave_after: int | None = None) -> Said:
     return said
 
 
-async def test_nothing_is_lost_or_doubled_and_leavers_free_all(
+async def test_streams_lose_no_token_and_disconnects_free_everything(
     sdk, busy_server, default_model, load_reference, greedy_choices
 ):
     rng = random.Random(0)
@@ -87,7 +87,7 @@ async def test_nothing_is_lost_or_doubled_and_leavers_free_all(
     reference = load_reference(default_model, torch.float32, "cpu")
     tokenizer = load_tokenizer(default_model)
     for index, said in enumerate(answers):
-        # Each token is the likeliest after all before it, as it is when nobody else is there.
+        # Each token is the likeliest after the tokens before it, as for a request alone on the server.
         assert said.tokens == greedy_choices(reference, said.prompt, said.tokens)
         text = tokenizer.backend.decode(said.tokens, skip_special_tokens=True)
         assert text.startswith(said.text) if index in leavers else text == said.text

@@ -4,7 +4,7 @@ import browser
 import picture
 import pytest
 
-# It may have to fetch the browser.
+# The first run downloads the browser.
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -19,7 +19,7 @@ async def test_a_streamed_answer_and_moving_figures(server):
         shown = "document.querySelector('.assistant .text')?.textContent"
         await tab.until(f"{shown}?.includes('Paris')")
         lengths = []
-        # Until the context is full there is time to look several times.
+        # The answer goes on until the context is full, which leaves time for several checks.
         while len(lengths) < 4:
             lengths.append(await tab.value(f"{shown}.length"))
             await tab.until(f"{shown}.length > {lengths[-1]}")

@@ -1,6 +1,6 @@
-"""What the API's description allows and what it forbids, made up: never a 5xx, never an answer that breaks it.
+"""Generated requests, valid and invalid: no answer is a 5xx, and every answer fits the API's description.
 
-The long run is the same program with more cases, against any server that runs:
+A longer run is the same program with more cases, against a running server:
 
     export NANOVLLM_MODEL=SmolLM2-135M-Instruct PYTHONPATH=tests/server/schemathesis SCHEMATHESIS_HOOKS=hooks
     uv run schemathesis --config-file tests/server/schemathesis/schemathesis.toml \\
@@ -21,7 +21,7 @@ HOME = Path(__file__).with_name("schemathesis")
 CASES = 20
 
 
-def test_no_case_breaks_the_server_or_the_description(tiny_server, tmp_path):
+def test_no_generated_request_causes_a_5xx_or_an_undescribed_answer(tiny_server, tmp_path):
     done = subprocess.run(
         [
             Path(sys.executable).with_name("schemathesis"),
@@ -35,7 +35,7 @@ def test_no_case_breaks_the_server_or_the_description(tiny_server, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # Of all phases and endpoints together.
+    # The number of cases is that of all phases and endpoints together.
     assert int(re.search(r"(\d+) generated", done.stdout)[1]) > 400, done.stdout
     assert tiny_server.process.poll() is None
     assert not any("Traceback" in line for line in tiny_server.errors), "".join(tiny_server.errors)

@@ -1,4 +1,4 @@
-"""Answers and calls that are held to something, from the default model, by the official client."""
+"""Constrained answers and tool calls of the default model, with the official client."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "ping", "description": "Check the connection."}},
 ]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-# Reasons in a way of its own, and shows no tools.
+# This template begins reasoning in the prompt and shows no tools.
 THINKING = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n"
@@ -61,7 +61,7 @@ async def create(sdk, **fields):
 
 
 async def streamed(sdk, **fields):
-    """Content, calls and finish reason, put together from a stream."""
+    """Assemble content, calls and finish reason from a stream."""
     content, calls, reason = "", {}, None
     async for chunk in await create(sdk, stream=True, **fields):
         choice = chunk.choices[0]
@@ -84,7 +84,7 @@ def structured(**wanted):
 
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"])
-async def test_calls_that_must_be_made(sdk, choice, reason):
+async def test_required_tool_calls_are_made(sdk, choice, reason):
     fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
     whole = said(await create(sdk, **fields))
     content, ((name, arguments),), ended = whole
@@ -101,7 +101,7 @@ async def test_a_round_trip_with_a_tool(sdk):
     (call,) = message.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "Rain, 12 C."}
     after = await create(sdk, messages=[*MESSAGES, message.model_dump(), result], tools=TOOLS, max_tokens=20)
-    # What was called and what it gave are in the prompt.
+    # The call and its result are in the prompt.
     assert after.usage.prompt_tokens > answer.usage.prompt_tokens + 20
 
 
@@ -129,7 +129,7 @@ async def test_a_round_trip_with_a_tool(sdk):
     ],
     ids=["regex", "choice", "grammar", "structural tag", "json object, stopped"],
 )
-async def test_text_is_what_was_wanted(sdk, fields, pattern):
+async def test_text_matches_its_regex_choice_grammar_or_tag(sdk, fields, pattern):
     whole = said(await create(sdk, **fields))
     assert re.fullmatch(pattern, whole[0])
     assert whole[1:] == ([], "stop")
@@ -149,7 +149,7 @@ async def test_several_choices_seeds_and_logprobs(sdk):
     assert len({choice.message.content for choice in first.choices}) == 2
 
 
-async def test_held_and_free_answers_beside_each_other(sdk):
+async def test_constrained_answers_do_not_change_a_free_one(sdk):
     alone = said(await create(sdk, max_tokens=30))
     held = [create(sdk, tools=TOOLS, tool_choice=NAMED) for _ in range(3)]
     *calls, free = await asyncio.gather(*held, create(sdk, max_tokens=30))
@@ -190,15 +190,15 @@ async def test_the_client_parses_into_types(sdk):
     ],
     ids=str,
 )
-async def test_what_can_not_be_enforced_is_refused(sdk, fields, param):
+async def test_constraints_that_can_not_be_enforced_are_a_400(sdk, fields, param):
     with pytest.raises(openai.BadRequestError) as refused:
         await create(sdk, **fields, stream=True)
     assert refused.value.param.startswith(param)
 
 
 @pytest.mark.slow
-async def test_reasoning_is_free_and_has_a_budget(run_server, default_model, tmp_path):
-    # The default model, with names for two of its special tokens that it doesn't use.
+async def test_reasoning_is_unconstrained_and_has_a_budget(run_server, default_model, tmp_path):
+    # The default model with other names for two special tokens that it does not use.
     model = tmp_path / "thinking"
     model.mkdir()
     for file in default_model.iterdir():

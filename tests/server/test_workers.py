@@ -1,4 +1,4 @@
-"""Two processes serve HTTP in front of one engine, and nobody can tell but by their number."""
+"""Two HTTP workers in front of one engine behave like one worker."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def client(server):
 
 
 async def ask(server, **fields):
-    """On a connection of its own, so that either worker may get it."""
+    """Send a request on a new connection, so that either worker may get it."""
     async with client(server) as sdk:
         return await sdk.chat.completions.create(
             **{"model": "tiny", "messages": MESSAGES, "temperature": 0, "extra_body": {"ignore_eos": True}} | fields
@@ -54,7 +54,7 @@ async def ask(server, **fields):
 
 
 async def read_stream(server, number, max_tokens):
-    """The text of a stream that comes to its end."""
+    """Return the text of a stream, which must end."""
     async with client(server) as sdk:
         stream = await sdk.chat.completions.create(
             model="tiny",
@@ -82,12 +82,12 @@ def value(server, name):
     return float(re.search(rf"^nanovllm:{name}(?:{{[^}}]*}})? (\S+)$", get(server, "/metrics")[1], re.MULTILINE)[1])
 
 
-async def test_many_clients(pair):
+async def test_two_workers_give_the_same_answers_and_metrics(pair):
     texts = await asyncio.gather(*(read_stream(pair, number, 20) for number in range(16)))
     for number in (0, 7, 15):
         answer = await ask(pair, max_tokens=20, messages=[{"role": "user", "content": f"Tell me of {number}."}])
         assert answer.choices[0].message.content == texts[number]
-    # Each scrape is a connection of its own; whoever answers, answers for both.
+    # Each scrape is a new connection; either worker reports the numbers of both.
     names = ("request_generation_tokens_sum", 'request_success_total{finished_reason="length",model_name="tiny"}')
     for _ in range(8):
         text = get(pair, "/metrics")[1]
@@ -96,7 +96,7 @@ async def test_many_clients(pair):
         assert 'generation_tokens_total{model_name="tiny"} 380.0' in text
 
 
-async def test_the_queue_is_one(pair):
+async def test_workers_share_one_queue_limit(pair):
     streams = [asyncio.create_task(read_stream(pair, number, 600)) for number in range(24)]
     async with asyncio.timeout(20):
         while value(pair, "num_requests_running") + value(pair, "num_requests_waiting") < 24:
@@ -123,7 +123,7 @@ async def test_a_dead_worker_is_replaced(pair):
     os.kill(victim, signal.SIGKILL)
     ended = await asyncio.gather(*streams, return_exceptions=True)
     lost = [error for error in ended if isinstance(error, Exception)]
-    # What the other worker had went on to its end.
+    # The streams of the other worker complete.
     assert len(lost) < 8
     assert all(isinstance(error, openai.APIError | OSError) or "peer closed" in str(error) for error in lost)
     async with asyncio.timeout(30):
@@ -131,7 +131,7 @@ async def test_a_dead_worker_is_replaced(pair):
             await asyncio.sleep(0.05)
     assert other in pids
     assert victim not in pids
-    # Whichever worker has the connection: the replaced one's waits for the new one.
+    # Either worker may get a connection; one for the replaced worker waits for its successor.
     for _ in range(8):
         assert (await ask(pair, max_tokens=2)).usage.completion_tokens == 2
     assert value(pair, "kv_cache_usage_perc") == 0
@@ -153,23 +153,23 @@ def test_one_worker_has_no_memory_for_encodings(tiny_server):
     assert not any(has_rings(pid) for pid in tiny_server.worker_pids())
 
 
-async def test_both_drain(run_server, tiny_model):
-    # However busy the machine is: what is accepted has the time to end.
+async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
+    # The long timeout lets accepted requests end even on a busy machine.
     with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--drain-timeout", "300") as server:
         streams = [asyncio.create_task(read_stream(server, number, 500)) for number in range(8)]
         async with asyncio.timeout(60):
             while value(server, "num_requests_running") < 8:
                 await asyncio.sleep(0.01)
-        # These wait in the queue, and are as good as accepted.
+        # These requests wait in the queue; they are accepted too.
         streams += [asyncio.create_task(read_stream(server, number, 100)) for number in range(8, 12)]
         async with asyncio.timeout(60):
             while value(server, "num_requests_waiting") < 4:
                 await asyncio.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
-        # A service manager may signal every process of the service: only the first one's decision counts.
+        # A service manager may signal all processes of the service; only the parent reacts.
         for pid in (*server.worker_pids(), server.engine_pid()):
             os.kill(pid, signal.SIGTERM)
-        # Until both say so; a connection may reach either.
+        # Each connection may reach either worker: wait until both refuse.
         async with asyncio.timeout(60):
             refusals = 0
             while refusals < 6:
@@ -183,7 +183,7 @@ async def test_both_drain(run_server, tiny_model):
 
 
 def test_a_second_server_is_refused_at_once(pair, tiny_model):
-    """Though sockets that share a port would let it in."""
+    """SO_REUSEPORT alone would let the second server bind the port."""
     port = pair.url.rpartition(":")[2]
     done = subprocess.run(
         [sys.executable, "-m", "nanovllm_server", str(tiny_model), "--port", port, "--http-workers", "2"],
@@ -213,7 +213,7 @@ def test_no_process_outlives_a_parent_that_is_killed_while_all_load(tiny_model, 
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
         children: list[int] = []
         deadline = time.monotonic() + 60
-        # An engine, two workers, and a process of multiprocessing's own.
+        # The engine, two workers, and multiprocessing's resource tracker.
         while len(children) < 4:
             assert time.monotonic() < deadline
             time.sleep(0.02)

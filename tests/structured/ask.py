@@ -1,7 +1,8 @@
-"""`python tests/structured/ask.py`: asks a real server for answers of every schema of all corpora, as a table.
+"""`python tests/structured/ask.py`: asks a server for an answer of every schema of all corpora, and prints a table.
 
-Without `--url` it starts a server of its own, with the default model. Exits with 1 when an answer doesn't validate, is
-an error, or runs away. Corpora come from installed packages; `--save FILE` writes them, for `--cases FILE` elsewhere.
+Without `--url` it starts a server with the default model. It exits with 1 if an answer does not validate, is an error,
+or runs away. Corpora come from installed packages; `--save FILE` writes them, so that `--cases FILE` can read them on
+another machine.
 """
 
 import argparse
@@ -22,12 +23,12 @@ from asking import FAILURES, VERDICTS, WAYS, Client, Named, Outcome, Question, W
 from tqdm import tqdm
 
 CORPORA = ("suite", "tools", "real")
-# Of functions that people wrote, so many are offered in a request for a call of any of them.
+# Functions of the corpus "tools" that one request offers if it requires a call of any of them.
 OFFERED = 4
 
 
 def read_cases(path: Path | None) -> list[Named]:
-    """The schemas of all corpora: from a file that `--save` wrote, or from where they come from."""
+    """Read the schemas of all corpora from a file that `--save` wrote, or from their sources if `path` is None."""
     if path is not None:
         return [Named(**case) for case in json.loads(path.read_text())]
     import corpora
@@ -37,7 +38,7 @@ def read_cases(path: Path | None) -> list[Named]:
 
 
 def questions(cases: list[Named], corpora: list[str], ways: list[Way], limit: int | None) -> list[Question]:
-    """One for each way of asking for each schema; functions are offered several at a time where one must be called."""
+    """Make one question per way and schema; with the way "required", a question offers several functions."""
     asked: list[Question] = []
     for corpus in corpora:
         some = [case for case in cases if case.corpus == corpus]
@@ -58,7 +59,7 @@ def questions(cases: list[Named], corpora: list[str], ways: list[Way], limit: in
 
 @contextmanager
 def own_server() -> Iterator[str]:
-    """A server with the default model and settings; the URL it serves at."""
+    """Run a server with the default model and settings; yields its URL."""
     command = [sys.executable, "-m", "nanovllm_server", "--port", "0", "--log-level", "warning"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -72,7 +73,7 @@ def own_server() -> Iterator[str]:
 
 
 def ask_all(client: Client, asked: list[Question], concurrency: int) -> list[Outcome]:
-    """All of them, in their order."""
+    """Ask all questions; returns the outcomes in the order of the questions."""
     outcomes: dict[int, Outcome] = {}
     pool = ThreadPoolExecutor(concurrency)
     try:
@@ -84,20 +85,20 @@ def ask_all(client: Client, asked: list[Question], concurrency: int) -> list[Out
                 if outcome.verdict in FAILURES:
                     bar.write(line(outcome))
     finally:
-        # Whoever interrupts this waits for no more than what is on its way.
+        # After an interrupt, only the requests that were already sent are waited for.
         pool.shutdown(cancel_futures=True)
     return [outcomes[index] for index in range(len(asked))]
 
 
 def line(outcome: Outcome) -> str:
-    """A failure in a line."""
+    """Return a failure as one line."""
     names = ", ".join(each.name for each in outcome.question.named)
     end = outcome.text if len(outcome.text) < 300 else "..." + outcome.text[-300:]
     return f"{outcome.verdict.upper()} {outcome.question.way} {names}: {outcome.detail} {end!r}"
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """How many of each verdict, by corpus and way, and how long valid answers are."""
+    """Return a table: the number of each verdict and the length of valid answers, by corpus and way."""
     rows = [["corpus", "asked as", *VERDICTS, "all", "tokens of valid"]]
     groups = dict.fromkeys((outcome.question.corpus, outcome.question.way) for outcome in outcomes)
     for corpus, way in groups:
@@ -116,7 +117,7 @@ def _numbers(outcomes: list[Outcome]) -> list[str]:
 
 
 def record(outcome: Outcome) -> dict[str, object]:
-    """An outcome for a file."""
+    """Return an outcome as a JSON object."""
     question = outcome.question
     return {
         "corpus": question.corpus,
@@ -127,7 +128,7 @@ def record(outcome: Outcome) -> dict[str, object]:
 
 
 def main() -> int:
-    """Asks, prints, and says whether anything is wrong."""
+    """Ask, print the table, and return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server that runs, such as http://127.0.0.1:8000")
     parser.add_argument("--corpus", nargs="+", choices=CORPORA, default=list(CORPORA))

@@ -1,6 +1,4 @@
-"""Asking a running server for answers that are held to a schema, and judging what comes. Only HTTP: what it runs on,
-and how it holds answers to anything, is not known here.
-"""
+"""Asks a running server, over HTTP only, for answers that follow a schema, and judges the answers."""
 
 import http.client
 import json
@@ -17,17 +15,22 @@ import orjson
 from refusals import names_keyword
 from tails import Tail, tail_of
 
-# How a schema is asked for: as the format of the answer, as the parameters of functions of which one or more must be
-# called, and as those of a function that is named.
+# How a question uses a schema: as the format of the answer, as the parameters of functions of which at least one must
+# be called, or as the parameters of the function that must be called.
 Way = Literal["answer", "required", "named"]
 WAYS: tuple[Way, ...] = ("answer", "required", "named")
-# valid: it ended and meets the schema. refused: a 400 that names the keyword. no object: a 400, as arguments are one.
-# limit: a 400, as the conversation is too long or the grammar takes too long to compile. cut: by max_tokens, amid
-# something that ends. run away: by max_tokens, amid something that doesn't. broken: anything else.
+# valid: the answer ended and meets the schema.
+# refused: a 400 that names a keyword of the schema.
+# no object: a 400, because arguments must be an object and the schema allows none.
+# limit: a 400, because the conversation is too long or the grammar takes too long to compile.
+# cut: max_tokens ended the answer inside something that would have ended.
+# run away: max_tokens ended the answer inside something that would not have ended.
+# invalid: the answer ended but does not meet the schema, or it calls an unknown function.
+# broken: any other answer.
 Verdict = Literal["valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken"]
 VERDICTS: tuple[Verdict, ...] = ("valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken")
 FAILURES: frozenset[Verdict] = frozenset({"run away", "invalid", "broken"})
-# Of the schema in the prompt of an answer; functions are shown whole by the server.
+# Characters of the schema in the prompt of an answer. The server itself shows functions, completely.
 SHOWN = 500
 TIMEOUT_S = 1800
 
@@ -43,20 +46,20 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. named: the schemas in it, of which an answer that calls functions is held to those it calls."""
+    """One request. named: its schemas; with functions, an answer must meet the schemas of those that it calls."""
 
     way: Way
     named: tuple[Named, ...]
 
     @property
     def corpus(self) -> str:
-        """The corpus that it is of."""
+        """The corpus of the schemas."""
         return self.named[0].corpus
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a question. detail: what is wrong, or what it was refused for, or what it was cut amid."""
+    """The outcome of a question. detail: the error, the reason of a refusal, or where the answer was cut."""
 
     question: Question
     verdict: Verdict
@@ -68,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Client:
-    """A server, and how it is asked."""
+    """A client of one server."""
 
     url: str
     max_tokens: int
@@ -76,14 +79,14 @@ class Client:
 
     @cached_property
     def model(self) -> str:
-        """What it serves."""
+        """The name of the served model."""
         status, body = self._exchange("GET", "/v1/models", None)
         if status != 200:
             raise RuntimeError(f"{self.url}/v1/models: status {status}")
         return body["data"][0]["id"]
 
     def ask(self, question: Question, seed: int) -> Outcome:
-        """Ask, wait for the answer, judge it."""
+        """Send a question, wait for the answer, and judge it."""
         begin = time.perf_counter()
         try:
             status, body = self._exchange("POST", "/v1/chat/completions", self._request(question, seed))
@@ -127,7 +130,7 @@ class Client:
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
         try:
-            # Not orjson: the official suite has integers beyond 64 bits.
+            # orjson can not write the integers beyond 64 bits of the official suite.
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -137,7 +140,7 @@ class Client:
 
 
 def function_name(named: Named, index: int) -> str:
-    """The name of a schema as a function's, the index-th of its request."""
+    """Return the name of the function whose parameters are the index-th schema of a request."""
     return f"{re.sub('[^A-Za-z0-9_]+', '_', named.name)[:40]}_{index}"
 
 
@@ -146,7 +149,7 @@ def _user(text: str) -> dict[str, str]:
 
 
 def judge(question: Question, status: int, body: Any) -> tuple[Verdict, str, str]:
-    """The verdict over an answer, why, and the text that it is over."""
+    """Return the verdict on an answer, the reason, and the text that was judged."""
     if status != 200:
         return _refusal(status, body)
     (choice,) = body["choices"]
@@ -164,7 +167,7 @@ def judge(question: Question, status: int, body: Any) -> tuple[Verdict, str, str
     text = "\n".join(text for _, text in answers) or message["content"] or ""
     if reason == "length":
         tail = tail_of(answers[-1][1] if answers else text, choice["token_ids"])
-        # All but the last call are whole.
+        # Only the last call can be incomplete.
         problem = next((found for found in map(_problem, answers[:-1]) if found), None)
         return ("invalid", problem, text) if problem else (*_cut(tail), text)
     if reason != _reason(question.way):
@@ -199,15 +202,15 @@ def _refusal(status: int, body: Any) -> tuple[Verdict, str, str]:
 
 
 def _problem(answer: tuple[Named, str]) -> str | None:
-    """What is wrong with a text that should be JSON of a schema."""
+    """Return why a text is not JSON that meets its schema; None if it is."""
     schema = answer[0].schema
     try:
         value = json.loads(answer[1])
-        # Stricter: what it takes no other reader stumbles over.
+        # orjson is stricter than json: other readers accept what it accepts.
         orjson.loads(answer[1])
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
-    with warnings.catch_warnings(action="ignore"):  # Of patterns that re will read otherwise some day.
+    with warnings.catch_warnings(action="ignore"):  # re warns about patterns whose meaning will change.
         problem = next(validator.iter_errors(value), None)
     return None if problem is None else f"{problem.json_path}: {problem.message[:300]}"

@@ -1,4 +1,4 @@
-"""Schemas to prove the check with: an official suite, tools of a leaderboard, and what installed packages bring."""
+"""Collections of schemas: the official test suite, tools of a leaderboard, and schemas in installed packages."""
 
 import gzip
 import importlib
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
-# Packages that bring JSON schemas as files.
+# Packages that contain JSON schemas as files.
 PACKAGES = ("check-jsonschema", "validate-pyproject-schema-store", "jsonschema-specifications")
-# Of the parts of one large schema that are taken as schemas of their own.
+# Number of parts of one large schema that become cases of their own.
 PARTS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schema, and values of which is known whether they meet it."""
+    """A schema, with values that meet it and values that do not."""
 
     name: str
     schema: Any
@@ -29,17 +29,17 @@ class Case:
 
 
 def suite() -> list[Case]:
-    """The official suite of draft 2020-12."""
+    """Return the official suite of draft 2020-12."""
     return [Case(**case) for case in _load("json_schema_test_suite.json.gz")]
 
 
 def tools() -> list[Case]:
-    """Parameters of functions, as people write them for models."""
+    """Return schemas of function parameters, as people write them for models."""
     return [Case(**case) for case in _load("bfcl.json.gz")]
 
 
 def real() -> list[Case]:
-    """Schemas of installed packages: files, parts of these, and models of pydantic."""
+    """Return schemas of installed packages: files, parts of files, and pydantic models."""
     return [*_files(), *_models("openai.types.chat"), *_models("openai.types.fine_tuning")]
 
 
@@ -65,7 +65,7 @@ def _files() -> Iterator[Case]:
 
 
 def _models(package: str) -> Iterator[Case]:
-    """Every model of pydantic in the modules of a package."""
+    """Yield every pydantic model in the modules of a package."""
     from pydantic import BaseModel
     from pydantic.errors import PydanticInvalidForJsonSchema, PydanticUserError
 
@@ -78,4 +78,4 @@ def _models(package: str) -> Iterator[Case]:
             try:
                 yield Case(f"{module.name}: {name}", kind.model_json_schema())
             except (PydanticInvalidForJsonSchema, PydanticUserError):
-                continue  # It has a field that pydantic can't describe.
+                continue  # pydantic can't describe one of its fields.

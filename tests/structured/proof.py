@@ -1,4 +1,4 @@
-"""The proof: a schema is refused, or whatever its grammar permits meets it."""
+"""The proof: each schema is refused, or everything that its grammar permits meets the schema."""
 
 import json
 import random
@@ -18,13 +18,13 @@ from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.schema import check_schema
 
-# Seconds to compile that are worth a line.
+# Compile times above this number of seconds are reported.
 SLOW = 2.0
 
 
 @dataclass
 class Report:
-    """What became of the schemas of a corpus, and what must not have happened (`wrong`)."""
+    """The outcomes for the schemas of a corpus. wrong: violations of the proof."""
 
     counts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -37,7 +37,7 @@ class Report:
 def prove(
     walker: Walker, cases: Iterable[Case], walks: int, *, tag: bool = False, report: Report | None = None
 ) -> Report:
-    """Checks each schema, compiles its grammar, walks through it, and validates what was written."""
+    """Convert each schema, compile its grammar, walk through the grammar, and validate the texts of the walks."""
     report = report or Report()
     for case in cases:
         _prove(walker, case, walks, tag, report)
@@ -64,7 +64,7 @@ def _prove(walker: Walker, case: Case, walks: int, tag: bool, report: Report) ->
     report.seconds["compile"] += took
     if took > SLOW:
         report.slow.append(f"{case.name}: {took:.1f} s")
-    # Formats are annotations, unless they are enforced.
+    # A format is only an annotation, unless it is enforced.
     annotated = case.name.startswith("optional/format") and case.schema.get("format") not in FORMATS
     for value in [] if annotated else case.invalid:
         if walker.accepts(grammar, json.dumps(value, ensure_ascii=False)):
@@ -102,7 +102,7 @@ def _walk(walker: Walker, grammar: xgrammar.CompiledGrammar, case: Case, walks: 
             report.wrong.append(f"{case.name}: does not end: {walk.text[:200]!r}")
             return
         try:
-            with warnings.catch_warnings(action="ignore"):  # Of patterns that re will read otherwise some day.
+            with warnings.catch_warnings(action="ignore"):  # re warns about patterns whose meaning will change.
                 problem = next(validator.iter_errors(json.loads(walk.text)), None)
         except (json.JSONDecodeError, RecursionError) as error:
             problem = error

@@ -1,4 +1,4 @@
-"""`python tests/structured/prove.py [WALKS]`: the proof over all corpora, as a table."""
+"""`python tests/structured/prove.py [WALKS]`: runs the proof over all corpora and prints a table."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from walks import default_walker
 
 
 def main() -> int:
-    """Prints what became of each corpus; 1 if anything is wrong."""
+    """Print the outcomes for each corpus; returns 1 if anything is wrong."""
     walks = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     names = [name for name in sys.argv[2:] if name != "-v"] or ["suite", "tools", "real"]
     walker = default_walker()

@@ -1,4 +1,4 @@
-"""What refusals of schemas name: keywords that some schema has with what can't be enforced, or that nothing meets."""
+"""The keywords that refusals of schemas name."""
 
 KEYWORDS = frozenset(
     {
@@ -12,5 +12,5 @@ KEYWORDS = frozenset(
 
 
 def names_keyword(message: str) -> bool:
-    """Whether what a refusal says begins with the keyword that it is for."""
+    """Return whether the message of a refusal begins with a keyword."""
     return message.split(" ", 1)[0] in KEYWORDS

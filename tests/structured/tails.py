@@ -1,14 +1,14 @@
-"""What a JSON text that was cut off was amid, and whether that would ever have ended."""
+"""Finds out where a JSON text was cut off, and whether it would ever have ended there."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# A run of these is longer than anybody means.
+# A run of whitespace, or a number, with at least this many characters counts as endless.
 LONG_WHITESPACE = 10
 LONG_NUMBER = 45
-# A string that repeats itself over so many characters and tokens at the end, and so many times, goes on doing so.
+# A string counts as endless if its end repeats itself TIMES times, over this many characters and tokens.
 REPEATED_CHARACTERS = 120
 REPEATED_TOKENS = 128
 TIMES = 4
@@ -18,15 +18,15 @@ _NUMBER = re.compile(r"[-+.0-9eE]+$")
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """amid: what the text was amid. endless: whether it looked as if it would never end."""
+    """amid: what the end of the text is inside of. endless: whether that looks as if it would never end."""
 
     amid: Literal["whitespace", "number", "string", "array or object"]
     endless: bool
 
 
 def tail_of(text: str, tokens: Sequence[int]) -> Tail:
-    """What `text`, the beginning of a JSON text that ends with `tokens`, ends amid."""
-    # Without the strings that are whole, a quotation mark begins one that is not.
+    """Return where `text`, the beginning of a JSON text, was cut off. tokens: the last tokens of `text`."""
+    # After complete strings are removed, a quotation mark begins the string that was cut off.
     _, quote, within = _STRING.sub("", text).partition('"')
     if quote:
         return Tail("string", repeats(within, REPEATED_CHARACTERS) and repeats(tokens, REPEATED_TOKENS))
@@ -39,7 +39,7 @@ def tail_of(text: str, tokens: Sequence[int]) -> Tail:
 
 
 def repeats(text: Sequence[object], least: int) -> bool:
-    """Whether the end of `text`, at least so much of it, is the same over and over."""
+    """Return whether at least the last `least` elements of `text` repeat a shorter sequence."""
     for period in range(1, len(text) // TIMES + 1):
         length = max(least, period * TIMES)
         if length > len(text):

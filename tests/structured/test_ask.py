@@ -1,4 +1,4 @@
-"""Schemas asked for over HTTP give answers that meet them, from a real model: a sample of what ask.py runs in full."""
+"""Over HTTP, a real model's answers meet the schemas that they were asked for: a sample of ask.py's run."""
 
 import corpora
 import pytest
@@ -6,7 +6,7 @@ from ask import ask_all, questions
 from asking import WAYS, Client, Named
 from tails import tail_of
 
-# One of each kind of trouble: numbers without an end, recursion, and what is refused.
+# One case per kind of problem: endless numbers, recursion, and refused schemas.
 SUITE = (
     "type: number type matches numbers",
     "contains: items + contains",
@@ -43,6 +43,6 @@ def test_answers_of_a_real_model(client):
         ("[" + '"x", ' * 200, [1] * 200, "array or object", False),
     ],
 )
-def test_what_an_answer_was_cut_amid(text, tokens, amid, endless):
+def test_the_tail_of_a_cut_answer_is_found(text, tokens, amid, endless):
     tail = tail_of(text, tokens)
     assert (tail.amid, tail.endless) == (amid, endless)

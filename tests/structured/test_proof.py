@@ -1,4 +1,4 @@
-"""Schemas are refused, or whatever their grammars permit meets them: a sample of what prove.py runs in full."""
+"""Each schema is refused, or everything that its grammar permits meets the schema: a sample of prove.py's run."""
 
 import json
 
@@ -22,7 +22,7 @@ def check(report, *, accepted: float) -> None:
 def test_official_suite(walker):
     report = prove(walker, corpora.suite(), 2)
     check(report, accepted=0.8)
-    # What a schema allows it should also be possible to say, in most cases; the rest is said in fewer ways.
+    # A grammar may permit less than its schema, but it should permit most of the suite's valid values.
     assert report.counts["valid permitted"] >= 0.5 * report.counts["valid"]
 
 
@@ -33,6 +33,6 @@ def test_tools_as_people_write_them(walker):
 
 
 def test_schemas_of_packages(walker):
-    # The largest take seconds to compile each.
+    # Each of the largest schemas takes seconds to compile.
     cases = [case for case in corpora.real() if len(json.dumps(case.schema)) < 20_000]
     check(prove(walker, cases[::4], 1), accepted=0.8)

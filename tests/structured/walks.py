@@ -1,6 +1,6 @@
-"""Random walks through grammars: what xgrammar permits, token by token, with a real tokenizer.
+"""Random walks through grammars: texts that xgrammar permits, token by token, with a real tokenizer.
 
-Used by the tests beside it and by `python tests/structured/prove.py`.
+The tests in this folder and `python tests/structured/prove.py` use them.
 """
 
 import json
@@ -17,7 +17,7 @@ from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_models.default_model import default_model_path
 
-# Walks that are this long are steered to their end; those that are `MAX_TOKENS` long never end.
+# After this many tokens a walk prefers tokens that end the text; after MAX_TOKENS it counts as endless.
 STEER_AFTER = 60
 MAX_TOKENS = 2_000
 ENDING = ('"', "}", "]", '"}', '"]', "}}", '"}}', "0", "1", "null", "true")
@@ -25,7 +25,7 @@ ENDING = ('"', "}", "]", '"}', '"]', "}}", '"}}', "0", "1", "null", "true")
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What was written, and whether it ended by itself within the limit."""
+    """The text of a walk, and whether the walk ended within the limit."""
 
     text: str
     num_tokens: int
@@ -33,18 +33,18 @@ class Walk:
 
 
 class Walker:
-    """Walks through the grammars of one tokenizer. vocabulary: the bytes of each token; end: the id that ends."""
+    """Walks through grammars with one tokenizer. vocabulary: the bytes of each token; end: id of the end token."""
 
     def __init__(self, vocabulary: list[bytes], end: int):
         info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[end], vocab_size=len(vocabulary))
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self.vocabulary = vocabulary
         self.end = end
-        # Some bytes never occur in UTF-8, and have no token.
+        # Bytes that never occur in UTF-8 have no token.
         self.bytes = {token[0]: index for index, token in enumerate(vocabulary) if len(token) == 1}
         self.closing = [vocabulary.index(word.encode()) for word in ENDING if word.encode() in vocabulary]
         self.short = [index for index, token in enumerate(vocabulary) if len(token) == 1]
-        # Outside of ASCII, parts of such characters, escapes and control characters: few among many.
+        # Rare tokens: non-ASCII characters, parts of them, escapes and control characters.
         self.odd = [
             index for index, token in enumerate(vocabulary) if any(b >= 0x7F or b < 0x20 or b == 92 for b in token)
         ]
@@ -52,15 +52,15 @@ class Walker:
         self.bits = self.mask.numpy().view(np.uint8)[0]
 
     def compile(self, schema, *, tag: bool = False) -> xgrammar.CompiledGrammar:
-        """The grammar of a schema from check_schema as the engine makes it, alone or inside of a structural tag."""
+        """Compile a converted schema as the engine does, alone or inside a structural tag."""
         part = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
         spec = GrammarSpec("structural_tag" if tag else "json_schema", json.dumps(part if tag else schema))
         return compile_json(self.compiler, spec)
 
     def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random, hints: list[str] | None = None) -> Walk:
-        """One walk. Every token is one that the mask allows; after a while those that close are preferred.
+        """Walk once. The mask allows every token; after a while, tokens that close the text are preferred.
 
-        hints: what a walk by chance would not find, such as words that a string must have; tried where it goes on long.
+        hints: texts that a random walk would not find, such as a string that a pattern needs; tried in long walks.
         """
         matcher = xgrammar.GrammarMatcher(grammar)
         written: list[int] = []
@@ -97,7 +97,7 @@ class Walker:
         if rng.random() < 0.3:
             groups.append(self.odd)
         for group in groups:
-            # A few tries stand for all of a long group.
+            # A few tries stand for all tokens of a long group.
             for token in rng.sample(group, min(len(group), 20)):
                 if self._allowed(token):
                     return token
@@ -114,19 +114,19 @@ class Walker:
         return matcher.accept_string(text) and matcher.accept_token(self.end)
 
     def text(self, tokens: list[int]) -> str:
-        """What these tokens say."""
+        """Return the text of the tokens."""
         return b"".join(self.vocabulary[token] for token in tokens).decode("utf-8", errors="replace")
 
 
 def default_walker() -> Walker:
-    """With the tokenizer of the default model."""
+    """Return a walker with the tokenizer of the default model."""
     tokenizer = AutoTokenizer.from_pretrained(default_model_path())
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
     return Walker(list(info.decoded_vocab), tokenizer.eos_token_id)
 
 
 def hints(schema) -> list[str]:
-    """Strings that patterns and formats anywhere in a schema match."""
+    """Return strings that match the patterns and formats anywhere in a schema."""
     found: set[str] = set()
     waiting = [schema]
     while waiting:

@@ -1,4 +1,4 @@
-"""What several tests share: batches over a poisoned cache, and oracles that loop and compute in float64."""
+"""Shared fixtures: batches over a cache filled with NaN, and reference loops in float64."""
 
 import math
 import os
@@ -17,28 +17,28 @@ from nanovllm_kernels.linear_attention import CHECKPOINT, DeltaWeights, StateBat
 from nanovllm_kernels.platform import has_triton
 
 KERNELS = Path(__file__).parent / "kernels"
-# About half of the time that all take.
+# These files take about half of the total time.
 HALF = (KERNELS / "test_attention.py", KERNELS / "test_sampling.py")
 INTERPRETER = Path(__file__).with_name("test_interpreter.py")
 INTERPRETED = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
 
 
-# After pytest has sorted tests by what they share.
+# trylast: run after pytest has sorted tests by fixtures.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is waited for comes last."""
+    """Move the tests that wait for the interpreter to the end."""
     items.sort(key=lambda item: item.path == INTERPRETER)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin what `test_interpreter` waits for, if it is among what will run."""
+    """Start the processes that `test_interpreter` waits for, if it was collected."""
     wanted = any(item.path == INTERPRETER for item in session.items)
     if not wanted or not has_triton() or session.config.option.collectonly:
         return
     runs = {"half": HALF, "rest": (KERNELS, *(f"--ignore={file}" for file in HALF))}
     session.config.stash[INTERPRETED] = {
         name: subprocess.Popen(
-            # Behind whatever else wants the core.
+            # nice: let other processes have the core first.
             ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
             cwd=session.config.rootpath,
             env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -51,7 +51,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End what nobody waits for any more."""
+    """Kill processes that are still running."""
     for process in session.config.stash.get(INTERPRETED, {}).values():
         with process:
             process.kill()
@@ -59,7 +59,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest) -> dict[str, subprocess.Popen[str]]:
-    """The runs of the kernels' tests under the interpreter."""
+    """Return the processes that run the kernels' tests under the interpreter."""
     return request.config.stash[INTERPRETED]
 
 
@@ -87,7 +87,7 @@ def make_batch(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> PagedBatch:
-    """Requests of (query_len, seq_len), decodes first. Every slot that no request has filled holds NaN."""
+    """Make requests of (query_len, seq_len), decodes first. Unfilled slots hold NaN."""
     generator = torch.Generator().manual_seed(len(lengths) + head_dim)
     pages = [-(-seq_len // page_size) for _, seq_len in lengths]
     num_blocks = sum(pages) + 3
@@ -115,7 +115,7 @@ def make_batch(
 
 
 def make_quantized(batch: PagedBatch) -> PagedBatch:
-    """`batch` with an FP8 cache: keys of many sizes, values of more; scales of what nobody has filled are infinite."""
+    """Return `batch` with an FP8 cache of keys and values of many magnitudes; unfilled slots have infinite scales."""
     num_pages, page_size, num_cached, _ = batch.kv_cache.shape
     generator = torch.Generator().manual_seed(num_pages)
     sizes = torch.rand((num_pages, page_size, num_cached), generator=generator)
@@ -127,7 +127,7 @@ def make_quantized(batch: PagedBatch) -> PagedBatch:
 
 
 def attend_naively(batch: PagedBatch) -> Tensor:
-    """One request at a time, one mask, float64: float64 [T, Hq, D]."""
+    """Attend one request at a time with a mask: float64 [T, Hq, D]."""
     outs = []
     page_size, num_kv_heads = batch.kv_cache.shape[1], batch.kv_cache.shape[2] // 2
     group = batch.q.shape[1] // num_kv_heads
@@ -151,7 +151,7 @@ def attend_naively(batch: PagedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentBatch(PagedBatch):
-    """A batch of latent attention: its cache holds latents and key parts, one head, and no values."""
+    """A batch of latent attention, whose cache holds one head of latents and key parts, and no values."""
 
     expansion: Tensor | None = None
 
@@ -164,7 +164,7 @@ def make_latent_batch(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> LatentBatch:
-    """As `make_batch`. shape: heads; key, value, latent and rotated numbers."""
+    """Like `make_batch`. shape: (heads, key size, value size, latent size, rotated size)."""
     num_heads, key_dim, value_dim, latent_dim, rope_dim = shape
     paged = make_batch(
         lengths,
@@ -188,7 +188,7 @@ def make_latent_batch(
 
 
 def quantize_latents(batch: LatentBatch) -> LatentBatch:
-    """`batch` with an FP8 cache, its rows of many sizes; scales of what nobody has filled are infinite."""
+    """Return `batch` with an FP8 cache of rows of many magnitudes; unfilled slots have infinite scales."""
     num_pages, page_size, _, _ = batch.kv_cache.shape
     sizes = torch.rand((num_pages, page_size, 1), generator=torch.Generator().manual_seed(num_pages)) * -6
     kv = batch.kv_cache.float() * sizes.to(batch.q.device).exp2().unsqueeze(-1)
@@ -198,7 +198,7 @@ def quantize_latents(batch: LatentBatch) -> LatentBatch:
 
 
 def attend_latents_naively(batch: LatentBatch) -> Tensor:
-    """One request at a time, keys and values of every head, one mask, float64: float64 [T, H, V]."""
+    """Attend one request at a time, with expanded keys and values and a mask: float64 [T, H, V]."""
     outs = []
     page_size, latent_dim = batch.kv_cache.shape[1], batch.expansion.shape[2]
     key_dim = batch.q.shape[2] - (batch.kv_cache.shape[3] - latent_dim)
@@ -237,7 +237,7 @@ def naive_latents() -> Callable[[LatentBatch], Tensor]:
 
 @dataclass(frozen=True)
 class StateCase:
-    """A step of one recurrent layer: `saves` by request, its shapes as `gated_delta_net` has them."""
+    """A step of one recurrent layer, with the shapes of `gated_delta_net`. saves: pairs per request."""
 
     qkvz: Tensor
     ba: Tensor
@@ -249,7 +249,7 @@ class StateCase:
     saves: Sequence[Sequence[tuple[int, int]]]
 
     def plan(self, backend: str, *, known: bool = True) -> StateBatch:
-        """known: whether the host knows which are decodes."""
+        """known: whether the host knows which requests are decodes."""
         counts = [count for count, _ in self.lengths]
         pairs = [[*pairs, (0, 0), (0, 0)][:2] for pairs in self.saves]
         device = self.qkvz.device
@@ -275,8 +275,9 @@ def make_states(
     state_dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> StateCase:
-    """Requests of (query_len, seq_len), decodes first, which save what they can. Every slot that none has filled, and
-    all of a slot that none should read, holds NaN.
+    """Make requests of (query_len, seq_len), decodes first, with all possible saves.
+
+    Unfilled slots, and parts of slots that must not be read, hold NaN.
     """
     (num_k_heads, num_v_heads), (k_dim, v_dim) = heads, dims
     generator = torch.Generator().manual_seed(sum(map(sum, lengths)) + k_dim)
@@ -306,7 +307,7 @@ def make_states(
         norm=random(v_dim).abs() + 0.1,
         eps=1e-6,
     )
-    # As views into wider rows, which is how a joint projection gives them.
+    # Views of wider rows, like the results of a joint projection.
     wide = random(num_tokens, channels + num_v_heads * v_dim + 2 * num_v_heads + 3).to(device, dtype)
     return StateCase(
         wide[:, : channels + num_v_heads * v_dim],
@@ -342,7 +343,7 @@ def naive_attention() -> Callable[[PagedBatch], Tensor]:
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a kernel for the CPU shares out: all to one thread, and to more than divide most shapes."""
+    """Run with one thread, and with a number of threads that does not divide most shapes."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -351,7 +352,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["as probed", "without bf16 units"])
 def bf16_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU as it is, and as if it had no instructions for bf16."""
+    """Use the CPU as it is, and as if it had no bf16 instructions."""
     if request.param == "without bf16 units":
         monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
         monkeypatch.setattr("nanovllm_kernels.gemm.can_pack_bf16", lambda: False)
@@ -359,9 +360,9 @@ def bf16_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors hold NaN (integers: their largest value), so that what isn't written shows."""
+    """Fill uninitialised tensors with NaN (integers: the largest value), so that unwritten elements show."""
     if torch.cuda.is_available():
-        # Deterministic mode refuses operators on CUDA that the oracles use.
+        # Deterministic mode rejects CUDA operators that the reference loops use.
         yield
         return
     torch.use_deterministic_algorithms(True)

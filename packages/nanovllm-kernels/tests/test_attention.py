@@ -1,4 +1,4 @@
-"""The plain torch attention against a loop in float64."""
+"""Tests the plain torch attention against a float64 loop."""
 
 from dataclasses import replace
 
@@ -43,7 +43,9 @@ def lengths(draw):
     st.sampled_from(list(TOLERANCE)),
     st.booleans(),
 )
-def test_random_batches(paged_batch, quantized, naive_attention, requests, heads, page_size, dtype, in_fp8):
+def test_random_batches_match_float64(
+    paged_batch, quantized, naive_attention, requests, heads, page_size, dtype, in_fp8
+):
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(
         requests, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype
@@ -56,7 +58,7 @@ def test_random_batches(paged_batch, quantized, naive_attention, requests, heads
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
-def test_decodes_that_are_gathered_in_several_groups(paged_batch, naive_attention, monkeypatch):
+def test_decodes_in_several_gather_groups_match_float64(paged_batch, naive_attention, monkeypatch):
     monkeypatch.setattr("nanovllm_kernels.attention.reference.GATHER_TOKENS", 48)
     batch = paged_batch(
         [(1, 5), (1, 40), (1, 100), (1, 3), (1, 16), (1, 16)],
@@ -71,7 +73,7 @@ def test_decodes_that_are_gathered_in_several_groups(paged_batch, naive_attentio
 
 @pytest.mark.parametrize("seq_len", [1, 16, 17, 200])
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_a_single_decode(paged_batch, quantized, naive_attention, seq_len, in_fp8):
+def test_single_decode_matches_float64(paged_batch, quantized, naive_attention, seq_len, in_fp8):
     batch = paged_batch([(1, seq_len)], num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, dtype=torch.float32)
     if in_fp8:
         batch = quantized(batch)
@@ -91,7 +93,7 @@ REQUESTS = [
 @pytest.mark.usefixtures("threads", "bf16_units")
 @pytest.mark.parametrize("requests", REQUESTS)
 @pytest.mark.parametrize(("heads", "page_size"), [((9, 3, 64), 16), ((8, 1, 80), 32), ((2, 2, 18), 4)])
-def test_a_bf16_cache_is_attended_to_in_float32(paged_batch, naive_attention, requests, heads, page_size):
+def test_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, requests, heads, page_size):
     if not runs_in_float32(sum(query for query, _ in requests)):
         pytest.skip("torch attends with so many queries here")
     num_heads, num_kv_heads, head_dim = heads
@@ -111,7 +113,7 @@ def test_a_bf16_cache_is_attended_to_in_float32(paged_batch, naive_attention, re
 
 @pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
 @pytest.mark.usefixtures("threads", "bf16_units")
-def test_a_query_is_attended_alike_in_any_chunk_and_any_batch(paged_batch):
+def test_query_result_does_not_depend_on_chunk_or_batch(paged_batch):
     heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": torch.bfloat16}
     batch = paged_batch([(1, 33), (150, 150)], **heads)
     if not runs_in_float32(151):
@@ -133,7 +135,7 @@ def test_a_query_is_attended_alike_in_any_chunk_and_any_batch(paged_batch):
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_pages_that_follow_one_another_are_read_in_place(naive_attention, paged_batch, first):
+def test_consecutive_pages_match_float64(naive_attention, paged_batch, first):
     batch = paged_batch([(1, 40)], num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32)
     batch.kv_cache[:] = torch.randn(batch.kv_cache.shape)
     batch.block_tables[0, :3] = torch.tensor([first, first + 1, first + 2])

@@ -1,4 +1,4 @@
-"""The plain torch step inputs against a loop over requests."""
+"""Tests the plain torch step inputs against a loop over requests."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def starts_of(query_lens):
     width=st.sampled_from([None, 7, 8]),
     seed=st.integers(0, 99),
 )
-def test_build_inputs(query_lens, width, seed):
+def test_built_inputs_match_a_loop(query_lens, width, seed):
     tokens, num_computed, block_table = make_tables(seed)
     rows = torch.randperm(NUM_ROWS)[: len(query_lens)].to(torch.int32)
     ids, positions, slots, lengths = [], [], [], []
@@ -57,7 +57,7 @@ def test_build_inputs(query_lens, width, seed):
 
 
 @pytest.mark.parametrize("with_counts", [True, False])
-def test_commit_tokens(with_counts):
+def test_committed_tokens_update_tables_and_counts(with_counts):
     tokens, num_computed, _ = make_tables(0)
     num_computed[5] = MAX_LEN - 1
     old_tokens, old_computed = tokens.clone(), num_computed.clone()

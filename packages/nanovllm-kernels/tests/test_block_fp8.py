@@ -1,4 +1,4 @@
-"""Block FP8 on the CPU against float64: what is quantised, and what is multiplied."""
+"""Tests block FP8 on the CPU against float64: quantisation and products."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, quantize_blocks, qua
 
 
 def expand(scales, rows, columns, shape):
-    """One scale a number, float64."""
+    """Return one scale per element, float64."""
     return scales.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
 
 
@@ -19,7 +19,7 @@ def dequantize(weight):
 
 
 def e4m3_step(numbers):
-    """Half the distance of e4m3 numbers around each of `numbers`."""
+    """Return half the distance between neighbouring e4m3 values around each of `numbers`."""
     return (numbers.double().abs().clamp(min=2**-6).frexp().exponent - 5).double().exp2()
 
 
@@ -32,7 +32,7 @@ def make_weight(rows, width, block_rows=128):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 300), (7, 48), (0, 256)])
-def test_groups_are_rounded_to_the_nearest(dtype, num_rows, width):
+def test_groups_are_rounded_to_nearest(dtype, num_rows, width):
     x = (torch.randn(num_rows, width) * torch.rand(num_rows, 1).mul(20).sub(10).exp2()).to(dtype)
     numbers, scales = quantize_groups(x)
     assert numbers.dtype == torch.float8_e4m3fn
@@ -46,7 +46,7 @@ def test_groups_are_rounded_to_the_nearest(dtype, num_rows, width):
     assert ((numbers.double() - wide).abs() <= e4m3_step(wide.float()) * (1 + 1e-6)).all()
 
 
-def test_groups_of_zeros_and_of_what_is_not_finite():
+def test_zero_groups_stay_zero_and_non_finite_elements_become_nan():
     x = torch.zeros(3, 256)
     x[1, 7], x[2, 200] = torch.nan, torch.inf
     numbers, scales = quantize_groups(x)
@@ -59,7 +59,7 @@ def test_groups_of_zeros_and_of_what_is_not_finite():
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (300, 200), (5, 7)])
-def test_blocks_are_rounded_to_the_nearest(shape):
+def test_blocks_are_rounded_to_nearest(shape):
     weight = torch.randn(shape)
     numbers, scales = quantize_blocks(weight)
     assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
@@ -73,8 +73,8 @@ def test_blocks_are_rounded_to_the_nearest(shape):
     ("rows", "width", "block_rows"), [(256, 256, 128), (300, 200, 128), (96, 48, 32), (20, 130, 4)]
 )
 @pytest.mark.parametrize("extras", [True, False])
-def test_linear(dtype, rows, width, block_rows, extras, monkeypatch):
-    # Several steps through the weight.
+def test_linear_matches_float64_of_quantised_inputs(dtype, rows, width, block_rows, extras, monkeypatch):
+    # Process the weight in several steps.
     monkeypatch.setattr(block_fp8.reference, "WIDE_ELEMENTS", 64 * width)
     weight = make_weight(rows, width, block_rows)
     x = torch.randn(5, width).to(dtype)
@@ -89,11 +89,11 @@ def test_linear(dtype, rows, width, block_rows, extras, monkeypatch):
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_what_stands_around_the_product():
+def test_norm_and_gate_match_separate_operators():
     x, norm, weight = torch.randn(4, 200), torch.rand(200) + 0.5, make_weight(2 * 96, 200)
     normed = functional.rms_norm(x, (200,), norm, 1e-5)
     expected = block_fp8.linear(normed, weight)
-    # Where a number lies halfway, the rounding of the norm decides.
+    # The rounding of the norm decides for values halfway between two e4m3 values.
     close = {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(block_fp8.norm_linear(x, pack_norm(norm), 1e-5, weight), expected, **close)
     gate, up = expected.chunk(2, 1)

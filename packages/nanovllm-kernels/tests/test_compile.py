@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper, on a machine with no GPU, and fits into its shared memory."""
+"""Tests that every kernel compiles for Hopper without a GPU, and fits its shared memory."""
 
 import importlib.util
 import os
@@ -49,7 +49,7 @@ DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, 
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
 CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
 
-# Module, kernel, warps, types where they are not bf16 pointers and int32 numbers, constants.
+# (module, kernel, warps, argument types other than bf16 pointers and int32, constants)
 KERNELS = [
     (
         "elementwise.triton_norm",
@@ -181,7 +181,7 @@ KERNELS = [
 
 
 def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=(), **options):
-    """multiples: numbers that are multiples of 16, besides strides. options: of the launch."""
+    """multiples: arguments besides strides that are multiples of 16. options: of the launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -204,8 +204,9 @@ def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=
 
 
 def check_conversions(sass):
-    """Assert that numbers are rounded to FP8 into words of which all is written, and that none are constants: what the
-    assembler makes wrong of numbers that it knows to be equal or zero (see `moe.triton_one`).
+    """Assert that conversions to FP8 write whole words, and that none converts a constant.
+
+    The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_one`.
     """
     written = {"RZ"}
     for line in sass.splitlines():
@@ -217,7 +218,7 @@ def check_conversions(sass):
 
 
 @pytest.mark.parametrize(("module", "name", "num_warps", "types", "constants"), KERNELS)
-def test_kernel(module, name, num_warps, types, constants):
+def test_kernel_compiles(module, name, num_warps, types, constants):
     import importlib
 
     kernel = vars(importlib.import_module(f"nanovllm_kernels.{module}"))[name]
@@ -242,7 +243,7 @@ WORK_LIST = {"tile_starts_ptr": INT64, "tiles_ptr": INT32, "parts_ptr": INT64}
 
 
 def compile_tile(kernel, types, constants, config):
-    """Compile as launched: so that as many programs fit on a multiprocessor as a work list has parts for."""
+    """Compile as launched, and assert that as many programs fit on a multiprocessor as work lists assume."""
     options = {"num_stages": config.num_stages, "maxnreg": config.max_registers, "launch_pdl": True}
     compiled = compile_kernel(kernel, types, constants, config.num_warps, **options)
     assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
@@ -252,7 +253,7 @@ def compile_tile(kernel, types, constants, config):
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("dtype", "cached"), [(BFLOAT, BFLOAT), (FLOAT, FLOAT), (BFLOAT, FP8), (FLOAT, FP8)])
-def test_attention(head_dim, wide, dtype, cached):
+def test_attention_fits_registers_and_shared_memory(head_dim, wide, dtype, cached):
     from nanovllm_kernels.attention import tiles, triton_gqa
 
     group = 4
@@ -268,7 +269,7 @@ def test_attention(head_dim, wide, dtype, cached):
         assert ("wgmma.mma_async" if wide else "mma.sync") in compiled.asm["ptx"]
         assert "cp.async" in compiled.asm["ptx"]
     if (dtype, cached) == (BFLOAT, FP8):
-        # In hardware, and one instruction for two numbers.
+        # The hardware converts two values with one instruction.
         assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
 
 
@@ -280,7 +281,7 @@ LATENTS = {"LATENT": 512, "PADDED_LATENT": 512, "ROPE": 64, "PADDED_ROPE": 64, "
     ("num_heads", "dtype", "cached"),
     [(16, BFLOAT, BFLOAT), (128, BFLOAT, BFLOAT), (16, BFLOAT, FP8), (128, BFLOAT, FP8), (16, FLOAT, FLOAT)],
 )
-def test_latent_attention(num_heads, wide, dtype, cached):
+def test_latent_attention_compiles(num_heads, wide, dtype, cached):
     from nanovllm_kernels.attention import tiles, triton_mla
 
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
@@ -298,7 +299,7 @@ def test_latent_attention(num_heads, wide, dtype, cached):
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, 2), (FLOAT, 4)])
-def test_latent_attention_of_whole_prompts(dtype, size):
+def test_latent_attention_of_whole_prompts_compiles(dtype, size):
     from nanovllm_kernels.attention import tiles, triton_mla_plain
 
     config = tiles.PLAIN_LATENT[size]
@@ -314,7 +315,7 @@ def test_latent_attention_of_whole_prompts(dtype, size):
 
 @pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, 2), (FLOAT, 4)])
 @pytest.mark.parametrize(("depth", "columns", "turned"), [(128, 512, False), (512, 128, True)])
-def test_products_of_heads(dtype, size, depth, columns, turned):
+def test_head_projections_compile(dtype, size, depth, columns, turned):
     from nanovllm_kernels.attention import tiles, triton_mla_heads
 
     tile = tiles.HEADS_TILE[size]
@@ -328,7 +329,7 @@ def test_products_of_heads(dtype, size, depth, columns, turned):
 
 
 @pytest.mark.parametrize("cached", [BFLOAT, FP8])
-def test_what_latents_go_through(cached):
+def test_latent_rope_and_cache_compiles(cached):
     from nanovllm_kernels.attention import triton_mla_plain
     from nanovllm_kernels.elementwise import triton_latent
 
@@ -346,7 +347,7 @@ def test_what_latents_go_through(cached):
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("num_columns", "width"), [(1024, 3072), (4096, 4096), (14336, 1024)])
-def test_few_rows(num_rows, gated, num_columns, width):
+def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_columns, width):
     from nanovllm_kernels.gemm import tiles, triton_rows
 
     config = tiles.rows_config(num_rows, num_columns, width, gated=gated)
@@ -364,13 +365,13 @@ def test_few_rows(num_rows, gated, num_columns, width):
     }
     compiled = compile_kernel(triton_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
     ptx = compiled.asm["ptx"]
-    # Sixteen bytes a load, and the weights asked for before the wait.
+    # Loads have sixteen bytes, and weights are loaded before the wait.
     assert "ld.global.v4" in ptx[: ptx.index("griddepcontrol.wait")]
     assert "ld.global.b16" not in ptx
 
 
 @pytest.mark.parametrize("num_rows", [16, 32, 64, 128, 256])
-def test_split(num_rows):
+def test_split_kernel_prefetches_weights_before_waiting(num_rows):
     from nanovllm_kernels.gemm import tiles, triton_split
 
     config = tiles.split_config(num_rows)
@@ -390,19 +391,19 @@ def test_split(num_rows):
     assert compiled.metadata.shared <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.block_m >= 64 else "mma.sync") in ptx
-    # The weight is asked for before the wait, the rows behind it.
+    # The weight is prefetched before the wait, and the rows are loaded after it.
     assert "prefetch.global.L2" in ptx[: ptx.index("griddepcontrol.wait")]
     assert "cp.async" in ptx[ptx.index("griddepcontrol.wait") :]
 
 
 @pytest.mark.parametrize("num_rows", [1, 32, 64, 128, 256])
 @pytest.mark.parametrize(("num_columns", "gated"), [(1024, False), (28672, False), (2048, True), (14336, True)])
-def test_block_fp8(num_rows, num_columns, gated):
+def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
     from nanovllm_kernels.gemm import tiles, triton_block_fp8
 
     groups = 32
     config = tiles.block_fp8_config(num_rows, num_columns, groups, gated=gated, may_split=True)
-    # What is gated comes after a norm.
+    # Gated products follow a norm.
     fused = num_rows <= tiles.FUSED_FP8_ROWS and not gated
     constants = {
         "K": groups * 128,
@@ -427,16 +428,16 @@ def test_block_fp8(num_rows, num_columns, gated):
     compiled = compile_kernel(triton_block_fp8._project, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
-    # Not turned into float16 first.
+    # e4m3 is not converted to float16 first.
     assert re.search(r"wgmma\.mma_async.*\.e4m3\.e4m3", ptx)
     assert "cvt.rn.f16x2.e4m3x2" not in ptx
     assert "prefetch.global.L2" in ptx[: ptx.index("griddepcontrol.wait")]
     assert "cp.async" in ptx[ptx.index("griddepcontrol.wait") :]
-    # Sixteen bytes a copy.
+    # Copies have sixteen bytes.
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)
 
 
-def test_quantize_groups():
+def test_quantize_groups_compiles():
     from nanovllm_kernels.gemm import triton_block_fp8
 
     types = {"numbers_ptr": FP8, "scales_ptr": FLOAT, "eps": "fp32"}
@@ -448,7 +449,7 @@ def test_quantize_groups():
 
 
 @pytest.mark.parametrize(("slots", "rows"), [(16, 1), (4, 8)])
-def test_merge_of_parts(slots, rows):
+def test_merge_of_parts_compiles(slots, rows):
     from nanovllm_kernels.attention import triton_work_list
 
     types = WORK_LIST | {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "query_start_loc_ptr": INT32}
@@ -457,7 +458,7 @@ def test_merge_of_parts(slots, rows):
     compile_kernel(triton_work_list._merge_parts, types, sizes, num_warps=4)
 
 
-def test_gather_of_requests():
+def test_gather_of_requests_compiles():
     from nanovllm_kernels.attention import triton_gather_requests
 
     kernel = triton_gather_requests._gather_requests
@@ -466,7 +467,7 @@ def test_gather_of_requests():
     compile_kernel(kernel, types, sizes, num_warps=4)
 
 
-def test_plan_of_work():
+def test_work_list_planning_compiles():
     from nanovllm_kernels.attention import triton_work_list
 
     kernel = triton_work_list._plan_work
@@ -479,7 +480,7 @@ def test_plan_of_work():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("group", "page_size"), [(1, 16), (8, 32), (16, 64)])
 @pytest.mark.parametrize("dtype", ["BFloat16", "Float16"])
-def test_cute_decode(head_dim, group, page_size, dtype, tmp_path):
+def test_cute_decode_fits_shared_memory(head_dim, group, page_size, dtype, tmp_path):
     ptx = compile_cute(head_dim, group, page_size, dtype, dtype, tmp_path)
     assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx
 
@@ -488,7 +489,7 @@ def test_cute_decode(head_dim, group, page_size, dtype, tmp_path):
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize(("group", "page_size"), [(1, 16), (8, 64)])
 @pytest.mark.parametrize("dtype", ["BFloat16", "Float16"])
-def test_cute_decode_of_fp8(head_dim, group, page_size, dtype, tmp_path):
+def test_cute_decode_of_fp8_cache_compiles(head_dim, group, page_size, dtype, tmp_path):
     ptx = compile_cute(head_dim, group, page_size, dtype, "Uint8", tmp_path)
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16" in ptx
     assert "cvt.rn.f16x2.e4m3x2" in ptx
@@ -502,7 +503,7 @@ def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
 
     ring = cute_decode.FP8_RINGS[head_dim] if cached == "Uint8" else cute_decode.RINGS[head_dim]
     shape = Shape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
-    # Rings, barriers, the warps' statistics and where they are, each rounded up; the first KiB is the system's.
+    # Rings, barriers, the warps' statistics and places, each rounded up; the system reserves the first KiB.
     slot = shape.slot_bytes + shape.scale_bytes + 8
     assert shape.warps * (shape.stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
@@ -521,7 +522,7 @@ ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights
 
 @pytest.mark.parametrize("groups", [(1, 1), (8, 4)])
 @pytest.mark.parametrize("shared", ["none", "always", "gated"])
-def test_route(groups, shared):
+def test_route_compiles(groups, shared):
     from nanovllm_kernels.moe import triton_route
 
     num_groups, top_groups = groups
@@ -539,7 +540,7 @@ def test_route(groups, shared):
     [(16, 8, 8, False), (32, 128, 8, False), (16, 8, 8, True), (16, 11, 11, True)],
 )
 @pytest.mark.parametrize("gated", [True, False])
-def test_experts_for_few_tokens(gated, rows, num_groups, top_k, quantized):
+def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantized):
     from nanovllm_kernels.moe import tiles, triton_few
 
     hidden_size, width = 2048, 768
@@ -552,7 +553,7 @@ def test_experts_for_few_tokens(gated, rows, num_groups, top_k, quantized):
     kernel = triton_few._few_gate_up if gated else triton_few._few_down
     types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
-    # Two to an SM, or loads wouldn't hide one another's latency.
+    # Two programs must fit an SM to hide the latency of loads.
     assert compiled.metadata.shared * 2 <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.swapped else "mma.sync") in ptx
@@ -571,7 +572,7 @@ def test_experts_for_few_tokens(gated, rows, num_groups, top_k, quantized):
         ("_one_down", 7168, 2048, 9),
     ],
 )
-def test_experts_for_one_token(name, columns, depth, top_k):
+def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top_k):
     from nanovllm_kernels.moe import tiles, triton_one
 
     padded_k = 1 << (top_k - 1).bit_length()
@@ -581,13 +582,13 @@ def test_experts_for_one_token(name, columns, depth, top_k):
     types = ROUTED | {"weight_ptr": FP8}
     compiled = compile_kernel(vars(triton_one)[name], types, constants, config.num_warps, multiples=("k",))
     ptx = compiled.asm["ptx"]
-    # Sixteen numbers a load.
+    # Loads have sixteen elements.
     assert "ld.global.v4.b32" in ptx
-    # What the kernel ahead writes or reads is left alone until it has ended.
+    # Memory that the previous kernel reads or writes is not accessed before it has ended.
     assert not re.search(r"(ld|st|prefetch)\.global", ptx[: ptx.index("griddepcontrol.wait")])
-    # No load is left out as the kernel is compiled, for the assembler gets zeros that it knows wrong.
+    # No load is masked out at compile time, because the assembler miscompiles known zeros.
     assert not re.search(r"mov\.pred\s+%p\d+, 0;", ptx)
-    # Numbers are rounded to FP8, and so looked at by `check_conversions`.
+    # Values are rounded to FP8, so that `check_conversions` has checked them.
     assert "E4M3.F32.PACK_AB_MERGE_C" in compiled.asm["sass"]
 
 
@@ -600,7 +601,7 @@ def grouped_configs():
 
 @pytest.mark.parametrize(("config", "quantized"), grouped_configs())
 @pytest.mark.parametrize("gated", [True, False])
-def test_grouped_experts(gated, config, quantized):
+def test_grouped_experts_compile(gated, config, quantized):
     from nanovllm_kernels.moe import triton_grouped
 
     columns, depth = (768, 2048) if gated else (2048, 768)
@@ -619,7 +620,7 @@ def test_grouped_experts(gated, config, quantized):
 
 @pytest.mark.parametrize(("hidden_size", "width"), [(7168, 2048), (2048, 512)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_specialized_experts(gated, hidden_size, width):
+def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     from nanovllm_kernels.moe import gluon_grouped as kernels
 
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
@@ -632,7 +633,7 @@ def test_specialized_experts(gated, hidden_size, width):
     compiled = compile_kernel(kernels._grouped_product, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     sass = compiled.asm["sass"]
-    # Sums stay in registers, each half of the rows is multiplied at one place, and results leave by sixteen bytes.
+    # Sums stay in registers, each half of the rows has one product, and results are stored by sixteen bytes.
     assert not re.search(r"\b(STL|LDL)\b", sass)
     assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.DEPTH // 32
     assert "UTMALDG" in sass
@@ -640,7 +641,7 @@ def test_specialized_experts(gated, hidden_size, width):
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-def test_latents_of_many_heads(page_size):
+def test_specialized_latent_attention_does_not_spill(page_size):
     from nanovllm_kernels.attention import gluon_mla as kernels
 
     constants = {"NUM_HEADS": 128, "PAGE_SIZE": page_size, "STAGES": kernels.STAGES, "OVERLAP": True}
@@ -652,8 +653,8 @@ def test_latents_of_many_heads(page_size):
     compiled = compile_kernel(kernels._attend_latent_work, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     sass = compiled.asm["sass"]
-    # Results stay in registers, and each product is at one place in the code. Only the copying warp, which waits for
-    # memory anyway, keeps some addresses of small pages elsewhere.
+    # Results stay in registers, and each product occurs once in the code. Only the copying warp, which waits for
+    # memory anyway, spills some addresses of small pages.
     spills = [match.start() for match in re.finditer(r"\b(STL|LDL)\b", sass)]
     assert len(spills) < (64 if page_size == 16 else 1)
     assert "HGMMA" not in sass[min(spills, default=0) : max(spills, default=0)]
@@ -662,7 +663,7 @@ def test_latents_of_many_heads(page_size):
     assert "UTMASTG" in sass
 
 
-def test_gathered_rows():
+def test_gather_of_rows_compiles():
     from nanovllm_kernels.moe import gluon_grouped as kernels
 
     constants = {"K": 7168, "TOP_K": 8, "PADDED_GROUPS": 64, "ROWS": kernels.GATHER_ROWS, "BLOCK": kernels.GATHER_BLOCK}
@@ -673,7 +674,7 @@ def test_gathered_rows():
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_sorted_pairs(alone):
+def test_sort_of_pairs_has_barrier_before_counting(alone):
     from nanovllm_kernels.moe import triton_sort
 
     sizes = {"PADDED": 1024, "BLOCK": triton_sort.ALONE if alone else triton_sort.PART, "OVERLAP": True}
@@ -681,12 +682,12 @@ def test_sorted_pairs(alone):
     sorting = compile_kernel(triton_sort._sort_pairs, ROUTED, sizes | rest, num_warps=8)
     if not alone:
         assert "atom.global" not in sorting.asm["ptx"]
-    # What is counted in memory is behind what other threads wrote there.
+    # A barrier separates the counting atomics from the zeros that other threads wrote.
     ptx = (sorting if alone else compile_kernel(counting, ROUTED, sizes, num_warps=8)).asm["ptx"]
     assert ptx.rindex("bar.sync", 0, ptx.index("atom.global")) > ptx.rindex("st.global", 0, ptx.index("atom.global"))
 
 
-def test_sum_of_experts():
+def test_sum_of_experts_compiles():
     from nanovllm_kernels.moe import triton_grouped
 
     sizes = {"WIDTH": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}

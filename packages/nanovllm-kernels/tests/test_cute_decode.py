@@ -1,4 +1,4 @@
-"""The CuTe DSL decode kernel on a GPU: against a loop in float64, over a cache in which every unowned slot is NaN."""
+"""Tests the CuTe DSL decode kernel on a GPU against a float64 loop; unfilled slots of the cache hold NaN."""
 
 import importlib.util
 from dataclasses import replace
@@ -19,7 +19,7 @@ EDGES = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 500, 1000, 2049, 3]
 
 
 def make(paged_batch, lengths, num_heads, num_kv_heads, head_dim, page_size, dtype=torch.bfloat16):
-    """Requests of one query; those of length 0 own a page that holds NaN, and tables end in pages that don't exist."""
+    """Make requests of one query. Those of length 0 have a page of NaN; tables end with pages that do not exist."""
     batch = paged_batch(
         [(1, length) for length in lengths],
         num_heads=num_heads,
@@ -55,7 +55,7 @@ def run(batch, workspace, out):
 
 def check(batch, naive_attention):
     workspace, want = workspace_for(batch), naive_attention(batch)
-    # Twice: the second finds the counters as the first left them.
+    # Run twice, because the second run uses the counters that the first run left.
     for _ in range(2):
         out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype, device="cuda")
         run(batch, workspace, out)
@@ -68,7 +68,7 @@ def check(batch, naive_attention):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (9, 3), (32, 8), (14, 2), (16, 1)])
-def test_grid(paged_batch, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
+def test_all_shapes_match_float64(paged_batch, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
     batch = make(paged_batch, EDGES, num_heads, num_kv_heads, head_dim, page_size, dtype)
     check(batch, naive_attention)
     check(with_lengths(batch, [0, *EDGES[1:4], 0, 0, *EDGES[6:-1], 0]), naive_attention)
@@ -78,21 +78,23 @@ def test_grid(paged_batch, naive_attention, dtype, head_dim, page_size, num_head
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (9, 3), (32, 8), (16, 2)])
-def test_fp8_cache(paged_batch, quantized, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
+def test_fp8_cache_matches_float64(
+    paged_batch, quantized, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads
+):
     batch = quantized(make(paged_batch, EDGES, num_heads, num_kv_heads, head_dim, page_size, dtype))
     check(batch, naive_attention)
     check(with_lengths(batch, [0, *EDGES[1:4], 0, 0, *EDGES[6:-1], 0]), naive_attention)
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e8])
-def test_fp8_cache_under_queries_of_any_size(paged_batch, quantized, naive_attention, size):
+def test_fp8_cache_supports_queries_of_any_magnitude(paged_batch, quantized, naive_attention, size):
     batch = quantized(make(paged_batch, EDGES, 8, 2, 128, 16))
     check(replace(batch, q=batch.q * size, scale=batch.scale / size), naive_attention)
 
 
 @pytest.mark.parametrize("num_reqs", [1, 2, 33, 300])
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
-def test_batches(paged_batch, naive_attention, num_reqs, num_kv_heads):
+def test_batches_of_any_size_match_float64(paged_batch, naive_attention, num_reqs, num_kv_heads):
     lengths = [1 + 37 * i % 700 for i in range(num_reqs)]
     batch = make(paged_batch, lengths, 4 * num_kv_heads, num_kv_heads, 128, 16)
     check(batch, naive_attention)
@@ -101,16 +103,16 @@ def test_batches(paged_batch, naive_attention, num_reqs, num_kv_heads):
 
 @pytest.mark.parametrize("lengths", [[32768], [20000, 1, 9000], [5000, 7, 40000, 300, 33]])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
-def test_requests_in_many_parts(paged_batch, quantized, naive_attention, lengths, num_kv_heads):
+def test_requests_in_many_parts_are_merged(paged_batch, quantized, naive_attention, lengths, num_kv_heads):
     check(make(paged_batch, lengths, 2 * num_kv_heads, num_kv_heads, 64, 32), naive_attention)
     check(quantized(make(paged_batch, lengths, 2 * num_kv_heads, num_kv_heads, 128, 32)), naive_attention)
 
 
-def test_more_heads_than_sms(paged_batch, naive_attention):
+def test_more_heads_than_sms_match_float64(paged_batch, naive_attention):
     check(make(paged_batch, [300, 1, 77], 320, 160, 64, 32), naive_attention)
 
 
-def test_queries_that_are_views(paged_batch, naive_attention):
+def test_queries_may_be_strided_views(paged_batch, naive_attention):
     batch = make(paged_batch, EDGES, 8, 2, 128, 16)
     wide = torch.full((len(EDGES), 13, 128), torch.nan, dtype=batch.q.dtype, device="cuda")
     wide[:, 2:10] = batch.q

@@ -1,7 +1,7 @@
-"""The CuTe DSL kernel's FP8 tile on a warp of numpy: every register is an array of 32 lanes.
+"""Tests the CuTe DSL kernel's FP8 tile on a warp simulated in numpy: every register is an array of 32 lanes.
 
-Which lane has which number is all that is hard about that tile, and a machine without a GPU can check it. The warp's
-instructions are those of PTX's manual; what is under test is the tile's own source.
+This checks, without a GPU, which lane holds which element. The simulated instructions follow PTX's manual; the tile's
+own source runs on them.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ BASE, SCALES = 1024, 0
 
 
 class Warp:
-    """`cute_warp` over `memory`, the shared one."""
+    """Simulates `cute_warp`; `memory` is the shared memory."""
 
     def __init__(self) -> None:
         self.memory = np.zeros(1 << 15, np.uint8)
@@ -89,7 +89,7 @@ def warp(monkeypatch):
 
 
 def fill_slot(memory, numbers, exponents, head_dim):
-    """Keys and values [2, 16, D] as the copy engine lays them: rows of 128 bytes, their eighths by XOR elsewhere."""
+    """Lay out keys and values [2, 16, D] like the copy engine: rows of 128 bytes whose eighths are swizzled by XOR."""
     for part, token, half, eighth in np.ndindex(2, 16, head_dim // 128, 8):
         row = (part * (head_dim // 128) + half) * 16 + token
         at = BASE + row * 128 + (eighth ^ token % 8) * 16
@@ -100,7 +100,7 @@ def fill_slot(memory, numbers, exponents, head_dim):
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("group", [1, 5, 8])
-def test_steps_of_one_warp(warp, head_dim, group):
+def test_one_warp_attends_like_float64(warp, head_dim, group):
     from nanovllm_kernels.attention import cute_merge, cute_tile_fp8
 
     rng = np.random.default_rng(group)
@@ -130,7 +130,7 @@ def test_steps_of_one_warp(warp, head_dim, group):
     for tile in range(head_dim // 8):
         at, first, second = cute_merge._sums_of_lane(shape, LANES, ROW, 0, tile)
         found[at], found[at + 1] = acc[first], acc[second]
-    # The eighths of a row lie by XOR too.
+    # The eighths of a row are swizzled by XOR too.
     eighths = found.reshape(8, head_dim // 8, 8)
     found = np.stack([eighths[row, np.arange(head_dim // 8) ^ row] for row in range(8)]).reshape(8, head_dim)
     totals = row_sum[0].reshape(8, 4).sum(1)

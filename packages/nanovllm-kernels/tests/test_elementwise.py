@@ -1,4 +1,4 @@
-"""The plain torch norms, rotary embedding and gate against float64."""
+"""Tests the plain torch norms, rotary embedding and gate against float64."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from nanovllm_kernels.elementwise import QKNorm, pack_norm, plan_rotation, rms_n
 from nanovllm_kernels.platform import runs_in_float32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Half a unit in the last place, and a little for the float32 arithmetic before it.
+# Half a unit in the last place, and a margin for the float32 arithmetic before it.
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.02, torch.float16: 2**-11 * 1.02}
 
 
@@ -29,21 +29,21 @@ def rotated(x, cos_sin, positions):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 576), (3, 4, 80)])
-def test_rms_norm(dtype, shape):
+def test_rms_norm_matches_float64(dtype, shape):
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     torch.testing.assert_close(
         rms_norm(x, weight, 1e-5).double(), normed(x, weight, 1e-5), rtol=RELATIVE[dtype], atol=1e-7
     )
 
 
-def test_rms_norm_of_heads_within_a_projection():
+def test_rms_norm_accepts_strided_heads():
     qkv, weight = torch.randn(3, 6 * 16), torch.randn(16)
     heads = qkv[:, 16 : 4 * 16].view(3, 3, 16)
     torch.testing.assert_close(rms_norm(heads, weight, 1e-5), rms_norm(heads.contiguous(), weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_packed_norm_is_the_same_norm(dtype):
+def test_packed_norm_weight_gives_same_result(dtype):
     x, weight = torch.randn(5, 576), torch.randn(576).to(dtype)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), normed(x, weight, 1e-5), rtol=1e-6, atol=1e-7)
     assert torch.equal(rms_norm(x, pack_norm(weight), 1e-5), rms_norm(x, weight, 1e-5))
@@ -58,9 +58,9 @@ def test_a_packed_norm_is_the_same_norm(dtype):
     float32_qkv=st.booleans(),
     with_norm=st.booleans(),
 )
-def test_rope_and_cache(num_tokens, heads, dims, dtype, float32_qkv, with_norm):
+def test_rope_and_cache_matches_float64(num_tokens, heads, dims, dtype, float32_qkv, with_norm):
     (num_heads, num_kv_heads), (head_dim, rot) = heads, dims
-    # A wider row behind each token's heads: tokens may have any stride.
+    # Rows are wider than the heads, because tokens may have any stride.
     wide = torch.randn(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim)
     wide = wide if float32_qkv else wide.to(dtype)
     qkv = wide[:, :-1]
@@ -75,7 +75,7 @@ def test_rope_and_cache(num_tokens, heads, dims, dtype, float32_qkv, with_norm):
 
     if norm is not None:
         q, k = normed(q, norm.q_weight, norm.eps), normed(k, norm.k_weight, norm.eps)
-    # Two terms that may cancel, each from a number that a norm has rounded.
+    # The two terms may cancel, and each has been rounded by the norm.
     close = {"rtol": 2 * RELATIVE[dtype], "atol": 8 * RELATIVE[dtype] if with_norm else 1e-6}
     stays_float32 = runs_in_float32(num_tokens) and float32_qkv and dtype == torch.bfloat16
     assert out.dtype == (torch.float32 if stays_float32 else dtype)
@@ -88,35 +88,35 @@ def test_rope_and_cache(num_tokens, heads, dims, dtype, float32_qkv, with_norm):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8_numbers_are_within_half_a_step(dtype):
+def test_fp8_rounds_to_nearest(dtype):
     sizes = torch.tensor([1e-30, 1e-6, 1.0, 447.9, 448.0, 448.1, 1e4]).view(-1, 1)
     x = (torch.randn(7, 64).clamp(-1, 1) * sizes).to(dtype)
     x[:, 0] = sizes[:, 0].to(dtype)
     numbers, exponents = fp8.quantize(x)
     found = fp8.dequantize(numbers, exponents, torch.float32).double()
-    # Three bits behind the first, and what is small beside the head's largest in steps of 2^-9 of the scale.
+    # e4m3 has three mantissa bits; values much smaller than the head's largest have steps of 2^-9 of the scale.
     steps = torch.maximum(x.double().abs() * 2**-4, (exponents.double() - 127).exp2().unsqueeze(-1) * 2**-10)
     assert ((found - x.double()).abs() <= steps).all()
     tops = numbers[1:].float().abs().amax(-1)
-    # The first is below what the least scale reaches.
+    # The first row is smaller than the least scale can represent.
     assert ((tops >= 224) & (tops <= 448)).all()
     assert torch.equal(fp8.dequantize(numbers, exponents, torch.bfloat16).double(), found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_fp8_number_is_what_torch_says(dtype):
+def test_fp8_dequantizes_like_torch(dtype):
     numbers = torch.arange(256).to(torch.uint8)[torch.arange(256) % 128 < 127].view(fp8.DTYPE)
     ones = torch.full((), 127, dtype=torch.uint8)
     assert torch.equal(fp8.dequantize(numbers, ones, dtype).float(), numbers.float())
 
 
-def test_fp8_of_nothing_is_nothing():
+def test_fp8_of_zeros_is_zeros():
     assert not fp8.dequantize(*fp8.quantize(torch.zeros(2, 3, 16)), torch.float16).any()
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_and_fp8_cache(page_size, dtype):
+def test_fp8_cache_holds_quantised_keys_and_values(page_size, dtype):
     num_kv_heads, head_dim, num_tokens = 3, 64, 7
     qkv = torch.randn(num_tokens, 9 + 2 * num_kv_heads, head_dim).to(dtype)
     rotation = plan_rotation(torch.randn(50, head_dim), torch.randint(0, 50, (num_tokens,)))
@@ -139,9 +139,9 @@ def test_rope_and_fp8_cache(page_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(dtype):
+def test_silu_and_mul_matches_float64(dtype):
     x = torch.randn(5, 2 * 100).to(dtype)
     gate, up = x.double().chunk(2, -1)
     expected = gate / (1 + (-gate).exp()) * up
-    # Rounded twice.
+    # The result is rounded twice.
     torch.testing.assert_close(silu_and_mul(x).double(), expected, rtol=2.1 * RELATIVE[dtype], atol=1e-6)

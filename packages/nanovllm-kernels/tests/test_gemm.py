@@ -1,4 +1,4 @@
-"""Linear layers: packed or not, the same numbers."""
+"""Tests linear layers: packed and unpacked weights give the same results."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from nanovllm_kernels.platform import FEW_ROWS, can_pack_bf16, has_numba, runs_i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 3, 70])
-def test_linear(dtype, with_bias, num_tokens):
+def test_linear_matches_float64(dtype, with_bias, num_tokens):
     weight, x = torch.randn(40, 64).to(dtype), torch.randn(num_tokens, 64).to(dtype)
     bias = torch.randn(40).to(dtype) if with_bias else None
     expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
@@ -42,7 +42,7 @@ def test_linear_adds_a_residual(dtype, with_bias, device):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_compiler_sees_the_same_functions(dtype, with_bias, device):
+def test_compiled_layer_matches_eager_layer(dtype, with_bias, device):
     def layer(x, norm, gate_up, down, gate_up_bias, down_bias):
         hidden = norm_gate_up(x, norm, 1e-5, gate_up, gate_up_bias)
         return norm_linear(linear(hidden, down, down_bias, x), norm, 1e-5, gate_up)
@@ -62,7 +62,7 @@ def test_a_compiler_sees_the_same_functions(dtype, with_bias, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 16, 100, 300])
-def test_norm_before_a_linear(dtype, with_bias, num_rows, device):
+def test_norm_and_linear_match_float64(dtype, with_bias, num_rows, device):
     shapes = [(num_rows, 576), (960, 576), (576,), (960,)]
     x, weight, norm_weight, bias = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
     weight *= 0.1
@@ -79,7 +79,7 @@ def test_norm_before_a_linear(dtype, with_bias, num_rows, device):
 
 
 @pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, FEW_ROWS + 1)])
-def test_on_a_cpu_a_fused_linear_is_its_pieces(dtype, num_rows):
+def test_fused_linear_equals_separate_operators_on_cpu(dtype, num_rows):
     if dtype == torch.bfloat16 and runs_in_float32(num_rows):
         pytest.skip("one kernel, which rounds nothing in between, takes them")
     x, weight, norm_weight = (torch.randn(shape).to(dtype) for shape in [(num_rows, 64), (40, 64), (64,)])
@@ -89,7 +89,7 @@ def test_on_a_cpu_a_fused_linear_is_its_pieces(dtype, num_rows):
     assert torch.equal(norm_gate_up(x, norm, 1e-5, packed), silu_and_mul(pieces))
 
 
-def test_few_rows_pay_by_shape():
+def test_few_row_kernel_is_chosen_by_shape():
     assert not tiles.pays(0, 4096, 1024)
     assert tiles.pays(1, 151_936, 1024)
     assert tiles.pays(2, 28672, 4096)
@@ -101,19 +101,19 @@ def test_few_rows_pay_by_shape():
     assert not tiles.pays(9, 8, 8)
 
 
-def test_only_bf16_is_packed():
+def test_only_bf16_weights_are_packed():
     plain = torch.randn(8, 8)
     assert pack_linear(plain).data is plain
     assert pack_linear(plain.to(torch.bfloat16)).blocked == can_pack_bf16()
 
 
-def test_packing_takes_any_layout():
+def test_packing_accepts_any_layout():
     weight = torch.randn(64, 40).to(torch.bfloat16).T
     x = torch.randn(2, 64).to(torch.bfloat16)
     torch.testing.assert_close(linear(x, pack_linear(weight)).to(x.dtype), x @ weight.T, rtol=2**-7, atol=1e-2)
 
 
-def test_few_rows_beside_a_blocked_weight_have_panels():
+def test_few_rows_use_panels_beside_a_blocked_weight():
     weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
     packed = pack_linear(weight)
     assert (packed.panels is not None) == has_numba()
@@ -124,7 +124,7 @@ def test_few_rows_beside_a_blocked_weight_have_panels():
     few = torch.cat([linear(x[i : i + 1], packed, None, residual[i : i + 1].clone()) for i in range(9)])
     product = x.double() @ weight.double().T
     exact = product + residual
-    # Rounded once or twice, the first time before the residual may leave little of it.
+    # Rounded once or twice: the first rounding may be large relative to the sum with the residual.
     for found in (few, many):
         assert ((found - exact).abs() <= 2**-8 * (product.abs() + exact.abs()) + 1e-5).all()
     for num_rows in (1, 9):
@@ -137,7 +137,7 @@ def test_few_rows_beside_a_blocked_weight_have_panels():
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 42, 43, 300])
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 1), (2, 7), (5, 576), (96, 33), (130, 1100)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_products_by_panels_are_summed_in_float32(num_rows, num_columns, width, with_bias):
+def test_panel_products_are_summed_in_float32(num_rows, num_columns, width, with_bias):
     if not runs_in_float32(num_rows):
         pytest.skip("so many rows are multiplied by oneDNN here")
     torch.manual_seed(0)
@@ -165,7 +165,7 @@ def test_products_by_panels_are_summed_in_float32(num_rows, num_columns, width, 
 @pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
 @pytest.mark.usefixtures("threads", "bf16_units")
 @pytest.mark.parametrize(("num_columns", "width"), [(96, 576), (70, 1537)])
-def test_a_row_by_panels_is_the_same_among_any_number_of_rows(num_columns, width):
+def test_panel_result_does_not_depend_on_other_rows(num_columns, width):
     torch.manual_seed(0)
     x, residual = torch.randn(300, width), torch.randn(300, num_columns)
     norm_weight, weight = pack_norm(torch.randn(width)), torch.randn(2 * num_columns, width).bfloat16()
@@ -184,16 +184,16 @@ def test_a_row_by_panels_is_the_same_among_any_number_of_rows(num_columns, width
 
 
 @pytest.mark.skipif(has_numba() and can_pack_bf16(), reason="this CPU multiplies bf16")
-def test_a_plain_weight_without_bf16_units_is_multiplied_in_float32():
+def test_unpacked_weight_is_multiplied_in_float32_without_bf16_units():
     x, weight = torch.randn(20, 64), torch.randn(40, 64).bfloat16()
     torch.testing.assert_close(linear(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 9])
-def test_a_float32_residual_keeps_its_precision(num_rows, x_dtype):
+def test_float32_residual_keeps_its_precision(num_rows, x_dtype):
     weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
-    # Such that a bf16 sum would lose the product altogether.
+    # The residual is so large that a bf16 sum would lose the product completely.
     x, residual = torch.randn(num_rows, 64).to(x_dtype), torch.randn(num_rows, 40) + 1000
     expected = x.double() @ weight.double().T
     for form in (weight, pack_linear(weight)):
@@ -203,7 +203,7 @@ def test_a_float32_residual_keeps_its_precision(num_rows, x_dtype):
 
 
 @pytest.mark.parametrize("num_rows", [2, 7])
-def test_logits_of_float32_rows_by_a_bf16_table(num_rows):
+def test_largest_logits_of_float32_rows_are_float32_exact(num_rows):
     table, x = torch.randn(300, 64).to(torch.bfloat16), torch.randn(num_rows, 64)
     found = logits(x, pack_linear(table), table)
     expected = x.double() @ table.double().T
@@ -216,9 +216,9 @@ def test_logits_of_float32_rows_by_a_bf16_table(num_rows):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [2, 7])
-def test_logits_tell_apart_what_bf16_would_tie(num_rows, dtype, device):
+def test_logits_differ_where_bf16_would_tie(num_rows, dtype, device):
     table = torch.randn(300, 64, device=device).to(dtype)
-    # Two rows so alike that their products differ by less than bf16 can say at that size.
+    # Two rows are so similar that their products differ by less than a step of bf16.
     table[7] = table[200]
     table[7, 0] += 0.25
     x = torch.randn(num_rows, 64, device=device).to(dtype)
@@ -233,13 +233,13 @@ def test_logits_tell_apart_what_bf16_would_tie(num_rows, dtype, device):
 
 
 @pytest.mark.parametrize("size", [5, 700, 1024, 5000])
-def test_leaders_are_the_largest(size):
+def test_leaders_are_the_largest_values(size):
     values = torch.randn(3, size).to(torch.bfloat16)
     found = values.gather(1, gemm._leaders(values, 16))
     assert torch.equal(found.sort(-1).values, values.topk(min(16, size)).values.sort(-1).values)
 
 
-def test_thirds_of_a_float32_weight_add_up_to_it():
+def test_split_float32_thirds_add_up_to_weight():
     weight = torch.randn(7, 300) * torch.logspace(-12, 12, 300)
     thirds = split_float32(weight)
     assert thirds.dtype == torch.bfloat16

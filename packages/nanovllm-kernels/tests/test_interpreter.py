@@ -1,8 +1,7 @@
-"""The Triton kernels' own source, run by Triton's interpreter on the CPU.
+"""Tests the Triton kernels' own source under Triton's interpreter on the CPU.
 
-In processes of their own: the interpreter is chosen by an environment variable when triton is first imported. They
-begin with the session's first test and are waited for behind its last (`conftest`): they take minutes, and most other
-tests leave a core idle.
+Separate processes run it, because an environment variable selects the interpreter when triton is imported. `conftest`
+starts them with the session and waits at its end: they take minutes, and most other tests leave a core idle.
 """
 
 import pytest
@@ -12,7 +11,7 @@ from nanovllm_kernels.platform import has_triton
 
 @pytest.mark.skipif(not has_triton(), reason="triton isn't installed here")
 @pytest.mark.parametrize("name", ["half", "rest"])
-def test_kernels_under_the_interpreter(name, interpreted):
+def test_kernels_pass_under_the_interpreter(name, interpreted):
     process = interpreted[name]
     output, _ = process.communicate()
     assert process.returncode == 0, output[-8000:]

@@ -1,4 +1,4 @@
-"""The plain torch of Gated DeltaNet against a recurrence in float64, token by token."""
+"""Tests the plain torch of Gated DeltaNet against a float64 recurrence, token by token."""
 
 from dataclasses import replace
 
@@ -10,8 +10,9 @@ from nanovllm_kernels.linear_attention import CHECKPOINT, copy_states, gated_del
 
 
 def recur(case):
-    """One token of one request at a time: the results, the states by slot, and the convolution's inputs by slot and
-    position.
+    """Process one token of one request at a time.
+
+    Returns: the results, the states by slot, and the convolution's inputs by slot and position.
     """
     _, num_v_heads, v_dim, k_dim = case.recurrent.shape
     width, channels = case.conv.shape[1:]
@@ -82,17 +83,17 @@ def check(case, **close):
 @pytest.mark.parametrize(
     ("heads", "dims", "width"), [((2, 4), (16, 16), 4), ((1, 3), (8, 24), 2), ((2, 2), (24, 8), 5)]
 )
-def test_recurrence(lengths, heads, dims, width, state_case):
+def test_chunks_match_token_by_token_recurrence(lengths, heads, dims, width, state_case):
     check(state_case(lengths, heads=heads, dims=dims, width=width), atol=3e-5, rtol=3e-5)
 
 
 @pytest.mark.parametrize("lengths", [SHAPES["mixed"]])
-def test_states_of_16_bits(lengths, state_case):
+def test_bf16_states_match_float64(lengths, state_case):
     case = state_case(lengths, dtype=torch.bfloat16, state_dtype=torch.bfloat16)
     check(case, atol=2e-2, rtol=2e-2)
 
 
-def test_from_a_saved_state_on_as_from_the_beginning(state_case):
+def test_continuing_from_saved_state_matches_whole_prompt(state_case):
     whole = state_case([(200, 200)])
     (at, slot), (_, later) = whole.saves[0]
     assert at == 2 * CHECKPOINT
@@ -107,7 +108,7 @@ def test_from_a_saved_state_on_as_from_the_beginning(state_case):
     torch.testing.assert_close(recurrent[1], recurrent[later], atol=1e-6, rtol=1e-6)
 
 
-def test_plain_torch_must_know_which_are_decodes():
+def test_torch_backend_without_num_decodes_is_rejected():
     numbers = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="num_decodes"):
         plan_states(
@@ -122,7 +123,7 @@ def test_plain_torch_must_know_which_are_decodes():
         )
 
 
-def test_copies_happen_in_order():
+def test_state_copies_happen_in_order():
     states = torch.arange(24.0).view(2, 4, 3)
     before = states.clone()
     copy_states(states, torch.tensor([1, 3, 0]), torch.tensor([0, 1, 2]))

@@ -1,4 +1,4 @@
-"""Latent attention in plain torch, and its write into the cache, against loops in float64."""
+"""Tests latent attention in plain torch, and its cache write, against float64 loops."""
 
 from dataclasses import replace
 
@@ -41,13 +41,15 @@ def lengths(draw):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths(),
-    # Heads; key, value, latent and rotated numbers.
+    # (heads, key size, value size, latent size, rotated size)
     st.sampled_from([(1, 16, 16, 32, 8), (3, 24, 8, 40, 16), (16, 128, 128, 512, 64)]),
     st.sampled_from([16, 64]),
     st.sampled_from(list(TOLERANCE)),
     st.booleans(),
 )
-def test_random_batches(latent_batch, quantized_latents, naive_latents, requests, shape, page_size, dtype, in_fp8):
+def test_random_batches_match_float64(
+    latent_batch, quantized_latents, naive_latents, requests, shape, page_size, dtype, in_fp8
+):
     batch = latent_batch(requests, shape, page_size=page_size, dtype=dtype)
     if in_fp8:
         batch = quantized_latents(batch)
@@ -57,14 +59,14 @@ def test_random_batches(latent_batch, quantized_latents, naive_latents, requests
     torch.testing.assert_close(out.double(), naive_latents(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
-def test_decodes_that_are_gathered_in_several_groups(latent_batch, naive_latents, monkeypatch):
+def test_decodes_in_several_gather_groups_match_float64(latent_batch, naive_latents, monkeypatch):
     monkeypatch.setattr("nanovllm_kernels.attention.reference.GATHER_TOKENS", 48)
     requests = [(1, 5), (1, 40), (1, 100), (1, 3), (1, 16), (1, 16)]
     batch = latent_batch(requests, (4, 16, 24, 32, 8), page_size=16, dtype=torch.float32)
     torch.testing.assert_close(run(batch).double(), naive_latents(batch), atol=2e-5, rtol=0)
 
 
-def test_queries_may_be_float32_beside_other_weights(latent_batch, naive_latents):
+def test_float32_queries_work_with_bf16_weights(latent_batch, naive_latents):
     batch = latent_batch([(1, 30), (4, 9)], (4, 16, 24, 32, 8), page_size=16, dtype=torch.bfloat16)
     out = run(replace(batch, q=batch.q.float()))
     assert out.dtype == torch.bfloat16
@@ -74,10 +76,10 @@ def test_queries_may_be_float32_beside_other_weights(latent_batch, naive_latents
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(512, 64), (40, 16)])
-def test_latent_rope_and_cache(dtype, in_fp8, latent_dim, rope_dim):
+def test_latent_rope_and_cache_matches_float64(dtype, in_fp8, latent_dim, rope_dim):
     num_tokens, num_heads, key_dim, page_size = 7, 3, 24, 16
     q = torch.randn(num_tokens, num_heads, key_dim + rope_dim).to(dtype)
-    # Wider rows: tokens may have any stride.
+    # Rows are wider than needed, because tokens may have any stride.
     latents = torch.randn(num_tokens, latent_dim + rope_dim + 8).to(dtype)[:, : latent_dim + rope_dim]
     weight = torch.randn(latent_dim).to(dtype)
     cos_sin, positions = torch.randn(50, rope_dim), torch.randint(0, 50, (num_tokens,))
@@ -106,6 +108,6 @@ def test_latent_rope_and_cache(dtype, in_fp8, latent_dim, rope_dim):
     assert (found[untouched].float() == 7).all()
     if kv_scales is not None:
         found = fp8.dequantize(found, kv_scales.view(-1), torch.float32)
-        # An e4m3 number errs by a sixteenth, or by half of the smallest step.
+        # e4m3 has a relative error of 1/16, or half of the smallest step.
         close = {"rtol": 2**-4, "atol": float(wanted.abs().max()) * 2**-16}
     torch.testing.assert_close(found[slots].double(), wanted, **close)

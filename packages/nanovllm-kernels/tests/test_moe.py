@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch against loops over tokens in float64."""
+"""Tests mixtures of experts in plain torch against loops over tokens in float64."""
 
 import math
 
@@ -15,7 +15,7 @@ from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_exp
 
 
 def route_naively(logits: Tensor, routing: Routing, bias: Tensor | None) -> list[dict[int, float]]:
-    """Of each token the weights by expert."""
+    """Return each token's weights by expert."""
     found = []
     for row in logits.double():
         gate = None
@@ -46,7 +46,7 @@ def route_naively(logits: Tensor, routing: Routing, bias: Tensor | None) -> list
     shared=st.sampled_from(["none", "always", "gated"]),
     seed=st.integers(0, 1 << 20),
 )
-def test_route(num_tokens, groups, scoring, renormalize, scale, with_bias, shared, seed):
+def test_route_matches_float64(num_tokens, groups, scoring, renormalize, scale, with_bias, shared, seed):
     num_groups, top_groups, size = groups
     generator = torch.Generator().manual_seed(seed)
     num_logits = num_groups * size + (shared == "gated")
@@ -67,7 +67,7 @@ def test_route(num_tokens, groups, scoring, renormalize, scale, with_bias, share
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_scores_that_are_all_zero_are_no_division_by_it():
+def test_zero_scores_give_zero_weights():
     weights, _ = route(torch.full((1, 4), -1e4), Routing(2, "sigmoid"))
     assert weights.tolist() == [[0.0, 0.0]]
 
@@ -91,7 +91,7 @@ def run_naively(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor
     residual=st.sampled_from([None, "same", "float32"]),
     seed=st.integers(0, 1 << 20),
 )
-def test_fused_experts(num_tokens, num_experts, sizes, dtype, float32_x, residual, seed):
+def test_fused_experts_match_float64(num_tokens, num_experts, sizes, dtype, float32_x, residual, seed):
     hidden_size, width = sizes
     torch.manual_seed(seed)
     w13, w2 = torch.randn(num_experts, 2 * width, hidden_size) * 0.3, torch.randn(num_experts, hidden_size, width) * 0.3
@@ -111,7 +111,7 @@ def test_fused_experts(num_tokens, num_experts, sizes, dtype, float32_x, residua
 
 
 def quantized_experts(num_experts: int, hidden_size: int, width: int) -> tuple[PackedExperts, Tensor, Tensor]:
-    """Of random weights, and what they were rounded to."""
+    """Return quantised random experts, and the weights to which they were rounded."""
     w13, scales13, w2, scales2, plain13, plain2 = [], [], [], [], [], []
     for _ in range(num_experts):
         halves = [block_fp8.quantize_blocks(torch.randn(width, hidden_size) * 0.2) for _ in range(2)]
@@ -127,7 +127,7 @@ def quantized_experts(num_experts: int, hidden_size: int, width: int) -> tuple[P
 
 
 @pytest.mark.parametrize(("hidden_size", "width"), [(40, 24), (130, 200)])
-def test_experts_in_block_fp8(hidden_size, width):
+def test_block_fp8_experts_match_float64(hidden_size, width):
     experts, w13, w2 = quantized_experts(4, hidden_size, width)
     x = torch.randn(7, hidden_size)
     weights, ids = torch.rand(7, 4).topk(2)
@@ -145,7 +145,7 @@ def test_experts_in_block_fp8(hidden_size, width):
 
 
 @pytest.mark.parametrize("shared", ["none", "gated"])
-def test_a_compiler_sees_the_same_functions(shared):
+def test_compiled_experts_match_eager_experts(shared):
     w13, w2, bias = torch.randn(7, 32, 16), torch.randn(7, 16, 16), torch.randn(6)
     routing = Routing(2, "sigmoid", num_groups=2, top_groups=1, shared=shared)
 
@@ -160,7 +160,7 @@ def test_a_compiler_sees_the_same_functions(shared):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_of_parts_of_a_row(dtype):
+def test_norm_parts_matches_two_norms(dtype):
     x, first, second = (torch.randn(shape).to(dtype) for shape in [(3, 20), (8,), (6,)])
     expected = torch.cat(
         (
@@ -177,9 +177,9 @@ def test_norms_of_parts_of_a_row(dtype):
 
 
 @pytest.mark.parametrize(("num_pairs", "num_experts"), [(1, 1), (7, 128), (600, 8), (4096, 256), (9, 3)])
-def test_the_list_of_tiles_has_room_for_the_worst_case(num_pairs, num_experts):
+def test_most_tiles_covers_the_worst_case(num_pairs, num_experts):
     for block_m in (16, 128):
-        # One expert has what the others, with one pair each, leave.
+        # One expert has all pairs except one pair for each other expert.
         others = min(num_experts - 1, num_pairs - 1)
         worst = others + -(-(num_pairs - others) // block_m)
         even = num_experts * -(-(num_pairs // num_experts) // block_m)

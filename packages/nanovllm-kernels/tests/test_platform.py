@@ -1,4 +1,4 @@
-"""What the package says of this machine, and what importing it costs."""
+"""Tests the description of this machine, and that importing the package imports no kernel language."""
 
 import os
 import platform
@@ -17,15 +17,15 @@ from nanovllm_kernels.platform import (
     residual_dtype,
 )
 
-ROOMS = ("attention", "batch", "elementwise", "fp8", "gemm", "ladder", "platform", "sampling")
+MODULES = ("attention", "batch", "elementwise", "fp8", "gemm", "ladder", "platform", "sampling")
 
 
-def test_a_cpu_has_no_gpu_numbers():
+def test_cpu_description_has_no_gpu_properties():
     info = describe(torch.device("cpu"))
     assert (info.name, info.capability, info.num_sms, info.total_memory) == ("cpu", None, 0, 0)
 
 
-def test_a_gpu_is_described():
+def test_gpu_description_has_gpu_properties():
     if has_cuda():
         info = describe(torch.device("cuda"))
         assert info.capability >= (8, 0)
@@ -35,7 +35,7 @@ def test_a_gpu_is_described():
         assert not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0)
 
 
-def test_the_residual_is_widened_where_that_costs_nothing():
+def test_residual_is_float32_where_that_is_free():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert residual_dtype(dtype, cuda, NARROW) == dtype
@@ -44,7 +44,7 @@ def test_the_residual_is_widened_where_that_costs_nothing():
     assert residual_dtype(torch.float16, cpu, 8192) == torch.float16
 
 
-def test_arithmetic_is_named_by_the_instructions_that_were_found(monkeypatch):
+def test_arithmetic_names_detected_instructions(monkeypatch):
     cpu = torch.device("cpu")
     assert describe_arithmetic(torch.device("cuda"), torch.bfloat16) == "bfloat16"
     assert describe_arithmetic(cpu, torch.float32).startswith("float32, ")
@@ -55,7 +55,7 @@ def test_arithmetic_is_named_by_the_instructions_that_were_found(monkeypatch):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit names instructions of x86")
-def test_a_limit_on_the_instructions_is_honoured():
+def test_onednn_instruction_limit_disables_bf16_packing():
     program = "from nanovllm_kernels.platform import can_pack_bf16; print(can_pack_bf16())"
     for limit in ("AVX2", "AVX512_CORE", "AVX512_CORE_VNNI"):
         limited = os.environ | {"ONEDNN_MAX_CPU_ISA": limit}
@@ -63,8 +63,8 @@ def test_a_limit_on_the_instructions_is_honoured():
         assert done.stdout == "False\n"
 
 
-def test_importing_and_running_on_a_cpu_takes_no_kernel_language():
-    imports = "; ".join(f"import nanovllm_kernels.{room}" for room in ROOMS)
+def test_import_and_cpu_use_do_not_import_triton():
+    imports = "; ".join(f"import nanovllm_kernels.{module}" for module in MODULES)
     run = "nanovllm_kernels.elementwise.rms_norm(torch.ones(1, 8), torch.ones(8), 1e-5)"
     program = f"import sys, torch, nanovllm_kernels; {imports}; {run}; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

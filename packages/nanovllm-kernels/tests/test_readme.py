@@ -1,4 +1,4 @@
-"""The README's example runs as printed."""
+"""Tests that the README's example runs as printed."""
 
 import re
 from pathlib import Path
@@ -8,11 +8,10 @@ import torch
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_example():
+def test_readme_example_runs():
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     try:
         exec(compile(example, str(README), "exec"), {})
     finally:
-        # None rather than what it was: any device, the usual one too, takes every call of torch from here on through
-        # Python.
+        # None instead of the previous device: with any default device every torch call goes through Python.
         torch.set_default_device(None)

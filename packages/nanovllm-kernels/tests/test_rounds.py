@@ -1,4 +1,4 @@
-"""How long a step's prompts attend, in pairs of tokens."""
+"""Tests the estimate of how long a step's prompts attend, in pairs of tokens."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_pairs_follow_the_causal_mask():
 @pytest.mark.parametrize(
     ("num_tokens", "rounds"), [(32, 1), (100, 1), (512, 1), (513, 2), (528, 2), (1024, 2), (1025, 3)]
 )
-def test_a_chunk_attends_in_whole_rounds_of_the_device(num_tokens, rounds):
+def test_chunk_takes_whole_rounds(num_tokens, rounds):
     pairs = ROUNDS.pairs([(90_000, num_tokens)])
     assert pairs == rounds * 512 * attention_pairs(90_000, num_tokens) // num_tokens
 
@@ -27,7 +27,7 @@ def test_chunks_of_one_length_share_a_round():
     assert ROUNDS.pairs([TURN] * 5) == ROUNDS.pairs([TURN] * 8) == 2 * in_one_round
 
 
-def test_short_contexts_attend_on_what_a_long_chunk_leaves_idle():
+def test_short_contexts_fill_incomplete_rounds_of_long_chunks():
     long = (90_000, 128)
     assert ROUNDS.pairs([(0, 380), long]) == ROUNDS.pairs([long])
 
@@ -37,7 +37,7 @@ def test_many_short_contexts_take_at_least_their_pairs():
     assert ROUNDS.pairs(chunks) >= sum(attention_pairs(*chunk) for chunk in chunks)
 
 
-def test_few_tokens_over_long_contexts_attend_by_work_lists():
+def test_few_tokens_over_long_contexts_use_work_lists():
     rounds = AttentionRounds(32, 16, few_tokens=179, min_context=1024)
     by_lists = attention_pairs(*TURN) * 1.28 / LISTED_RATE
     assert rounds.pairs([TURN]) == pytest.approx(by_lists)
@@ -45,6 +45,6 @@ def test_few_tokens_over_long_contexts_attend_by_work_lists():
     assert rounds.pairs([(0, 100)]) == ROUNDS.pairs([(0, 100)])
 
 
-def test_a_device_without_rounds_takes_the_pairs_of_all_chunks():
+def test_device_without_rounds_takes_the_sum_of_pairs():
     assert SMALLEST_ROUNDS.pairs([(30_000, 128), (7, 5)]) == attention_pairs(30_000, 128) + attention_pairs(7, 5)
     assert SMALLEST_ROUNDS.pairs([]) == 0

@@ -1,4 +1,4 @@
-"""The plain torch sampler against oracles that sort, loop and compute in float64, and against statistics."""
+"""Tests the plain torch sampler against sorting loops in float64, and against statistics."""
 
 import math
 
@@ -22,7 +22,7 @@ from nanovllm_kernels.sampling import (
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None):
-    """Sample with the same settings in each row, or with those given by row."""
+    """Sample with the same settings in each row, or with settings given per row."""
     num_rows = logits.shape[0]
 
     def by_row(value, dtype):
@@ -42,13 +42,13 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, 
 
 
 def kept_naively(logits, top_k, top_p, min_p):
-    """The ids that the filters leave, by their definition."""
+    """Return the ids that the filters keep by definition."""
     alive = torch.ones_like(logits, dtype=torch.bool)
     if top_k:
         alive = logits >= logits.sort(descending=True).values[min(top_k, len(logits)) - 1]
     p = logits.double().masked_fill(~alive, -math.inf).softmax(-1)
     if top_p < 1:
-        # Rounding must not decide: shapes are such that no mass comes this close to top_p.
+        # Rounding must not decide: no mass comes this close to top_p.
         enough = [t for t in p.unique().tolist() if p[p >= t].sum() >= top_p - 1e-9]
         alive &= p >= max(enough)
     alive &= p >= min_p * p.max() * (1 - 1e-6)
@@ -65,7 +65,7 @@ def kept_naively(logits, top_k, top_p, min_p):
     coarse=st.booleans(),
     first=st.sampled_from([4, 128]),
 )
-def test_filters_keep_what_their_definition_keeps(seed, vocab_size, top_k, top_p, min_p, coarse, first):
+def test_filters_match_their_definition(seed, vocab_size, top_k, top_p, min_p, coarse, first):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(vocab_size, generator=generator) * 2
     if coarse:
@@ -79,7 +79,7 @@ def test_filters_keep_what_their_definition_keeps(seed, vocab_size, top_k, top_p
     assert set(token_ids.tolist()) == kept_naively(logits, top_k, top_p, min_p)
 
 
-def test_greedy_takes_the_first_of_equals():
+def test_greedy_takes_lowest_id_of_equal_logits():
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 5.0, 5.0, 5.0], [-1.0, -math.inf, 0.0, -0.5]])
     for dtype in (torch.float32, torch.bfloat16):
         for temperature in (0.0, 1e-6):
@@ -99,7 +99,7 @@ def test_greedy_takes_the_first_of_equals():
         assert (greedy.tolist(), greedy.dtype) == ([1, 0, 2], torch.int32)
 
 
-def test_one_survivor_is_always_drawn():
+def test_only_remaining_token_is_always_drawn():
     logits = torch.randn(200, 64)
     expected = logits.argmax(-1).tolist()
     assert draw(logits, top_k=1).tolist() == expected
@@ -122,7 +122,7 @@ def test_one_survivor_is_always_drawn():
 )
 @pytest.mark.parametrize("varied", ["seeds", "positions"])
 def test_draws_follow_the_distribution(settings, varied):
-    """Pearson's chi-square; far beyond what chance gives, and the seeds are fixed anyway."""
+    """Pearson's chi-square with fixed seeds; the bound is far above what chance gives."""
     num_draws = 4000 if settings.keys() & {"top_k", "top_p", "min_p"} else 40000
     row = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
     scaled = row / settings.get("temperature", 1.0)
@@ -141,7 +141,7 @@ def test_draws_follow_the_distribution(settings, varied):
     assert chi_square < freedom + 6 * math.sqrt(2 * freedom) + 10
 
 
-def test_a_draw_depends_on_neither_batch_nor_place():
+def test_draw_does_not_depend_on_batch_or_row():
     logits = torch.randn(6, 500).to(torch.bfloat16)
     temperature = torch.tensor([1.0, 0.0, 0.7, 1.3, 1.0, 0.9])
     top_k = torch.tensor([0, 0, 20, 0, 0, 7], dtype=torch.int32)
@@ -155,7 +155,7 @@ def test_a_draw_depends_on_neither_batch_nor_place():
         assert alone.tolist() == together[order].tolist()
 
 
-def test_rows_drawn_in_several_blocks(monkeypatch):
+def test_draw_does_not_depend_on_block_size(monkeypatch):
     logits = torch.randn(10, 300)
     whole = draw(logits)
     monkeypatch.setattr(reference, "DRAW_ELEMENTS", 700)
@@ -178,7 +178,7 @@ def test_noise_is_uniform_and_bounded():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_penalties(dtype):
+def test_penalties_match_their_definition(dtype):
     logits = torch.randn(3, 20).to(dtype)
     before = logits.clone()
     counts = torch.zeros((5, 20), dtype=torch.int32)
@@ -208,7 +208,7 @@ def test_rows_without_penalties_keep_their_logits():
     assert torch.equal(out, logits)
 
 
-def test_bias():
+def test_bias_applies_until_its_position():
     logits = torch.randn(2, 10)
     rows = torch.tensor([1, 0], dtype=torch.int32)
     ids = torch.tensor([[3, 3, 9, 0], [0, 5, 0, 0]], dtype=torch.int32)
@@ -223,7 +223,7 @@ def test_bias():
 
 
 def packed(allowed: torch.Tensor) -> torch.Tensor:
-    """Bools [M, V] as masks, bit by bit."""
+    """Pack bools [M, V] into bit masks."""
     masks = torch.zeros((allowed.shape[0], -(-allowed.shape[1] // 32)), dtype=torch.int64)
     for row, token in allowed.nonzero().tolist():
         masks[row, token // 32] |= 1 << (token % 32)
@@ -231,7 +231,7 @@ def packed(allowed: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vocab_size", [32, 45, 100])
-def test_masks(vocab_size):
+def test_masks_forbid_tokens(vocab_size):
     logits = torch.randn(4, vocab_size)
     logits[3, :3] = -math.inf
     allowed = torch.rand(2, vocab_size) < 0.3
@@ -268,14 +268,14 @@ def test_masked_tokens_are_never_drawn(settings):
     logits = torch.randn((num_rows, vocab_size), generator=generator) * 10
     allowed = torch.rand((num_rows, vocab_size), generator=generator) < torch.rand((num_rows, 1), generator=generator)
     allowed[torch.arange(num_rows), torch.randint(vocab_size, (num_rows,), generator=generator)] = True
-    # Everything that some masks allow is forbidden by a bias: the mask decides.
+    # A bias forbids all tokens that some masks allow: the mask wins.
     logits[::10][allowed[::10]] = -math.inf
     apply_masks_(logits, torch.arange(num_rows, dtype=torch.int32), packed(allowed))
     drawn = draw(logits, **settings).long()
     assert allowed[torch.arange(num_rows), drawn].all()
 
 
-def test_forbid():
+def test_tokens_that_complete_forbidden_sequences_are_forbidden():
     logits = torch.randn(3, 10)
     rows = torch.tensor([1, 0, 1], dtype=torch.int32)
     tokens = torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 0]], dtype=torch.int32)
@@ -285,7 +285,7 @@ def test_forbid():
         dtype=torch.int32,
     )
     expected = logits.clone()
-    # After [5,] 6, 7; after [1, 2,] 3, 4, of which "2, 3" begins in the prompt; after [5,] 6, 7, 8, 9.
+    # Outputs, with prompts in brackets: [5,] 6, 7; [1, 2,] 3, 4 ("2, 3" begins in the prompt); [5,] 6, 7, 8, 9.
     expected[0, 1] = -math.inf
     expected[1, [9, 8]] = -math.inf
     forbid_(logits, rows, torch.tensor([3, 4, 5]), tokens, num_prompt, sequences)
@@ -293,7 +293,7 @@ def test_forbid():
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])
-def test_logprobs(num_top):
+def test_logprobs_match_log_softmax(num_top):
     logits = (torch.randn(4, 100) * 3).to(torch.bfloat16)
     tokens = torch.tensor([0, 99, 5, 5], dtype=torch.int32)
     result = logprobs(logits, tokens, num_top)
@@ -305,7 +305,7 @@ def test_logprobs(num_top):
     assert result.top_ids.dtype == torch.int32
 
 
-def test_ranks():
+def test_ranks_match_sorted_order():
     logits = torch.randn(4, 100)
     tokens = torch.tensor([0, 99, 5, 7], dtype=torch.int32)
     logits[2, 5] = 100.0
@@ -313,6 +313,6 @@ def test_ranks():
     found = ranks(logits, tokens)
     order = logits.argsort(-1, descending=True).tolist()
     assert found.tolist()[:3] == [order[row].index(token) + 1 for row, token in enumerate(tokens.tolist()[:3])]
-    # Of equals, each is as far back as the last.
+    # Equal logits all have the rank of the last.
     assert found.tolist()[2:] == [1, 100]
     assert found.dtype == torch.int32

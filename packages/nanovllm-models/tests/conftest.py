@@ -1,4 +1,4 @@
-"""Checkpoints to read and a loop to run them in, of a few lines each."""
+"""Fixtures for tiny checkpoints, and a minimal loop that runs a model over them."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 
 BLOCK_SIZE = 16
-# A request's state lies in the slot of its number and 1, what is saved of it so many slots behind.
+# Request i keeps its recurrent state in slot i + 1. The state that it saves goes to slot i + 1 + SAVED.
 SAVED = 8
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,9 +36,9 @@ TINY = {
 
 
 class Session:
-    """One model and one paged cache, its blocks handed out back to front so that order shows.
+    """One model with one paged cache. Blocks are handed out back to front, so that a wrong block order shows.
 
-    saves: by request, at which position its state is to be saved.
+    saves: position at which a request's state is saved, by request.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Session:
 
     @torch.inference_mode()
     def step(self, tokens: list[list[int]]) -> list[Tensor]:
-        """Run each request's new tokens, decodes first as the engine orders them; the logits of all, per request."""
+        """Run each request's new tokens, decodes first as in the engine; returns all tokens' logits, by request."""
         while len(self._lengths) < len(tokens):
             self._blocks.append([])
             self._lengths.append(0)
@@ -112,7 +112,7 @@ class Session:
         )
 
     def rewind(self, request: int) -> None:
-        """Go back to where the state of `request` was saved."""
+        """Return to the position at which the state of `request` was saved."""
         length = self.saves[request]
         self._lengths[request] = length
         kept = -(-length // BLOCK_SIZE)
@@ -130,7 +130,7 @@ def session() -> type[Session]:
 
 @pytest.fixture
 def write_config(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a tiny config.json with the given fields changed (None takes one out); the directory."""
+    """A function that writes a tiny config.json and returns its directory. It changes fields; None removes a field."""
 
     def write(**changes: object) -> Path:
         fields = {name: value for name, value in (TINY | changes).items() if value is not None}
@@ -142,7 +142,7 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def default_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real default model, converted once for all tests."""
+    """The directory of the real default model, converted once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         return nanovllm_models.default_model_path(progress=False)

@@ -1,4 +1,4 @@
-"""Formats are picked by what the chat template says, then by the architecture."""
+"""The chat template decides which format a model has; without tools in the template, the architecture decides."""
 
 import json
 
@@ -36,11 +36,11 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
         (QWEN3.replace("think", "thought"), ChatFormat(None, HERMES)),
         (CODER, ChatFormat(None, QWEN3_CODER)),
         (CODER + "<think>\n</think>", ChatFormat(THINK, QWEN3_CODER)),
-        # Both say how to write a call as JSON; one only describes tools by it.
+        # This template contains the marks of both formats: hermes and qwen3_coder.
         (QWEN3 + CODER, ChatFormat(THINK, QWEN3_CODER)),
         (MINIMAX, ChatFormat(THINK, MINIMAX_M2)),
         (R1, ChatFormat(THINK, DEEPSEEK_R1)),
-        # DeepSeek-V3.1 has the tags, but no fences between.
+        # DeepSeek-V3.1 has the same tags without fences.
         (R1.replace("```json", ""), ChatFormat(THINK, None)),
         (LLAMA_3, ChatFormat(None, LLAMA)),
         (LLAMA_3 + "</think>", ChatFormat(THINK, LLAMA)),
@@ -49,7 +49,7 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
 )
 def test_the_template_decides(template, expected):
     assert pick_format(None, template) == expected
-    # Whatever the model is, unless the template knows nothing of tools.
+    # The architecture must not matter where the template mentions tools.
     assert "tool" not in template or pick_format("LlamaForCausalLM", template) == expected
 
 
@@ -60,12 +60,12 @@ def test_the_architecture_decides_where_the_template_knows_no_tools():
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", None])
-def test_where_nobody_knows_better_calls_are_written_as_hermes_does(architecture):
+def test_an_unknown_architecture_without_tools_in_its_template_gets_hermes(architecture):
     assert pick_format(architecture, "{{ message.content }}") == ChatFormat(None, HERMES)
     assert pick_format(architecture, "{{ message.tool_calls }}") == ChatFormat(None, None)
 
 
-def test_names_are_those_of_the_tables():
+def test_formats_are_in_the_tables_under_their_names():
     for table in (REASONING_FORMATS, TOOL_CALL_FORMATS):
         assert [name for name, known in table.items()] == [known.name for known in table.values()]
 

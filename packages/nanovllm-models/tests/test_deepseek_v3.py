@@ -1,4 +1,4 @@
-"""DeepSeek-V3: its layers for further tokens, FP8 checkpoints, and what is refused."""
+"""DeepSeek-V3: layers for multi-token prediction, FP8 checkpoints, and configs that are refused."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ TINY = COMMON | FAMILIES["deepseek_v3"][1]
 
 
 def add_mtp_layer(path: Path) -> dict[str, torch.Tensor]:
-    """Give the checkpoint in `path` a layer for multi-token prediction as published; that layer's tensors."""
+    """Add a layer for multi-token prediction to the checkpoint in `path`, as published; returns the layer's tensors."""
     file = path / "model.safetensors"
     tensors = load_file(file)
     layer = {
@@ -78,7 +78,7 @@ def test_experts_are_where_the_config_says():
         ("num_key_value_heads", 2, "num_attention_heads, 4"),
         ("qk_rope_head_dim", 7, "even"),
         ("n_group", 3, "a divisor of n_routed_experts, 8"),
-        ("n_group", 8, "two experts a group or more"),
+        ("n_group", 8, "at least two experts per group"),
         ("topk_group", 5, "at most n_group, 4"),
         ("num_experts_per_tok", 5, "at most the experts in topk_group groups"),
         ("scoring_func", "softmax", "sigmoid"),
@@ -86,7 +86,7 @@ def test_experts_are_where_the_config_says():
         ("num_nextn_predict_layers", -1, "an integer from 0 on"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(field, value, message):
+def test_a_config_that_is_not_supported_is_refused_by_field(field, value, message):
     with pytest.raises(ModelError, match=rf"{field} of config.json is .*, but must be .*{message}"):
         deepseek_v3.parse_config(Fields(TINY | {field: value}, "config.json"))
 
@@ -98,8 +98,8 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
     return (wide.view(x.shape),)
 
 
-def test_block_fp8_checkpoints(tmp_path, session):
-    """As in test_fp8_checkpoints; what expands latents is dequantised, so its input isn't rounded."""
+def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, session):
+    """As in test_fp8_checkpoints, but the expansion of latents is dequantised, so its input is not rounded."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
@@ -123,7 +123,7 @@ def test_block_fp8_checkpoints(tmp_path, session):
 
 
 def test_experts_of_block_fp8_checkpoints(tmp_path, session):
-    """Experts round their inputs where no hook of the twin's reaches, and the layer for further tokens is FP8 too."""
+    """No hook on the twin can round the experts' inputs. The layer for multi-token prediction is FP8 too."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
@@ -177,7 +177,7 @@ def test_blocks_that_cut_rotated_rows_are_refused(tmp_path, session):
 
 
 def test_random_weights_for_a_config_as_published(tmp_path, session):
-    """Of fewer and narrower layers, but with heads that FP8's blocks cut as they do the published ones."""
+    """The layers are fewer and narrower than published, but FP8's blocks cut their heads in the same way."""
     scaling = {name: value for name, value in DEEPSEEK_YARN.items() if name not in ("rope_type", "rope_theta")}
     fields = TINY | {
         "architectures": ["DeepseekV3ForCausalLM"],

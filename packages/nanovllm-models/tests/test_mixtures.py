@@ -1,4 +1,4 @@
-"""Mixtures of experts: FP8 checkpoints, and checkpoints and configs that are refused by name."""
+"""Mixtures of experts: FP8 checkpoints, and errors that name the wrong tensor or field."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> t
 
 
 class RoundingExperts(torch.nn.Module):
-    """Transformers' experts, the inputs of their linears rounded."""
+    """Experts of transformers that round the inputs of their linears."""
 
     def __init__(self, plain: torch.nn.Module):
         super().__init__()
@@ -91,7 +91,7 @@ def test_fp8_checkpoints_give_the_logits_of_their_float32_twin(family, changes, 
     with torch.no_grad():
         expected = twin(torch.tensor(prompts)).logits
     errors = (torch.stack(ours.step(prompts)) - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
-    # See `test_fp8_checkpoints`: few prompts have a number that the order of a sum decides, or a choice of experts.
+    # As in `test_fp8_checkpoints`, the order of a sum may decide a rounding; here it may also decide an expert.
     assert errors.quantile(0.6) < 1e-4
     assert errors.max() < 0.5
 

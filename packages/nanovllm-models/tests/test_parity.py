@@ -1,4 +1,4 @@
-"""What holds for every family, on tiny random checkpoints: first of all, the logits and tokens of transformers."""
+"""Tests that every family passes, on tiny random checkpoints: above all, the logits and tokens of transformers."""
 
 import json
 
@@ -11,7 +11,7 @@ import nanovllm_models
 from nanovllm_core.layers import compiled
 from nanovllm_models import deepseek_v3, llama, qwen3_next
 
-# A recurrence in chunks is another order of sums than transformers'.
+# A recurrence that is computed in chunks adds up in another order than transformers.
 TOLERANCES = dict.fromkeys(FAMILIES, 1e-4) | {"qwen3_next": 2e-4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -25,7 +25,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_p
 WIDE = {"head_dim": 16}
 TIED = {"tie_word_embeddings": True}
 DENSE = {"first_k_dense_replace": 3}
-# By family and name, what differs from the family's tiny model.
+# Changes of the family's tiny config, by family and name of the variant.
 VARIANTS = {
     "llama": {
         "gqa": {},
@@ -78,7 +78,7 @@ VARIANTS = {
             "mlp_only_layers": [0, 3],
             "norm_topk_prob": False,
             "linear_conv_kernel_dim": 2,
-            # Its shared experts can't be among the others; the other variants' are.
+            # Another width than the routed experts: the shared expert runs beside them here, and among them elsewhere.
             "shared_expert_intermediate_size": 24,
         },
         "every second layer has experts": {
@@ -112,7 +112,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    # Six layers of Qwen3-Next make 1e-3 of a rounding of the embeddings: two implementations cannot agree so nearly.
+    # In six layers of Qwen3-Next, one rounding of the embeddings grows to 1e-3, so two implementations differ by more.
     [(family, name) for family in VARIANTS for name in VARIANTS[family] if name != "six layers"],
 )
 def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, session):
@@ -143,10 +143,8 @@ def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, sessi
         ("deepseek_v3", "two dense layers", 2),
     ],
 )
-def test_what_is_compiled_is_compiled_once_for_each_kind_of_layer(
-    family, variant, kinds, tmp_path, session, monkeypatch
-):
-    """Of Qwen3-Next, once for each kind of neighbours."""
+def test_each_kind_of_layer_is_compiled_once(family, variant, kinds, tmp_path, session, monkeypatch):
+    """Qwen3-Next compiles once per kind of neighbouring layers."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compiled, "BACKEND", counter)
     for module in (llama, qwen3_next, deepseek_v3):
@@ -210,7 +208,7 @@ def test_the_config_as_transformers_4_wrote_it_means_the_same(family, rope, kind
     ("family", "variant", "near", "share"),
     [
         ("llama", "gqa, tied", 0.99, 1),
-        # Few tokens go to other experts; of these nothing can be said.
+        # bfloat16 sends some tokens to other experts; their results have no bound, so only a share is compared.
         ("qwen3_moe", "wide heads", 0.99, 0.85),
         ("minimax_m2", "whole heads", 0.99, 0.85),
         ("qwen3_next", "as published", 0.98, 0.8),

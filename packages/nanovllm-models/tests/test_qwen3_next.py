@@ -1,4 +1,4 @@
-"""Qwen3-Next: states that are cut and saved anywhere, its head for further tokens, and what is refused."""
+"""Qwen3-Next: prompts cut anywhere, saved states, the head for multi-token prediction, and configs that are refused."""
 
 import json
 
@@ -18,7 +18,7 @@ from nanovllm_models.errors import ModelError
 TOLERANCE = 2e-4
 
 
-def test_prompts_in_chunks_of_odd_sizes_beside_others(tmp_path, session):
+def test_prompts_in_chunks_of_any_size_give_the_same_logits(tmp_path, session):
     make_checkpoint(tmp_path, "qwen3_next")
     spec = nanovllm_models.load(tmp_path)
     short, long = PROMPTS
@@ -28,14 +28,14 @@ def test_prompts_in_chunks_of_odd_sizes_beside_others(tmp_path, session):
         token = int(ours.step([short])[0][-1].argmax())
         parts, begin = [], 0
         for size in sizes:
-            # Of one token the decode comes first, of several the chunk, as the engine orders them.
+            # As in the engine, requests with one token come first in a step.
             _, part = ours.step([[token], long[begin : begin + size]])
             parts.append(part)
             begin += size
         torch.testing.assert_close(torch.cat(parts), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_from_a_saved_state_on_as_if_all_had_been_computed(tmp_path, session):
+def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, session):
     make_checkpoint(tmp_path, "qwen3_next")
     spec = nanovllm_models.load(tmp_path)
     prompt = PROMPTS[1]
@@ -46,7 +46,7 @@ def test_from_a_saved_state_on_as_if_all_had_been_computed(tmp_path, session):
     ours.rewind(0)
     torch.testing.assert_close(ours.step([prompt[CHECKPOINT:]])[0], expected[CHECKPOINT:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours.step([[3]])[0], following, atol=1e-5, rtol=1e-5)
-    # Saved by a step of one token.
+    # Here a step of one token saves the state.
     ours = session(spec)
     ours.saves[0] = CHECKPOINT
     ours.step([prompt[: CHECKPOINT - 1]])
@@ -57,7 +57,7 @@ def test_from_a_saved_state_on_as_if_all_had_been_computed(tmp_path, session):
     torch.testing.assert_close(found, expected[CHECKPOINT:], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_what_each_layer_keeps(tmp_path, session):
+def test_cache_specs_of_each_layer(tmp_path, session):
     make_checkpoint(tmp_path, "qwen3_next")
     specs = session(nanovllm_models.load(tmp_path)).model.cache_specs()
     state = StateSpec((4, 16, 8), (4, 2 * 2 * 8 + 4 * 16))
@@ -117,7 +117,7 @@ def test_tensors_that_are_wrong_are_named(name, shape, tmp_path, session):
             {"layer_types": ["full_attention"]},
             "layer_types .* must be linear_attention or full_attention for each of 4",
         ),
-        ({"layer_types": ["linear_attention"] * 4}, "the latter once or more"),
+        ({"layer_types": ["linear_attention"] * 4}, "full_attention at least once"),
         ({"layer_types": None, "full_attention_interval": 5}, "full_attention_interval .* is 5, but must be at most"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads .* is 3, but must be a multiple"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok .* is 9, but must be at most"),

@@ -1,4 +1,4 @@
-"""The README's program, run as its reader would, over the real engine."""
+"""The program in the README runs as printed, with the real engine."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What `load` refuses, each in one line that names what is wrong; and dummy weights."""
+"""`load`: errors of one line that name the file or field; dummy weights; default values of fields."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def refusal(path, **options) -> str:
     return message
 
 
-def test_what_is_no_directory_is_refused(tmp_path):
+def test_a_path_that_is_no_directory_is_refused(tmp_path):
     assert "is not a directory" in refusal(tmp_path / "absent")
     file = tmp_path / "model.safetensors"
     file.touch()

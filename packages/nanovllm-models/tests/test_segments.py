@@ -1,4 +1,4 @@
-"""Encoding by segment equals encoding the whole text, for every family of tokenizers, or is not done at all."""
+"""Encoding by segment gives the same ids as encoding the whole text, for every family of tokenizers."""
 
 import random
 import subprocess
@@ -21,7 +21,7 @@ CORPUS = [
     "  def f(x):\n    return x + 12345\n\n",
     "naïve 東京",
 ] * 9
-# Pre-tokenizers' patterns as the families publish them.
+# Patterns of pre-tokenizers, as published by the families.
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA = QWEN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
 DEEPSEEK = (
@@ -43,7 +43,7 @@ OVERLAPPING = special("<a>", "<a><b>", "b><", "<|im", "<|im_start|>", "|>", "\n\
 
 
 def trained(pre_tokenizer, added, *, normalizer=None, **options) -> tokenizers.Tokenizer:
-    """A byte-level BPE of a few merges."""
+    """A byte-level BPE with a few merges."""
     backend = tokenizers.Tokenizer(models.BPE(**options))
     backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
     trainer = trainers.BpeTrainer(
@@ -122,7 +122,7 @@ def gemma() -> tokenizers.Tokenizer:
 
 
 def normalized_tokens() -> tokenizers.Tokenizer:
-    """Tokens of every kind that are looked for in normalized text, within segments."""
+    """Added tokens of every kind that are matched in normalized text, that is, inside segments."""
     added = [
         *CHATML,
         *ordinary("HeLLo", "user", normalized=True),
@@ -194,7 +194,7 @@ def encoder_of(name: str) -> SegmentEncoder:
 
 
 def fragments(backend: tokenizers.Tokenizer) -> list[str]:
-    """Added tokens, pieces of them, and text that normalizers and pre-tokenizers treat in ways of their own."""
+    """Added tokens, pieces of them, and texts for which normalizers and pre-tokenizers have special rules."""
     tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
     pieces = [piece for token in tokens[:9] for piece in (token[:1], token[1:], token[: len(token) // 2], token * 2)]
     words = [
@@ -293,7 +293,7 @@ def test_a_tokenizer_encodes_as_its_backend_does(name, add_special_tokens):
 
 
 class CountingBackend:
-    """A backend that remembers what it was asked to encode."""
+    """A backend that records the texts that it encodes."""
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
@@ -345,7 +345,7 @@ def test_a_segment_that_would_displace_many_is_not_kept():
     assert (cache.num_bytes, cache.find(["small"])) == (before, {"small": b"1234"})
 
 
-def test_a_segment_counts_once():
+def test_a_segment_that_is_added_twice_counts_once():
     cache = SegmentCache(1 << 14)
     cache.add({"a": b"1234"})
     before = cache.num_bytes

@@ -1,4 +1,4 @@
-"""The checkpoints that tests are made of are laid out as the published ones, and transformers reads their twins."""
+"""The tests' checkpoints have the layout of published ones, and transformers reads their float32 twins."""
 
 import json
 import re
@@ -21,7 +21,7 @@ COMMON = {
     "initializer_range": 0.2,
 }
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "intermediate_size": 48}
-# Of each family: config, model, fields, and of a few tensors the dtypes in FP8.
+# By family: config class, model class, fields, and the dtypes of some tensors in the FP8 checkpoint.
 FAMILIES = {
     "llama": ("Llama", {"intermediate_size": 150}, {"model.layers.0.mlp.up_proj.weight": "fp8"}),
     "qwen2": (
@@ -111,7 +111,7 @@ def make_model(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layout(family, tmp_path):
+def test_checkpoints_have_the_published_layout(family, tmp_path):
     model = make_model(family)
     write_checkpoint(tmp_path / "fp8", model, dtype=torch.bfloat16, fp8=True, mtp=family in MTP, old_config=True)
     tensors = read_tensors(tmp_path / "fp8")
@@ -138,12 +138,12 @@ def test_layout(family, tmp_path):
     ids = torch.arange(20)[None]
     with torch.no_grad():
         found, expected = twin.eval()(ids).logits, model(ids).logits
-    # A token whose nearly equal experts change places is far off.
+    # A token whose two almost equally likely experts are swapped gets very different logits.
     similar = torch.nn.functional.cosine_similarity(found, expected, dim=-1)
     assert similar.median() > 0.99
 
 
-def test_what_is_not_published_is_refused(tmp_path):
+def test_multi_token_prediction_that_is_not_published_is_refused(tmp_path):
     with pytest.raises(ValueError, match="minimax_m2 is published without heads"):
         write_checkpoint(tmp_path, make_model("minimax_m2"), mtp=True)
 

@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def write_tokenizer(tmp_path):
-    """Writes a tokenizer of a few words with the given template; the directory."""
+    """A function that writes a tokenizer of a few words with a template, and returns the directory."""
 
     def write(template: str | list[dict[str, str]] | None):
         words = ["<s>", "</s>", "<unk>", "hello", "world"]
@@ -59,7 +59,7 @@ def test_a_conversation_is_rendered_by_the_template(write_tokenizer):
     assert continued == "<s>[user]hello[assistant]wor"
 
 
-def test_the_source_of_the_template_is_told(write_tokenizer):
+def test_chat_template_is_the_source_of_the_template(write_tokenizer):
     assert load_tokenizer(write_tokenizer(TEMPLATE)).chat_template == TEMPLATE
     assert load_tokenizer(write_tokenizer(TEMPLATE), chat_template="x").chat_template == "x"
     assert load_tokenizer(write_tokenizer(None)).chat_template == ""
@@ -112,7 +112,7 @@ def test_a_template_is_sandboxed(write_tokenizer):
         tokenizer.render_chat(HELLO)
 
 
-def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path):
+def test_a_directory_without_a_tokenizer_is_refused_in_one_line(tmp_path):
     with pytest.raises(ModelError, match="is not a directory"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(ModelError, match="can't load the tokenizer"):

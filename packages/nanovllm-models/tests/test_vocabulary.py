@@ -1,4 +1,4 @@
-"""What tokens stand for, as grammars are told."""
+"""The vocabulary that grammars get: the bytes of each token."""
 
 import json
 
@@ -6,7 +6,7 @@ import nanovllm_models
 from nanovllm_models.vocabulary import read_vocabulary
 
 
-def test_the_default_model_s(default_model):
+def test_the_default_models_vocabulary_has_the_bytes_of_its_tokens(default_model):
     spec = nanovllm_models.load(default_model)
     vocabulary = spec.vocabulary()
     assert vocabulary.end_ids == spec.eos_token_ids

@@ -1,6 +1,6 @@
-"""A session with instructor, in each of the modes in which it asks OpenAI's API for a typed object.
+"""A session with instructor, in each of its modes for typed objects from OpenAI's API.
 
-Base URL and key are taken from the environment, as the SDK below it does.
+The SDK below it takes base URL and key from the environment.
 """
 
 from typing import Literal
@@ -17,7 +17,7 @@ MESSAGES = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 200, "max_retries": 0}
-# Shown how to write on one line, the model takes fewer tokens.
+# The example shows JSON on one line; the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 DESCRIBE = ASKED | {"messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}]}
 MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)

@@ -1,6 +1,6 @@
-"""A session with langchain-openai: messages, tools bound to a model, and objects by each of its methods.
+"""A session with langchain-openai: messages, tools bound to a model, and typed objects by each of its methods.
 
-Base URL and key are taken from the environment, as the SDK below it does.
+The SDK below it takes base URL and key from the environment.
 """
 
 from typing import Annotated, Literal, TypedDict
@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 MODEL = "SmolLM2-135M-Instruct"
 MESSAGES = [SystemMessage("You are a guide. Answer briefly."), HumanMessage("What is the capital of France?")]
 
-# Shown how to write on one line, the model takes fewer tokens.
+# The example shows JSON on one line; the model then needs fewer tokens.
 DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": ["Fjord"]}'
 TRAVEL = 'Plan a trip to Paris like this: {"city": "Oslo", "by": "train", "days": 2}'
 
@@ -45,7 +45,7 @@ def get_weather(city: Literal["Paris", "Rome", "Oslo"]) -> str:
 
 @pytest.fixture(scope="module")
 async def one_loop():
-    """For all tests that ask for it: langchain keeps its connections, which belong to the loop that made them."""
+    """One event loop for all async tests: langchain keeps connections, which belong to the loop that opened them."""
 
 
 def model(**fields):
@@ -75,7 +75,7 @@ async def test_stream(one_loop):
 
 
 async def test_batch(one_loop):
-    """Its usual way of asking several things at once."""
+    """`batch` is langchain's usual way to send several requests at once."""
     answers = await model(max_tokens=4).abatch([MESSAGES, "Count to three.", "Say hi."])
     assert [answer.usage_metadata["output_tokens"] <= 4 for answer in answers] == [True] * 3
 
@@ -156,7 +156,7 @@ def test_bad_field():
     assert refused.value.param == "temperature"
 
 
-def test_prompt_that_does_not_fit():
+def test_a_prompt_longer_than_the_context_is_a_400():
     with pytest.raises(ContextOverflowError):
         model().invoke("long " * 3000)
 

@@ -1,6 +1,6 @@
-"""A session with litellm, which takes a served model for one of OpenAI's.
+"""A session with litellm, which treats the served model as one of OpenAI's.
 
-Base URL and key are taken from the environment, as litellm does.
+litellm takes base URL and key from the environment.
 """
 
 import os
@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, Field
 
-# Else it looks for a newer list of models in the network.
+# Without this, litellm downloads a newer list of models.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
@@ -21,7 +21,7 @@ MESSAGES = [
 ]
 ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "num_retries": 0, "timeout": 300}
 
-# Shown how to write on one line, the model takes fewer tokens.
+# The example shows JSON on one line; the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 DESCRIBE = ASKED | {
     "messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}],
@@ -151,7 +151,7 @@ def test_bad_field(stream):
         litellm.completion(**ASKED | {"temperature": 9}, stream=stream)
 
 
-def test_prompt_that_does_not_fit():
+def test_a_prompt_longer_than_the_context_is_a_400():
     long = [{"role": "user", "content": "long " * 3000}]
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**ASKED | {"messages": long})

@@ -1,6 +1,6 @@
-// A session with OpenAI's own SDK for Node, zod's schemas included.
+// A session with OpenAI's SDK for Node, with zod schemas.
 //
-// Base URL and key are taken from the environment, as the SDK does.
+// The SDK takes base URL and key from the environment.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -15,7 +15,7 @@ const messages = [
   { role: "user", content: "What is the capital of France?" },
 ];
 const asked = { model: MODEL, messages, temperature: 0, max_completion_tokens: 12 };
-// Shown how to write on one line, the model takes fewer tokens.
+// The example shows JSON on one line; the model then needs fewer tokens.
 const example = '{"name": "Oslo", "population": 7, "mayor": null, "sights": [{"name": "Fjord", "free": true}]}';
 const describe = {
   ...asked,
@@ -83,7 +83,7 @@ test("a stream is the whole in pieces", async () => {
 });
 
 test("the stream helper gathers the same", async () => {
-  // It takes no answer that the length limit ended.
+  // The SDK throws for an answer that ended at the length limit.
   const stop = (await chat.create(asked)).choices[0].message.content.slice(12, 16);
   const whole = await chat.create({ ...asked, stop });
   const stream = chat.stream({ ...asked, stop, stream_options: { include_usage: true } });

@@ -1,6 +1,6 @@
-"""A session with OpenAI's own SDK: sync, async, and with its strict check of every answer against its own types.
+"""A session with OpenAI's SDK: sync, async, and with its strict validation of every answer.
 
-Base URL and key are taken from the environment, as the SDK does.
+The SDK takes base URL and key from the environment.
 """
 
 import json
@@ -18,7 +18,7 @@ MESSAGES = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
-# Shown how to write on one line, it takes fewer tokens.
+# The example shows JSON on one line; the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "mayor": null, "sights": [{"name": "Fjord", "free": true}]}'
 DESCRIBE = ASKED | {
     "messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}],
@@ -126,7 +126,7 @@ async def test_a_stream_is_the_whole_in_pieces(sdk, sdk_async):
 
 
 def test_the_stream_helper_gathers_the_same(sdk):
-    # It takes no answer that the length limit ended.
+    # The SDK raises for an answer that ended at the length limit.
     stop = create(sdk).choices[0].message.content[12:16]
     whole = create(sdk, stop=stop)
     with sdk.chat.completions.stream(**ASKED, stop=stop, stream_options={"include_usage": True}) as stream:
@@ -149,7 +149,7 @@ def test_several_choices(sdk):
 
 
 def test_reasoning(sdk):
-    """As users of open models read it, and send it back."""
+    """Users of open models read the reasoning and send it back."""
     thinking = sdk.with_options(base_url=os.environ["THINKING_BASE_URL"])
     whole = create(thinking, reasoning_effort="low")
     message = whole.choices[0].message
@@ -179,7 +179,7 @@ def test_length(sdk):
 
 
 def arguments(call):
-    """Of a call of get_weather, valid by its schema."""
+    """The arguments of a call of get_weather, validated against its schema."""
     assert call.type == "function"
     assert call.id
     assert call.function.name == "get_weather"
@@ -278,7 +278,7 @@ async def test_stream_of_a_parsed_object(sdk_async):
                 done.append(event.parsed)
         final = await stream.get_final_completion()
     assert done == [whole.choices[0].message.parsed] == [final.choices[0].message.parsed]
-    # It grew piece by piece.
+    # The object grows with each snapshot.
     assert len({json.dumps(value) for value in partial}) > 4
 
 

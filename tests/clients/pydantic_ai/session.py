@@ -1,6 +1,6 @@
-"""A session with pydantic-ai: agents whose output is text or a typed object by each of its modes, and tools.
+"""A session with pydantic-ai: agents with text output, with typed output in each mode, and with tools.
 
-Base URL and key are taken from the environment, as its provider for OpenAI does.
+pydantic-ai's provider for OpenAI takes base URL and key from the environment.
 """
 
 import os
@@ -18,10 +18,10 @@ from pydantic_ai.settings import ModelSettings
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
-# Shown how to write on one line, the model takes fewer tokens.
+# The example shows JSON on one line; the model then needs fewer tokens.
 DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 SHORT = ModelSettings(temperature=0, max_tokens=12)
-# One call is enough, and the model would go on to make more.
+# Without this, the model makes more calls than needed.
 LONG = ModelSettings(temperature=0, max_tokens=200, parallel_tool_calls=False)
 
 
@@ -72,7 +72,7 @@ async def test_a_conversation_goes_on():
 
 
 async def test_reasoning():
-    """The direct API, as an agent would ask again for want of an answer."""
+    """This test uses the direct API, because an agent repeats a request whose answer has no text."""
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=os.environ["THINKING_BASE_URL"]))
     question = [ModelRequest.user_text_prompt(QUESTION)]
     whole = await model_request(model, question, model_settings=SHORT)
@@ -115,7 +115,7 @@ async def test_tools_and_back():
     asked = []
 
     def settings(context):
-        # The model is too small to choose on its own account.
+        # The model is too small to choose a tool by itself.
         return LONG | {"tool_choice": ["get_weather" if context.run_step == 1 else "final_result"]}
 
     guide = agent(output_type=City, model_settings=settings)
@@ -149,7 +149,7 @@ async def test_bad_field():
     assert refused.value.body["param"] == "temperature"
 
 
-async def test_prompt_that_does_not_fit():
+async def test_a_prompt_longer_than_the_context_is_a_400():
     with pytest.raises(ModelContextWindowExceededError):
         await agent().run("long " * 3000)
 

@@ -1,6 +1,6 @@
-"""What Schemathesis makes up is made cheap enough for a small model on a CPU, and asks for a model that is there.
+"""Makes the requests that Schemathesis generates cheap enough for a CPU, and gives them the name of a served model.
 
-Only values that are right already are replaced, by others that are right; what is wrong stays wrong.
+Valid values are replaced by other valid values; invalid values stay.
 """
 
 import os
@@ -14,7 +14,7 @@ LEAST_TIMEOUT_S = 60
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, **kwargs: Any) -> None:
-    """Examples and what covers each keyword never pass `map_body`: an answer without a limit would fill the context."""
+    """Limit the answer's length. Some phases of Schemathesis skip `map_body`, and an answer could fill the context."""
     if isinstance(case.body, dict) and case.body.keys().isdisjoint(("max_tokens", "max_completion_tokens")):
         case.body["max_tokens"] = MOST_TOKENS
 
@@ -29,7 +29,7 @@ def map_body(context: Any, body: Any) -> Any:
         if type(body.get(name)) is int and body[name] > most:
             body[name] = 1 + body[name] % most
     if isinstance(body.get("timeout"), int | float) and 0 < body["timeout"] < LEAST_TIMEOUT_S:
-        # What takes longer than it may is a 504, rightly.
+        # A shorter timeout would correctly give a 504.
         body["timeout"] = LEAST_TIMEOUT_S
     if type(body.get("min_tokens")) is int and body["min_tokens"] > 0:
         body["min_tokens"] = 1

@@ -1,7 +1,7 @@
 """The nanovllm engine: token ids in, token ids out.
 
-Bring a model that answers to `nanovllm_core.model.CausalLM`, describe it with a `ModelSpec`, start an `AsyncEngine`,
-and iterate over `generate`. Knows no text, no HTTP and no file formats.
+Implement `nanovllm_core.model.CausalLM`, describe the model with a `ModelSpec`, start an `AsyncEngine`, and call
+`generate`.
 """
 
 from importlib import import_module

@@ -1,9 +1,4 @@
-"""What the engine may be told, and how it is made definite.
-
-`EngineConfig` is what a user asks for, with `None` where the engine is to choose. `resolve` turns it, once, into a
-`ResolvedConfig` in which every field has a value; everything else reads that. This room must not know models,
-tensors on a device or requests: it sees only numbers that its caller looked up.
-"""
+"""The engine's configuration: what the user sets (`EngineConfig`), and all values decided by `resolve`."""
 
 from __future__ import annotations
 
@@ -17,62 +12,59 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 AttentionBackend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
-# Numbers of the KV cache: like the activations, or of one byte.
+# "auto": the KV cache has the dtype of the weights. "fp8": e4m3 with scales.
 KVCacheDtype = Literal["auto", "fp8"]
 PrefixHash = Literal["fast", "sha256"]
-# Numbers of the states of recurrent layers.
 StateDtype = Literal["float32", "bfloat16"]
-# What is replayed from CUDA graphs: nothing; steps in which every request decodes; mixed ones of not too many tokens
-# too, in pieces between which attention is launched; or these, and whole where their tokens are few.
+# Steps replayed from CUDA graphs. "none": no steps. "full_decode_only": steps in which every request decodes.
+# "piecewise": all steps, in several graphs between which attention is launched. "full": all steps, in one graph each.
 GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 PAGE_SIZES = (16, 32, 64, 128)
 GIB = 1 << 30
-# Longest times of a step of prompts alone, and of one beside decodes by default, in seconds. Shorter ones cost prompts
-# throughput: of a CPU's long prompt 250 ms took 44 % and 400 ms 6 %; of a GPU's prompts 60 ms took 2.5 %.
+# Default time limits in seconds of a step with prompts only, and of a step with prompts and decodes. Shorter limits
+# reduce the throughput of prompts, on a CPU by 44 % for 250 ms without decodes.
 PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
 MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 
 
 class ConfigError(ValueError):
-    """A setting that can't be honoured; the message names it, its value and what would be right."""
+    """An invalid setting. The message names the setting, its value and the valid values."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine. `None` means: choose for me.
+    """Settings of one engine. With None the engine chooses.
 
-    device: where the model runs; by default CUDA when there is a GPU.
-    dtype: of weights, KV cache and activations; by default the model's own. On a CPU some activations of a bf16
+    device: device of the model; by default CUDA if there is a GPU.
+    dtype: dtype of weights, KV cache and activations; by default the model's own. On a CPU some activations of a bf16
         model are float32.
-    max_model_len: most tokens (prompt + output) a request may hold; by default what the model was trained for, less
-        when the cache is smaller than that.
+    max_model_len: most tokens (prompt + output) of a request; by default as many as the model has positions for, or as
+        many as the cache holds.
     max_num_seqs: most requests running at once.
-    max_num_batched_tokens: the token budget of one step.
-    target_step_ms: longest time of a step that computes prompts beside decodes, in milliseconds. A shorter one makes
-        decodes smoother and prompts slower. By default 50 on a GPU and 250 on a CPU, or four decode steps if these
-        take longer.
-    kv_cache_dtype: "fp8" halves the KV cache, so that about twice as many tokens fit and decodes read half: keys and
-        values as e4m3, each head of each token with a scale. By default ("auto") they are of `dtype`.
+    max_num_batched_tokens: token budget of one step.
+    target_step_ms: time limit of a step with prompts and decodes, in milliseconds. A shorter limit makes decodes
+        smoother and prompts slower. By default 50 on a GPU and 250 on a CPU, or four decode steps if these take longer.
+    kv_cache_dtype: "fp8" stores keys and values as e4m3 with a scale per head of each token. The cache then holds about
+        twice as many tokens, and decodes read half as many bytes. "auto" uses `dtype`.
     block_size: tokens per KV block: 16, 32, 64 or 128. Prompts share whole blocks. By default 128 where FlashAttention
-        reads the cache, which it does faster then, and 16 elsewhere.
-    num_blocks: blocks in the KV cache; by default as many as memory allows (see the next two).
-    state_dtype: of the states of recurrent layers, which every token changes: "bfloat16" halves them.
-    num_state_slots: such states, of running requests and kept for prompts that begin alike; by default as many as the
-        memory allows.
-    gpu_memory_utilization: share of the GPU's memory that weights, activations and cache may use together.
-    cpu_cache_gib: size of the KV cache when the model runs on the CPU, in GiB.
-    prefix_caching: keep full blocks of finished requests for later prompts that begin the same.
-    prefix_hash: "fast", or "sha256" when tenants who don't trust each other share the server.
-    watermark: share of the blocks kept free when a new request is admitted, so that running ones can grow.
-    depth: steps in flight at once: by default 2 on a GPU, which hides the host behind it, and 1 on a CPU, behind which
-        there is nothing to hide.
-    seed: the base of the seeds of requests that bring none.
-    attention_backend: by default the fastest of what is installed, for prompts and for decodes.
-    graph_mode: what is replayed from CUDA graphs; by default everything that can be.
-    compile: use torch.compile between attention operators; by default on a GPU.
-    forbid_sync: for debugging: fail when launching a step waits for the GPU.
-    trace: write what each step spends its time on to this file, for Perfetto or chrome://tracing.
+        reads the cache, because that is faster, and 16 elsewhere.
+    num_blocks: blocks of the KV cache; by default as many as the memory allows.
+    state_dtype: dtype of the states of recurrent layers. "bfloat16" halves their memory.
+    num_state_slots: slots for the states of running requests and for checkpoints; by default as many as the memory
+        allows.
+    gpu_memory_utilization: share of the GPU's memory for weights, activations and cache together.
+    cpu_cache_gib: size of the KV cache on a CPU, in GiB.
+    prefix_caching: keep full blocks of finished requests for later prompts that begin with the same tokens.
+    prefix_hash: "fast", or "sha256" if clients that do not trust each other share the server.
+    watermark: share of the blocks kept free when a new request is admitted, for running requests.
+    depth: steps in flight at once; by default 2 on a GPU, so that the host plans while the GPU computes; 1 on a CPU.
+    seed: base of the seeds of requests without a seed.
+    attention_backend: by default the fastest installed backend, chosen for prompts and decodes separately.
+    graph_mode: steps that are replayed from CUDA graphs; by default all that can be captured.
+    compile: use torch.compile between attention operators; on by default on a GPU.
+    forbid_sync: for debugging: fail if launching a step waits for the GPU.
+    trace: file to which the times of each step are written, for Perfetto or chrome://tracing.
     """
 
     device: Device | None = None
@@ -102,12 +94,13 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """`EngineConfig` with every choice made, but for what must wait for a look at the memory.
+    """`EngineConfig` with a value for every setting, except those that depend on free memory.
 
-    may_shorten: nobody asked for this `max_model_len`, so it may be lowered to what the cache holds.
-    target_step_s: `target_step_ms` in seconds; None to derive the limit from the time of a decode step.
-    prompt_step_s: longest time of a step of prompts alone, in seconds: a new request waits for two of them at most.
-    mixed_step_s: longest time of a step beside decodes without a target, unless four decode steps take longer.
+    may_shorten: `max_model_len` is a default and may be lowered to what the cache holds.
+    target_step_s: `target_step_ms` in seconds; None to use `mixed_step_s` or the time of decode steps.
+    prompt_step_s: time limit of a step with prompts only, in seconds. A new request waits for at most two such steps.
+    mixed_step_s: time limit in seconds of a step with prompts and decodes without a target, unless four decode steps
+        take longer.
     """
 
     device: Device
@@ -149,23 +142,25 @@ def resolve(
     has_cute: bool = False,
     has_fp8: bool = False,
 ) -> ResolvedConfig:
-    """Make every choice that `config` leaves open, and refuse what can't be honoured.
+    """Choose a value for every setting that is None, and check all settings.
 
-    max_position: the longest sequence that the model knows positions for, in tokens.
-    model_dtype: the dtype of the model's checkpoint. cuda_dtype: the one that it prefers on a GPU, if it does.
-    has_cuda: whether this machine has a usable GPU. has_flash_attention, has_cute: and
-        FlashAttention, and CuTe DSL, for it. has_fp8: whether it knows FP8.
+    max_position: longest sequence of the model, in tokens.
+    model_dtype: dtype of the model's checkpoint.
+    has_cuda: whether this machine has a usable GPU.
+    cuda_dtype: dtype that the model prefers on a GPU; None for `model_dtype`.
+    has_flash_attention, has_cute: whether FlashAttention and CuTe DSL are installed and support the GPU.
+    has_fp8: whether the GPU supports FP8.
     Raises ConfigError.
     """
-    # Here, as processes that only hand a configuration on need not spend seconds and memory on torch.
+    # Imported here, because processes that only pass a configuration on do not need torch.
     import torch
 
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
-        raise ConfigError("device 'cuda' was asked for, but no usable NVIDIA GPU was found: use device 'cpu'")
+        raise ConfigError("device is 'cuda', but no usable NVIDIA GPU was found: use device 'cpu'")
     backend = _resolve_attention(config.attention_backend, device, has_flash_attention, has_cute)
     max_model_len = max_position if config.max_model_len is None else config.max_model_len
-    _require(1 <= max_model_len <= max_position, "max_model_len", max_model_len, f"1..{max_position}, as the model has")
+    _require(1 <= max_model_len <= max_position, "max_model_len", max_model_len, f"1..{max_position} for this model")
     max_num_seqs, budget = _resolve_batch(config, device)
     _require(config.block_size in (None, *PAGE_SIZES), "block_size", config.block_size, f"one of {PAGE_SIZES}")
     _require(config.num_blocks is None or config.num_blocks >= 2, "num_blocks", config.num_blocks, "at least 2")
@@ -241,7 +236,7 @@ def _wants_fp8(config: EngineConfig, device: Device, backend: AttentionBackend, 
 
 
 def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphMode:
-    # Plain torch reads lengths back to the host, which no graph can.
+    # The plain torch backend reads lengths on the host, which a graph can't do.
     if backend == "torch":
         if mode not in (None, "none"):
             raise ConfigError(
@@ -252,7 +247,7 @@ def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphM
 
 
 def _resolve_compile(wanted: bool | None, backend: AttentionBackend) -> bool:
-    # A CPU's products are packed in layouts of their own, which no compiler sees through.
+    # On a CPU weights are packed in special layouts that torch.compile can't handle.
     if backend == "torch":
         if wanted:
             raise ConfigError("compile needs a GPU and an attention_backend other than 'torch': leave it off")
@@ -261,14 +256,14 @@ def _resolve_compile(wanted: bool | None, backend: AttentionBackend) -> bool:
 
 
 def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
-    """`max_num_seqs` and `max_num_batched_tokens`, either of which may have to make do with the other."""
+    """`max_num_seqs` and `max_num_batched_tokens`. The default of each depends on the other."""
     max_num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     block_size = config.block_size or min(PAGE_SIZES)
     if max_num_seqs is None:
         most = 256 if device == "cuda" else 64
         max_num_seqs = most if budget is None else max(min(most, budget - block_size), 1)
     _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
-    # Below this a full house of decodes would leave no room for one block of a prefill, which would then never run.
+    # With a smaller budget, max_num_seqs decodes would leave less than one block for prompts, which would never run.
     least = max_num_seqs + block_size
     if budget is None:
         budget = max(8192 if device == "cuda" else 1024, least)
@@ -281,6 +276,6 @@ def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     return max_num_seqs, budget
 
 
-def _require(holds: bool, name: str, value: object, right: str) -> None:
+def _require(holds: bool, name: str, value: object, valid: str) -> None:
     if not holds:
-        raise ConfigError(f"{name} is {value}, but must be {right}")
+        raise ConfigError(f"{name} is {value}, but must be {valid}")

@@ -1,7 +1,4 @@
-"""What the engine asks of a model. Any object that answers to these protocols can be served.
-
-This room must not know any architecture, file format or schedule.
-"""
+"""The interface between engine and model. The engine serves any model that implements these protocols."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,20 +11,20 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch
 from nanovllm_kernels.linear_attention import StateBatch
 
-# Attention of one layer: from its queries and a batch to what they see.
+# Attention of one layer: (queries, batch) -> result.
 Attention = Callable[[Tensor, AttentionBatch], Tensor]
 
 
 class Launch(Protocol):
-    """Stands for a layer's attention, see `ForwardContext.launch`."""
+    """Runs a layer's attention outside of a captured graph, see `ForwardContext.launch`."""
 
     def __call__(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
-        """What `attention` makes of `q` [T, heads, head_dim]: [T, heads, value_dim], by default as wide as `q`."""
+        """Result [T, heads, value_dim] of `attention` of `q` [T, heads, head_dim]. value_dim: None for head_dim."""
         ...
 
 
 class PagedSpec(NamedTuple):
-    """The KV cache that one attention layer wants, per rank, and how many query heads read it."""
+    """The KV cache of one attention layer, per rank. num_heads: query heads that read it."""
 
     num_kv_heads: int
     head_dim: int
@@ -35,7 +32,7 @@ class PagedSpec(NamedTuple):
 
 
 class MLASpec(NamedTuple):
-    """The cache of one layer of latent attention: a token's latent, then its rotated key part, shared by all heads."""
+    """The cache of one latent attention layer: per token the latent, then the rotated key part, shared by all heads."""
 
     latent_dim: int
     rope_dim: int
@@ -43,8 +40,10 @@ class MLASpec(NamedTuple):
 
 
 class StateSpec(NamedTuple):
-    """What one recurrent layer keeps of a whole sequence, per rank: the shapes of its recurrent state, which is of the
-    engine's `state_dtype`, and of the inputs that its convolution still needs, which are of the model's dtype.
+    """The state that one recurrent layer keeps per sequence and rank.
+
+    recurrent: shape of the recurrent state; its dtype is the engine's `state_dtype`.
+    conv: shape of the last inputs of the convolution; they have the model's dtype.
     """
 
     recurrent: tuple[int, int, int]
@@ -63,17 +62,18 @@ class StateCache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What one forward pass needs to know of its batch: requests one after another, decodes first.
+    """The batch of one forward pass: the tokens of its requests one after another, decodes first.
 
-    attention: lengths and block tables, as the attention kernels want them. slot_mapping: int64 [num_tokens], the cache
-    slot (block * block_size + offset) each token's keys and values go to. kv_caches: one a PagedSpec, in the order of
-    `CausalLM.cache_specs`, each [num_blocks, block_size, 2 * num_kv_heads, head_dim]: in each slot the key heads, then
-    the value heads; or one an MLASpec, each [num_blocks, block_size, 1, latent_dim + rope_dim]. kv_scales: where the
-    caches are FP8 one each, uint8 [num_blocks, heads of a slot, block_size], of every head of every slot (see
-    `nanovllm_kernels.fp8`), else none. launch: called, if there, with a layer's attention
-    and its queries, in place of the attention itself: while a step is captured in pieces, between which attention is
-    launched anew each time. state_caches: one a StateSpec, in the order of `CausalLM.cache_specs`; states: which of
-    their slots are whose.
+    attention: lengths and block tables for the attention kernels.
+    slot_mapping: int64 [num_tokens], the cache slot (block * block_size + offset) of each token.
+    kv_caches: one per PagedSpec or MLASpec, in the order of `CausalLM.cache_specs`. PagedSpec: [num_blocks, block_size,
+        2 * num_kv_heads, head_dim], key heads before value heads. MLASpec: [num_blocks, block_size, 1, latent_dim +
+        rope_dim].
+    kv_scales: for FP8 one per cache, uint8 [num_blocks, heads per slot, block_size], see `nanovllm_kernels.fp8`.
+    launch: if not None, called with a layer's attention and queries instead of the attention itself. It is set while a
+        step is captured in pieces, between which attention is launched at each replay.
+    state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
+    states: state slots of the batch's requests; None for a model without recurrent layers.
     """
 
     attention: AttentionBatch
@@ -89,23 +89,23 @@ class CausalLM(Protocol):
     """A language model on its device, weights loaded."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Hidden states [num_tokens, hidden] of int32 `input_ids` [num_tokens] at int64 `positions` [num_tokens]."""
+        """Hidden states [num_tokens, hidden]. input_ids: int32 [num_tokens]. positions: int64 [num_tokens]."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks; best in float32."""
+        """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks, preferably in float32."""
         ...
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """What each layer wants cached, in their order; all that are paged are alike and share one block table."""
+        """The cache spec of each layer, in order. All attention layers have the same spec and share one block table."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Where and how a model is to be built.
+    """Options for building a model.
 
-    compile: use torch.compile on what lies between attention operators; a model may have nothing to gain by it.
+    compile: use torch.compile between attention operators. A model may ignore it.
     """
 
     device: torch.device
@@ -115,11 +115,11 @@ class BuildContext:
 
 
 class Vocabulary(NamedTuple):
-    """What a model's tokens stand for.
+    """The text of a model's tokens.
 
-    tokens: by id, the bytes that each adds to a text; b"" for one that is no text, and that no grammar lets come but by
-        its id. May be shorter than the logits are wide: what lies behind is no text either. end_ids: those that end an
-        answer, among the `eos_token_ids` of the model.
+    tokens: by token id, the bytes that the token adds to a text; b"" for tokens without text, which grammars allow only
+        by their id. May be shorter than vocab_size; the remaining tokens have no text.
+    end_ids: token ids that end an answer, a subset of the model's `eos_token_ids`.
     """
 
     tokens: Sequence[bytes]
@@ -128,14 +128,16 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model that the engine can build: everything it must know beforehand, and how to get it.
+    """The description of a model that the engine can build. It can be sent to another process by pickle.
 
-    vocab_size: rows of the logits. max_position: longest sequence. dtype: the checkpoint's. cuda_dtype: what a GPU is
-    to compute in instead, if anything: float16 is as fast as bfloat16 and keeps three bits more, but only a model
-    whose largest numbers are known may be trusted to it. eos_token_ids: ids that end a sequence. build: makes the
-    model, weights included, in the process that will run it; a module-level function or a functools.partial of one,
-    since the spec may travel to that process by pickle. vocabulary: likewise, called when a request first asks for a
-    grammar; without it none can.
+    vocab_size: number of logits per token.
+    max_position: longest sequence in tokens.
+    eos_token_ids: token ids that end a sequence.
+    dtype: dtype of the checkpoint.
+    build: creates the model with its weights; a module-level function or a functools.partial of one.
+    vocabulary: returns the vocabulary; called for the first grammar. None for a model without grammars.
+    cuda_dtype: dtype on a GPU; None for `dtype`. float16 has three more bits than bfloat16 and the same speed, but it
+        is safe only for a model whose largest numbers are known.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A request: what its sender asked for, what the engine knows of it, and what comes back."""
+"""Requests, their sampling parameters, the engine's state of a request, and outputs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ MAX_STOP_TOKENS = 64
 MAX_BUDGET_END = 64
 MAX_FORBIDDEN = 256
 MAX_FORBIDDEN_LENGTH = 16
-# Of the state of a recurrent model, for one prompt.
+# State checkpoints of a recurrent model per prompt.
 MAX_CHECKPOINTS = 16
-# Of what must be above zero; anything smaller would vanish in float32.
+# Lower bound of parameters that must be above zero.
 _LEAST = 1e-6
 
 FinishReason = Literal["stop", "length"]
@@ -28,7 +28,7 @@ BlockHash = int | bytes
 
 
 class RequestError(ValueError):
-    """A request that can't be served: `field` is the name of what is wrong with it, the message says what is right."""
+    """A request that can't be served. field: the name of the invalid field. The message says which values are valid."""
 
     def __init__(self, field: str, message: str):
         super().__init__(message)
@@ -36,16 +36,16 @@ class RequestError(ValueError):
 
 
 class GrammarError(ValueError):
-    """A grammar that nothing can be held to; the message, one line, says why and what would be right."""
+    """A grammar that can't be used. The message is one line that says why and what to change."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """What an answer must look like, as its sender wrote it.
+    """A grammar that an output must match, as the client wrote it.
 
-    kind: how `source` is to be read. "json_schema": a JSON Schema, as JSON; objects have their properties in its order,
-        and others only where it says which; whitespace is bounded. "regex": a regular expression for the whole answer.
-        "ebnf": rules in GBNF, of which `root` is the answer. "structural_tag": one of xgrammar's structural tags, as
-        JSON.
+    kind: the language of `source`. "json_schema": a JSON Schema as JSON. Properties come in the schema's order;
+        undeclared properties are allowed only where the schema describes them; whitespace is bounded. "regex": a
+        regular expression for the whole output. "ebnf": rules in GBNF; the output matches `root`. "structural_tag": a
+        structural tag of xgrammar as JSON.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
@@ -53,10 +53,11 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """How long the first part of an answer may be, which the ids `end` close in a row, as they do reasoning.
+    """A limit on the first part of an output, for example on reasoning.
 
-    num_tokens: once so many tokens were made and `end` is not among them, the next tokens are `end`; if the last ones
-        are how it begins, what is left of it.
+    num_tokens: if `end` has not occurred within this many tokens, the engine forces it. If the last tokens are a
+        beginning of `end`, only the rest is forced.
+    end: the token ids that close the first part.
     """
 
     num_tokens: int
@@ -65,29 +66,28 @@ class Budget(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """Options for sampling the tokens of one request.
 
-    max_tokens: most tokens to make; None for as many as the context holds.
-    temperature: 0 takes the likeliest token. top_k: 0 for all. top_p, min_p: as in the papers that named them
-        (Holtzman et al. 2020; Nguyen et al. 2024), 1 and 0 for off. Filters come in the order top-k, top-p over what
-        top-k left, and min-p relative to the likeliest.
-    seed: the same seed, prompt and model give the same tokens; None lets the engine draw one.
-    presence_penalty, frequency_penalty: over the output, as OpenAI defines them. repetition_penalty: over prompt and
-        output (Keskar et al. 2019), 1 for off.
-    logit_bias: added to the logits of the given token ids.
-    min_tokens: no end-of-sequence or stop token before that many. ignore_eos: the model's end-of-sequence tokens
-        don't stop it. stop_token_ids: further ids that stop it; like EOS they are part of `new_token_ids`.
-    forbidden: sequences of token ids that the output may not contain: where all of one but its last have just been
-        made, that last can't be.
-    logprobs: None for none, else how many alternatives to report beside each chosen token (0..20); of the model's own
-        distribution, before penalties and temperature.
-    prompt_logprobs: the same for the tokens of the prompt, but for its first, which nothing leads to. The whole prompt
-        is then computed, whatever the prefix cache holds.
-    grammar: what the answer must look like. It decides over everything else: where it allows nothing but what
-        min_tokens or logit_bias hold back, that comes all the same; when it is complete, end-of-sequence ends the
-        request whatever ignore_eos says; stop_token_ids stop it only where it allows them.
-    budget: closes the first part of an answer when it is too long. A grammar that allows no such end there wins, and
-        the budget is given up.
+    max_tokens: most output tokens; None for as many as the context holds.
+    temperature: 0 for greedy sampling.
+    top_k: 0 for off. Filters apply in the order top-k, top-p, min-p.
+    top_p: Holtzman et al. 2020; 1 for off. It applies to the tokens that top-k keeps.
+    min_p: Nguyen et al. 2024, relative to the likeliest token; 0 for off.
+    seed: the same seed, prompt and model give the same tokens; None for a seed drawn by the engine.
+    presence_penalty, frequency_penalty: over the output, as OpenAI defines them; 0 for off.
+    repetition_penalty: over prompt and output (Keskar et al. 2019); 1 for off.
+    logit_bias: by token id, a number added to its logit.
+    min_tokens: no end-of-sequence or stop token is sampled before this many output tokens.
+    ignore_eos: do not stop at the model's end-of-sequence tokens.
+    stop_token_ids: further token ids that stop the request; like end-of-sequence they are part of `new_token_ids`.
+    forbidden: sequences of token ids that the output may not contain.
+    logprobs: alternatives to report per output token (0..20); None for no log-probabilities. They are computed from
+        the model's distribution before penalties and temperature.
+    prompt_logprobs: the same for prompt tokens except the first. Cached blocks are then not used.
+    grammar: a grammar that the output must match; it takes precedence over all other options. A token that min_tokens
+        or logit_bias suppress is sampled if the grammar allows no other. A complete grammar ends the request even with
+        ignore_eos. stop_token_ids stop the request only where the grammar allows them.
+    budget: closes the first part of the output when it is too long. It is given up if the grammar does not allow that.
     """
 
     max_tokens: int | None = None
@@ -110,7 +110,7 @@ class SamplingParams:
     budget: Budget | None = None
 
     def validate(self, vocab_size: int) -> None:
-        """Refuse what no sampler could honour. Raises RequestError, which names the field."""
+        """Check all values. Raises RequestError, which names the invalid field."""
         self._validate_numbers()
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError("logit_bias", f"logit_bias may have at most {MAX_LOGIT_BIAS} entries")
@@ -136,8 +136,8 @@ class SamplingParams:
             if not 0 < len(tokens) <= MAX_FORBIDDEN_LENGTH:
                 raise RequestError(
                     "forbidden",
-                    f"a forbidden sequence has 1 to {MAX_FORBIDDEN_LENGTH} tokens, but one has {len(tokens)}: choose "
-                    "shorter words",
+                    f"a forbidden sequence must have 1 to {MAX_FORBIDDEN_LENGTH} tokens, but one has {len(tokens)}: "
+                    "choose shorter words",
                 )
             for token in tokens:
                 _require_int("forbidden", token, 0, vocab_size - 1)
@@ -173,49 +173,49 @@ def _require_int(name: str, value: int, low: int, high: int | None) -> None:
 
 
 class GrammarMatcher(Protocol):
-    """Where one request's output stands in its grammar."""
+    """The state of one request's output in its grammar."""
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end an answer, after which there is nothing more to match."""
+        """Token ids that end an output; nothing is matched after them."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Go on by one token. False, and nothing changed, when the grammar doesn't allow it here."""
+        """Advance by one token. Returns False, without any change, if the grammar does not allow the token here."""
         ...
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
-        """Write which tokens may come next to masks[index], as `nanovllm_kernels.sampling.apply_masks_` reads it."""
+        """Write the mask of allowed next tokens to masks[index], see `nanovllm_kernels.sampling.apply_masks_`."""
         ...
 
     @staticmethod
     def accept_all(matchers: "Sequence[GrammarMatcher]", tokens: Sequence[int]) -> list[bool]:
-        """`accept` of each, in one call. After a RuntimeError of one, some of the others have gone on."""
+        """Call `accept` of each matcher. If it raises RuntimeError, some of the matchers have advanced."""
         ...
 
     @staticmethod
     def fill_all(matchers: "Sequence[GrammarMatcher]", masks: NDArray[np.int32]) -> None:
-        """`fill` of each, to the first of `masks`, in one call."""
+        """Call `fill` of each matcher, with index 0, 1 and so on."""
         ...
 
 
 class CompiledGrammar(Protocol):
-    """What `nanovllm_core.grammar` made of a GrammarSpec; all others only pass it on."""
+    """A compiled GrammarSpec, made by `nanovllm_core.grammar`."""
 
     def start(self) -> GrammarMatcher:
-        """A matcher that stands at the beginning."""
+        """A matcher in the initial state."""
         ...
 
 
 class Checkpoint(NamedTuple):
-    """Where a recurrent model's state is kept as it stands after the first `position` tokens of a request."""
+    """The state slot in which a recurrent model's state after the first `position` tokens is saved."""
 
     position: int
     slot: int
 
 
 class RequestStatus(Enum):
-    """Where a request is in its life. Preemption leads back to WAITING."""
+    """The status of a request. Preemption leads back to WAITING."""
 
     WAITING_GRAMMAR = "waiting for its grammar"
     WAITING = "waiting"
@@ -225,22 +225,26 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence from prompt to last token.
+    """One sequence from the prompt to the last token.
 
-    Its sender fills the first group. The rest belongs to the engine; what changes in every step of a running request
-    is not here but in the scheduler's rows.
+    The client sets the first group of fields, the engine the others. Numbers that change in every step are kept in the
+    scheduler's `RowTable`.
 
-    id: chosen by the sender, unique among its requests in the engine.
-    token_ids: the prompt, as integers or as an array of them; kept as `prompt_ids`.
+    id: chosen by the client; unique among the client's open requests.
+    token_ids: the prompt as integers or an array of them; stored as `prompt_ids`.
     cache_salt: requests with different salts never share cached blocks.
-    priority: lower is served first; among equals, whoever came first.
-    prompt_ids: the prompt, read-only. output_ids: the tokens that the engine made and the host knows.
-    key: what the engine calls it, never used twice by any client of an engine.
-    row: where its state is while it runs, -1 for nowhere.
-    compiled: its grammar, once there, if it has one.
-    state_slot: where a recurrent model keeps its state. state_origin: the slot whose copy that begins as, 0 for zeros.
-    checkpoints: those that are yet to be made, the first first.
-    num_scored: of a request that asks for its prompt's log-probabilities, how many steps were launched for.
+    priority: lower is served first; requests of equal priority are served in order of arrival.
+    output_ids: output tokens that the host knows.
+    key: the engine's id of the request; no key is used twice in an engine.
+    num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    row: row in the scheduler's and the device's tables; -1 without a row.
+    block_ids, block_hashes: the request's cache blocks, in order, and the hashes of the full ones.
+    num_committed_blocks: leading blocks that are registered in the prefix cache or came from it.
+    max_total_tokens: prompt and output tokens at which the request finishes.
+    num_scored: prompt tokens for whose log-probabilities steps were launched.
+    state_slot: the state slot of a recurrent model.
+    state_origin: the slot that `state_slot` is copied from at the start; 0 for zeros.
+    checkpoints: checkpoints that are still to be saved, by rising position.
     """
 
     id: str
@@ -279,7 +283,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the host knows: the prompt and the outputs."""
+        """Number of prompt and output tokens that the host knows."""
         return self.num_prompt_tokens + len(self.output_ids)
 
     def known_ids(self) -> TokenIds:
@@ -290,22 +294,22 @@ class Request:
 
     @property
     def num_to_score(self) -> int:
-        """Tokens of the prompt whose log-probabilities no step was launched for yet."""
+        """Prompt tokens whose log-probabilities still have to be computed."""
         return 0 if self.sampling.prompt_logprobs is None else self.num_prompt_tokens - 1 - self.num_scored
 
 
-# Structs, not dataclasses: they cross the wire (as arrays, without names), or are made for every request of a step.
+# Structs, not dataclasses: they are sent between processes as arrays, and are created for every request of a step.
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities at one position: of the chosen token, and of the likeliest ones, best first."""
+    """Log-probability of a chosen token, and pairs (token id, log-probability) of the likeliest ones, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
 class PromptTokenLogprobs(NamedTuple):
-    """Log-probabilities at one token of a prompt: its own, and of the likeliest in its place, best first.
+    """Log-probabilities at one prompt token. `logprob` and `top`: see `TokenLogprobs`.
 
-    rank: how many tokens are at least as likely as it, itself included.
+    rank: number of tokens that are at least as likely as the prompt token, itself included.
     """
 
     logprob: float
@@ -314,11 +318,10 @@ class PromptTokenLogprobs(NamedTuple):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of n tokens of a prompt in a row, each given all before it; iterate for one at a time.
+    """Log-probabilities of n consecutive prompt tokens. Iteration yields a `PromptTokenLogprobs` per token.
 
-    Packed, as long prompts have more numbers than there is time to make objects of beside others' tokens.
-    num_top: how many likeliest ones each has. logprobs: float32 [n]. ranks: int32 [n]. top_ids: int32 [n, num_top].
-    top_logprobs: float32 [n, num_top].
+    Packed as bytes, because creating objects for long prompts would delay other requests.
+    logprobs: float32 [n]. ranks: int32 [n]. top_ids: int32 [n, num_top]. top_logprobs: float32 [n, num_top].
     """
 
     num_top: int
@@ -329,7 +332,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def joined(cls, num_top: int, parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs":
-        """Those of `parts`, one after another."""
+        """Concatenate `parts`."""
         return cls(
             num_top,
             b"".join([part.logprobs for part in parts]),
@@ -344,20 +347,21 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def __iter__(self) -> Iterator[PromptTokenLogprobs]:
         count = self.num_top
         top_ids, top_logprobs = memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f")
-        own = zip(memoryview(self.logprobs).cast("f"), memoryview(self.ranks).cast("i"), strict=True)
-        for index, (logprob, rank) in enumerate(own):
-            place = slice(index * count, (index + 1) * count)
-            yield PromptTokenLogprobs(logprob, rank, tuple(zip(top_ids[place], top_logprobs[place], strict=True)))
+        pairs = zip(memoryview(self.logprobs).cast("f"), memoryview(self.ranks).cast("i"), strict=True)
+        for index, (logprob, rank) in enumerate(pairs):
+            span = slice(index * count, (index + 1) * count)
+            yield PromptTokenLogprobs(logprob, rank, tuple(zip(top_ids[span], top_logprobs[span], strict=True)))
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
-    """What one step made for many requests, by their keys, as columns: few objects, however many the requests.
+    """The outputs of one step for many requests, as columns, so that a step creates few objects.
 
-    keys, tokens: each new token and whose it is, those of one request in order. logprobs: one entry for each new token
-    of those that asked. begins: requests whose first token is here, and how many of their prompt's tokens were found in
-    the prefix cache. ends: requests whose last token is here, why they ended, and the id that ended them, if one did.
-    failures: requests that end here without having come to an end, and why. prompt_logprobs: of requests that asked,
-    more of them, in order; the last come no later than the first token.
+    keys, tokens: each new token with the key of its request; tokens of one request are in order.
+    logprobs: pairs (key, log-probabilities), one per new token of requests that asked for them.
+    begins: pairs (key, cached prompt tokens) of requests whose first output token is here.
+    ends: triples (key, finish reason, stop token or None) of requests whose last output token is here.
+    failures: pairs (key, reason) of requests that failed.
+    prompt_logprobs: pairs (key, part), in order. The last part comes no later than the first output token.
     """
 
     keys: list[int] = []
@@ -370,12 +374,16 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What was made for one request since its reader last looked.
+    """New output of one request since its last `RequestOutput`.
 
-    new_token_ids: one, or several when its reader was slow. logprobs: one entry a new token, when asked for.
-    finish_reason: set on the last output. stop_token: the id that ended it, when one did.
-    num_prompt_tokens, num_cached_tokens (prompt tokens found in the prefix cache), num_output_tokens: usage so far.
-    prompt_logprobs: of all tokens of the prompt but the first, in the first output, when asked for.
+    id: the request's id, as the client chose it.
+    new_token_ids: one token, or several if the reader was slow.
+    num_prompt_tokens, num_output_tokens: usage so far.
+    num_cached_tokens: prompt tokens found in the prefix cache.
+    logprobs: one entry per new token; None if not asked for.
+    finish_reason: set on the last output; else None.
+    stop_token: the token id that stopped the request; None if it did not stop at a token.
+    prompt_logprobs: of all prompt tokens except the first. Set on the first output if asked for; else None.
     """
 
     id: str

@@ -10,21 +10,21 @@ TokenIds = NDArray[np.int32]
 
 
 def as_token_ids(ids: Sequence[int] | NDArray[Any]) -> TokenIds:
-    """A read-only int32 array of `ids`; a read-only int32 array is returned as it is, anything else is copied.
+    """A read-only int32 array of `ids`. A read-only int32 array is returned unchanged, other values are copied.
 
-    Raises ValueError when `ids` is not one row of integers that int32 holds.
+    Raises ValueError if `ids` is not a one-dimensional sequence of integers that int32 holds.
     """
-    found = np.asarray(ids)
-    if found.size == 0 and found.ndim == 1:
-        found = found.astype(np.int32)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+    array = np.asarray(ids)
+    if array.size == 0 and array.ndim == 1:
+        array = array.astype(np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError("a sequence of integers is expected")
-    if found.dtype != np.int32:
+    if array.dtype != np.int32:
         bounds = np.iinfo(np.int32)
-        if found.min() < bounds.min or found.max() > bounds.max:
-            raise ValueError(f"they go from 0 to {bounds.max}")
-        found = found.astype(np.int32)
-    elif found.flags.writeable:
-        found = found.copy()
-    found.flags.writeable = False
-    return found
+        if array.min() < bounds.min or array.max() > bounds.max:
+            raise ValueError(f"they must be from 0 to {bounds.max}")
+        array = array.astype(np.int32)
+    elif array.flags.writeable:
+        array = array.copy()
+    array.flags.writeable = False
+    return array

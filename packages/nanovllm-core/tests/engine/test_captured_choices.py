@@ -12,7 +12,7 @@ from toy_model import VOCAB, toy_spec
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_core.execution import runner as runner_module
-from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs
+from nanovllm_core.execution.graphs import CapturedStep, ForwardOutput, GraphShape, StepGraphs
 from nanovllm_core.request import Budget, TokenLogprobs
 
 OUTPUT = 24
@@ -56,7 +56,7 @@ class StandIns(StepGraphs):
             return super().dispatch(batch, launched=launched)
         count = batch.num_reqs
         shape = GraphShape(count, count, 1, "full_decode_only")
-        found = Logits(
+        found = ForwardOutput(
             torch.empty(count, VOCAB), torch.empty(count, dtype=torch.int32), torch.empty(count, 16, dtype=torch.int32)
         )
         step = CapturedStep([Replayed(found, lambda: self._forward(shape, None, num_decodes=count))], [], found)

@@ -10,7 +10,7 @@ import torch
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_core.engine.async_engine import build_loop
 from nanovllm_core.engine.loop import EngineLoop
-from nanovllm_core.execution.landing import Place
+from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.runner import Runner
 
 PROMPT = [5, 6, 7]
@@ -41,7 +41,7 @@ def events(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("computes_later", "depth", "order"),
+    ("is_asynchronous", "depth", "order"),
     [
         # On a CPU whoever waits would wait for another step, too.
         (False, None, "launch post launch post launch post launch post launch post launch post"),
@@ -50,9 +50,9 @@ def events(monkeypatch) -> list[str]:
         (True, 1, "launch launch post launch post launch post launch post launch post post"),
     ],
 )
-async def test_a_device_has_its_next_step_before_outputs_go_out(computes_later, depth, order, toy_spec, oracle, events):
+async def test_next_step_is_launched_before_outputs_are_posted(is_asynchronous, depth, order, toy_spec, oracle, events):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=depth))
-    engine._loop._runner.computes_later = computes_later
+    engine._loop._runner.is_asynchronous = is_asynchronous
     async with asyncio.timeout(10):
         while "post" not in events:
             await asyncio.sleep(0.001)
@@ -66,7 +66,7 @@ async def test_a_device_has_its_next_step_before_outputs_go_out(computes_later, 
 
 async def test_what_comes_while_a_step_is_launched_is_in_the_next(toy_spec, monkeypatch):
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=2))
-    loop._runner.computes_later = True
+    loop._runner.is_asynchronous = True
     first, second = request(), request()
     first.key, second.key = 1, 2
     launch = loop._runner.launch
@@ -126,25 +126,25 @@ class SlowEvent:
         return (end.due - self.due) * 1e3
 
 
-class SlowLanding:
-    """Buffers on the host for the results of such a device."""
+class SlowHostCopyRing:
+    """Host copy buffers of a device whose steps take 50 ms."""
 
     def __init__(self, size: int):
         self._size = size
         self.ends: list[SlowEvent] = []
 
-    def take(self) -> Place:
+    def take(self) -> HostCopySlot:
         tokens = torch.zeros(self._size, dtype=torch.int32)
         self.ends.append(SlowEvent(0.05))
-        return Place(tokens, tokens.numpy(), SlowEvent(0.0), self.ends[-1], None)
+        return HostCopySlot(tokens, tokens.numpy(), SlowEvent(0.0), self.ends[-1], None)
 
 
 @pytest.fixture
 async def slow_loop(toy_spec) -> EngineLoop:
     config = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, max_num_batched_tokens=32, depth=2)
     loop = await build_loop(toy_spec(), config)
-    loop._runner.computes_later = True
-    loop._runner._landing = SlowLanding(4)
+    loop._runner.is_asynchronous = True
+    loop._runner._host_copies = SlowHostCopyRing(4)
     return loop
 
 
@@ -152,7 +152,7 @@ async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothin
     launch, in_flight = slow_loop._runner.launch, []
 
     def launching(plan):
-        in_flight.append(1 + sum(not end.query() for end in slow_loop._runner._landing.ends))
+        in_flight.append(1 + sum(not end.query() for end in slow_loop._runner._host_copies.ends))
         return launch(plan)
 
     monkeypatch.setattr(slow_loop._runner, "launch", launching)
@@ -197,7 +197,7 @@ async def test_a_request_that_comes_while_a_long_step_runs_is_in_the_step_behind
     await running
     # Planned at once, it would have been launched 50 ms before the step ahead of it ends.
     (index,) = with_short
-    assert runner._landing.ends[index - 1].due - launched[index][0] < 0.03
+    assert runner._host_copies.ends[index - 1].due - launched[index][0] < 0.03
 
 
 async def test_an_abort_of_a_lone_long_prompt_takes_effect_within_two_steps(slow_loop, monkeypatch):
@@ -295,25 +295,26 @@ async def test_an_engine_at_rest_says_nothing(toy_spec):
     await serving
 
 
-async def test_spinning_is_looked_at_before_steps_and_left_as_it_was(toy_spec, monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+async def test_spinning_is_controlled_while_the_engine_is_there(fails, toy_spec, monkeypatch):
     done = []
 
     class Spins:
         def __init__(self, *, is_on: bool):
             done.append(is_on)
 
-        def look(self) -> None:
-            done.append("look")
-
         def close(self) -> None:
             done.append("close")
 
-    monkeypatch.setattr("nanovllm_core.execution.runner.SpinControl", Spins)
-    monkeypatch.setattr("nanovllm_core.execution.runner.can_limit", lambda: True)
-    engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
-    assert done[:2] == [True, "look"]
-    done.clear()
-    assert [token async for output in engine.generate(request()) for token in output.new_token_ids]
-    assert done == ["look"] * OUTPUTS
-    await engine.stop()
-    assert done[-1] == "close"
+    monkeypatch.setattr("nanovllm_core.engine.loop.SpinControl", Spins)
+    monkeypatch.setattr("nanovllm_core.engine.loop.can_limit", lambda: True)
+    if fails:
+        monkeypatch.setattr("nanovllm_core.engine.loop.calibrate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+    else:
+        engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+        assert [token async for output in engine.generate(request()) for token in output.new_token_ids]
+        assert done == [True]
+        await engine.stop()
+    assert done == [True, "close"]

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from nanovllm_core import Budget, SamplingParams
-from nanovllm_core.execution import constraints as room
+from nanovllm_core.execution import constraints as constraints_module
 from nanovllm_core.execution.constraints import Constraints
+from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.inputs import MaskBuffer
-from nanovllm_core.execution.landing import Place
-from nanovllm_core.execution.sampler import Sampled, StepHandle
+from nanovllm_core.execution.sampler import Sampled
+from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 
@@ -88,7 +89,7 @@ def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bo
 
 def handle(tokens: list[int]) -> tuple[StepHandle, Event]:
     landed, event = torch.empty(len(tokens) + 1, dtype=torch.int32), Event()
-    place = Place(landed, landed.numpy(), Event(), event, None)
+    place = HostCopySlot(landed, landed.numpy(), Event(), event, None)
     sampled = Sampled(torch.tensor(tokens, dtype=torch.int32), None, None, None)
     return StepHandle(sampled, np.arange(len(tokens)), np.full(len(tokens), -1), place), event
 
@@ -173,12 +174,12 @@ def test_grammars_are_followed_in_one_call_and_one_that_breaks_harms_no_other():
     constraints.launched(handle([5, 7, 7, 5])[0])
     assert constraints.begin(plan(rows))
     assert constraints.masks(np.arange(4)) is None
-    assert not constraints._is_held[0]
+    assert not constraints._is_constrained[0]
 
 
 def test_a_call_that_takes_long_has_each_row_followed_and_timed_by_itself(monkeypatch):
-    monkeypatch.setattr(room, "_LONG_CALL", 0.0)
-    monkeypatch.setattr(room, "_STEPS_APART", 2)
+    monkeypatch.setattr(constraints_module, "_LONG_CALL", 0.0)
+    monkeypatch.setattr(constraints_module, "_SEPARATE_STEPS", 2)
     constraints, calls, rows = Constraints(2, VOCAB, torch.device("cpu")), [], [0, 1]
     constraints.begin(plan(rows, [new_row(row, None, CountingGrammar(calls)) for row in rows]))
     for step, seen in enumerate([1, 1, 1, 3]):
@@ -186,8 +187,8 @@ def test_a_call_that_takes_long_has_each_row_followed_and_timed_by_itself(monkey
         assert allowed(bits) == [[step]] * 2
         assert len(calls) == seen
         if step == 2:
-            assert all(constraint.spent > 0 for constraint in constraints._constraints.values())
+            assert all(constraint.match_s > 0 for constraint in constraints._constraints.values())
             # From now on no call is long.
-            monkeypatch.setattr(room, "_LONG_CALL", 10.0)
+            monkeypatch.setattr(constraints_module, "_LONG_CALL", 10.0)
         constraints.launched(handle([7, 7])[0])
         constraints.begin(plan(rows))

@@ -14,8 +14,8 @@ from nanovllm_core.execution import graphs as graphs_module
 from nanovllm_core.execution import runner as runner_module
 from nanovllm_core.execution.graphs import (
     CapturedStep,
+    ForwardOutput,
     GraphShape,
-    Logits,
     StepGraphs,
     decode_sizes,
     graph_shapes,
@@ -178,7 +178,7 @@ def test_pieces_and_the_attention_between_them_make_a_step(monkeypatch):
         hidden = inputs * 2
         for layer in range(3):
             hidden = hidden + launch(attention(layer), hidden - 1)
-        return Logits(hidden, lengths, tables)
+        return ForwardOutput(hidden, lengths, tables)
 
     with graphs_module._Capture(None) as capture:
         logits = forward(capture.launch)
@@ -195,7 +195,7 @@ def test_pieces_and_the_attention_between_them_make_a_step(monkeypatch):
 
 
 def test_the_choice_with_the_least_work_that_does_all_is_replayed():
-    step = CapturedStep([], [], Logits(*(torch.zeros(0),) * 3), dict.fromkeys(runner_module.CAPTURED_NEEDS))
+    step = CapturedStep([], [], ForwardOutput(*(torch.zeros(0),) * 3), dict.fromkeys(runner_module.CAPTURED_NEEDS))
     everything = runner_module.CAPTURED_NEEDS[-1]
     assert len(step.draws) == 7
     for needs in runner_module.CAPTURED_NEEDS:

@@ -34,10 +34,10 @@ def test_a_plan_is_seen_in_the_tables():
     assert step.rows.tolist() == [0, 2, 3]
     assert step.query_start_loc.tolist() == [0, 1, 4, 6]
     assert step.samples.tolist() == [1, 1, 0]
-    assert step.sampled.tolist() == [0, 1]
+    assert step.sampling_indices.tolist() == [0, 1]
     assert step.needs == Needs.RANDOM
     assert step.num_logprobs.tolist() == [-1, 4]
-    assert step.most_logprobs == 4
+    assert step.max_num_logprobs == 4
 
 
 def test_blocks_grow_without_a_new_row():

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nanovllm_core.execution.landing import Place
+from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.request_table import Needs, RequestTable
 from nanovllm_core.execution.runner import CAPTURED_NEEDS
-from nanovllm_core.execution.sampler import SCORED_AT_ONCE, Masks, StepHandle, draw, gather, score, with_logprobs
+from nanovllm_core.execution.sampler import SCORED_AT_ONCE, Masks, draw, gather, score, with_logprobs
+from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.layers import compiled
 from nanovllm_core.request import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
@@ -142,7 +143,9 @@ def test_a_prompt_is_scored_piece_by_piece(count):
         return piece @ head.t()
 
     nothing = np.zeros(0, np.int64)
-    (found,) = StepHandle(None, nothing, nothing, None, scored=[score(hidden, tokens, 3, compute_logits)]).tokens()[3]
+    (found,) = StepHandle(
+        None, nothing, nothing, None, prompt_scores=[score(hidden, tokens, 3, compute_logits)]
+    ).tokens()[3]
     assert most <= SCORED_AT_ONCE
     assert (len(found), found.num_top) == (count, 3)
     expected = (hidden @ head.t()).log_softmax(-1)
@@ -171,7 +174,7 @@ class CountingEvent:
 def test_a_step_that_samples_nothing_ends_with_an_event_that_is_waited_for():
     nothing, end = np.zeros(0, np.int64), CountingEvent()
     tokens = torch.zeros(4, dtype=torch.int32)
-    handle = StepHandle(None, nothing, nothing, Place(tokens, tokens.numpy(), CountingEvent(), end, None))
+    handle = StepHandle(None, nothing, nothing, HostCopySlot(tokens, tokens.numpy(), CountingEvent(), end, None))
     assert end.num_records == 1
     assert not handle.ready
     handle.wait()

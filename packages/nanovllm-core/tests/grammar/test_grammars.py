@@ -66,7 +66,7 @@ async def test_the_least_recently_used_are_given_up(kept, compiled, monkeypatch)
 
 async def test_limits_are_named(kept, monkeypatch):
     monkeypatch.setattr(grammars, "MAX_SOURCE", 50)
-    with pytest.raises(GrammarError, match="is written in 51 characters, but may take at most 50"):
+    with pytest.raises(GrammarError, match="has 51 characters, but may have at most 50"):
         await kept.compile(GrammarSpec("regex", "a" * 51))
     monkeypatch.setattr(grammars, "MAX_SOURCE", 1000)
     monkeypatch.setattr(grammars, "MAX_BYTES", 1000)
@@ -96,8 +96,11 @@ async def test_closing_ends_who_waits(kept):
 @pytest.mark.parametrize(
     ("vocabulary", "message"),
     [
-        (lambda: Vocabulary([b"a"], ()), "ends answers with \\[\\], which must be some of"),
-        (lambda: Vocabulary([b"a"], (0,)), "ends answers with \\[0\\], which must be some of .* \\[5\\]"),
+        (lambda: Vocabulary([b"a"], ()), "end_ids of the model's vocabulary are \\[\\], but must be"),
+        (
+            lambda: Vocabulary([b"a"], (0,)),
+            "end_ids of the model's vocabulary are \\[0\\], but must be some of .* \\[5\\]",
+        ),
     ],
 )
 async def test_a_vocabulary_must_end_answers_as_the_model_does(vocabulary, message):

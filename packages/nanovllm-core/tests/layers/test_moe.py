@@ -83,7 +83,7 @@ def test_ranks_have_an_even_share_of_every_experts_width(names, size, ranks, rou
 def test_widths_that_ranks_cannot_share_are_refused(ranks):
     with pytest.raises(ValueError, match="the width of an expert is 10"):
         Experts(NUM_EXPERTS, HIDDEN, 10, ranks(3)[0])
-    with pytest.raises(ValueError, match="192 wide, whose FP8 blocks of 128 2 ranks can't split"):
+    with pytest.raises(ValueError, match="192 wide, but 2 ranks can't split its FP8 blocks of 128"):
         Experts(NUM_EXPERTS, HIDDEN, 192, ranks(2)[0], quantization=BlockFP8())
 
 

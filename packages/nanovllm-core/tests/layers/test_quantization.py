@@ -63,7 +63,7 @@ def test_row_parallel_ranks_split_whole_blocks(ranks, build):
         layer = loaded(RowParallelLinear(512, 200, rank, quantization=FP8), tensors)
         total += layer(share.contiguous(), residual.clone())
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
-    with pytest.raises(ValueError, match=r"in_features is 320, whose FP8 blocks of 128 2 ranks can't split"):
+    with pytest.raises(ValueError, match=r"in_features is 320, but 2 ranks can't split its FP8 blocks of 128"):
         RowParallelLinear(320, 200, ranks(2)[0], quantization=FP8)
 
 

@@ -6,10 +6,10 @@ import pytest
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.intake import ScheduledStep
-from nanovllm_core.scheduling.plan import StepTokens
+from nanovllm_core.scheduling.plan import StepResults
 from nanovllm_core.scheduling.policy import MAX_BYPASSES
 from nanovllm_core.scheduling.prompts import WINDOW
+from nanovllm_core.scheduling.result_applier import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepWork
 from nanovllm_kernels.attention.rounds import AttentionRounds, attention_pairs
@@ -33,7 +33,7 @@ def add(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2, priorit
 
 def finish(scheduler: Scheduler, planned: ScheduledStep) -> None:
     num_samples = int(planned.plan.scheduled.samples.sum())
-    scheduler.complete(planned, StepTokens(np.full(num_samples, 7, np.int32), ()))
+    scheduler.complete(planned, StepResults(np.full(num_samples, 7, np.int32), ()))
 
 
 def step(scheduler: Scheduler) -> list[int]:

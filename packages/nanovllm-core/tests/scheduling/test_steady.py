@@ -7,8 +7,8 @@ from counting import calls
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.intake import COMMITTED_TOKENS
-from nanovllm_core.scheduling.plan import StepTokens
+from nanovllm_core.scheduling.plan import StepResults
+from nanovllm_core.scheduling.result_applier import COMMITTED_TOKENS
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE, LONGEST, EOS = 16, 256, 1
@@ -30,7 +30,7 @@ def decoding(count: int, *, prefix_caching: bool) -> Scheduler:
 
 def step(scheduler: Scheduler, count: int) -> None:
     plan = scheduler.schedule()
-    outputs = scheduler.complete(plan, StepTokens(np.full(count, 7, np.int32), ()))
+    outputs = scheduler.complete(plan, StepResults(np.full(count, 7, np.int32), ()))
     assert outputs.tokens == [7] * count
     assert sorted(outputs.keys) == list(range(count))
 
@@ -77,7 +77,7 @@ def held_by_need(num_blocks: int, num_steps: int) -> tuple[list[int], list[int]]
     for _ in range(num_steps):
         planned = scheduler.schedule()
         grown.append(len(planned.plan.new_blocks.rows))
-        scheduler.complete(planned, StepTokens(np.full(count, 7, np.int32), ()))
+        scheduler.complete(planned, StepResults(np.full(count, 7, np.int32), ()))
     # The last token has been made, but not computed.
     return grown, [len(request.block_ids) - -(-(request.num_tokens - 1) // BLOCK_SIZE) for request in scheduler.running]
 
@@ -112,7 +112,7 @@ def test_steps_of_the_same_requests_are_scheduled_alike():
     scheduler = decoding(2, prefix_caching=False)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first.plan.scheduled is second.plan.scheduled
-    tokens = StepTokens(np.array([7, 8], np.int32), ())
+    tokens = StepResults(np.array([7, 8], np.int32), ())
     scheduler.complete(first, tokens)
     scheduler.abort(1)
     # Its key is free, and so is its row, once the step in flight has ended.

@@ -11,8 +11,8 @@ from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.execution.graphs import mixed_sizes
 from nanovllm_core.request import Request, SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.intake import ScheduledStep
-from nanovllm_core.scheduling.plan import StepTokens
+from nanovllm_core.scheduling.plan import StepResults
+from nanovllm_core.scheduling.result_applier import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
 from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds, attention_pairs
@@ -87,7 +87,7 @@ class Engine:
         planned, self.now = self.in_flight.popleft()
         self.scheduler.observe(planned, self.steps[len(self.steps) - len(self.in_flight) - 1][1])
         count = int(planned.plan.scheduled.samples.sum())
-        outputs = self.scheduler.complete(planned, StepTokens(np.full(count, 7, np.int32), ()))
+        outputs = self.scheduler.complete(planned, StepResults(np.full(count, 7, np.int32), ()))
         for key, _ in outputs.begins:
             self.first_token_at[key] = self.now
         return True

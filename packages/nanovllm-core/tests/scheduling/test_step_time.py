@@ -109,3 +109,10 @@ def test_only_steps_that_take_longer_than_predicted_count_as_excess(fitted):
     assert fitted.excess > before
     fitted.forget_error()
     assert fitted.excess == fitted.error == 0
+
+
+def test_a_model_that_was_only_calibrated_expects_some_excess():
+    model = StepTimeModel()
+    calibrate(model, lambda num_tokens, _: 1e-3 + 1e-5 * num_tokens, 8192, 8192)
+    assert model.error == 0
+    assert 0.01 <= model.excess <= 0.05

@@ -13,7 +13,7 @@ from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.request import PromptLogprobs, Request, RequestStatus, SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.plan import NewRow, NewState, PromptPart, StepPlan, StepTokens
+from nanovllm_core.scheduling.plan import NewRow, NewState, PromptPart, StepPlan, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 VOCAB = 50
@@ -62,7 +62,7 @@ class Device:
             if checkpoint.position == position + 1:
                 self.states[checkpoint.slot] = after
 
-    def run(self, plan: StepPlan) -> StepTokens:
+    def run(self, plan: StepPlan) -> StepResults:
         if self.states is not None:
             self.restore(plan.new_rows)
         for new in plan.new_rows:
@@ -91,7 +91,7 @@ class Device:
             if samples:
                 sampled.append(next_token(state, self.eos_rate))
                 self.tokens[row].append(sampled[-1])
-        return StepTokens(
+        return StepResults(
             np.array(sampled, np.int32), (), (), [self.score(part, seen) for part in plan.prompt_logprobs]
         )
 
@@ -232,7 +232,7 @@ class Trace:
                 break
             check_plan(scheduler, step.plan, decodes, self.budget)
             for new in step.plan.new_rows:
-                (request,) = scheduler.rows.of(np.array([new.row]))
+                (request,) = scheduler.rows.requests_of(np.array([new.row]))
                 if 0 < len(self.scores[request.key]) < request.num_prompt_tokens - 1:
                     self.num_resumed_midway += 1
                 self.num_restored += new.state.origin > 0

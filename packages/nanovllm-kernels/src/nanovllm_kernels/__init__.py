@@ -1,6 +1,5 @@
 """Operators for LLM inference: tensors in, tensors out.
 
-Each room is a family of operators: its `__init__.py` holds the public functions, `reference.py` the plain torch that is
-both their oracle and their CPU path, `triton_*.py` their CUDA kernels. Nothing here knows models, requests or
-schedules, and importing it imports no kernel language.
+Each subpackage is a family of operators: `__init__.py` has the public functions, `reference.py` the plain torch that is
+both the reference for tests and the CPU path, `triton_*.py` the CUDA kernels. Importing imports no kernel language.
 """

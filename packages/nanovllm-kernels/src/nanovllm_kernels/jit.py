@@ -1,14 +1,8 @@
-"""Numba, the kernel language of the CPU: memory by address, bf16, and the threads that torch computes with.
+"""Support for Numba kernels on a CPU: memory by address, bf16, and torch's own threads. Importing it imports Numba.
 
-For few rows, and for products in float32 from bf16 weights, torch has no operators. Kernels take addresses as integers,
-so that a call costs a microsecond. The caller keeps the tensors alive and checks their dtypes and strides.
-Compiled when first used, for this machine, and kept where the source lies or in the user's cache directory, until their
-own file changes: after a change of this one, touch theirs.
-
-Threads are those of the OpenMP runtime that torch has loaded: still awake from the operator before, and no more of them
-than cores. (Numba's own would be another pool, and two pools that wait by spinning cost milliseconds a step.)
-
-Importing this room imports numba: ask `platform.has_numba` first. It must not know any operator.
+Kernels take addresses as integers, so that a call costs 1 us; callers keep the tensors alive and check dtypes and
+strides. Compiled kernels are cached until their own file changes: after a change here, touch the kernels' files.
+Threads are those of torch's OpenMP runtime, which are awake; a second pool that spins would cost milliseconds per step.
 """
 
 import ctypes
@@ -27,18 +21,18 @@ from numba.extending import intrinsic
 F = TypeVar("F", bound=Callable[..., object])
 
 _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse4.2": "SSE4.2", "sve": "SVE", "neon": "NEON"}
-# What Numba compiles for. Kernels that are kept are told apart by it.
+# The CPU features that Numba compiles for, which are part of its cache key.
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 INSTRUCTIONS = next(
     (name for feature, name in _VECTORS.items() if f"+{feature}" in _FEATURES), f"vectors of {_platform.machine()}"
 )
-# float32 numbers that a vector register holds, or two.
+# float32 values in a vector register, or in two.
 LANES = 16 if INSTRUCTIONS == "AVX-512" else 8
 
-# Sums may be taken in any order, or no loop over them could be vectorised; numbers that aren't finite stay such.
+# Fast-math flags that allow reordering sums, which vectorisation needs; infinities and NaN keep their meaning.
 _SUMS = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
-# exp: the range outside of which it is constant, ln 2 in two parts, and the polynomial's terms from the sixth power on.
+# exp: its range (constant outside), ln 2 in two parts, and the polynomial's coefficients from the sixth power down.
 EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
 LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
 EXP_TERMS = (np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2), np.float32(1.6666667e-1))
@@ -46,7 +40,7 @@ _LEAST, _MOST = EXP_RANGE
 _LN2_HIGH, _LN2_LOW = LN2_PARTS
 _C6, _C5, _C4, _C3 = EXP_TERMS
 
-# Where OpenMP's functions are. Numba keeps no kernel that knows an address, so that kernels are told where this lies.
+# Addresses of OpenMP functions. Numba does not cache kernels that contain addresses, so they get this table's address.
 _OPENMP = np.array(
     [
         ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value
@@ -57,39 +51,40 @@ _OPENMP = np.array(
 OPENMP: int = _OPENMP.ctypes.data
 
 
-def _can_keep() -> bool:
+def _can_cache() -> bool:
     try:
-        numba.njit(cache=True)(_can_keep)
+        numba.njit(cache=True)(_can_cache)
     except RuntimeError:
-        # No directory can be written to: everything is compiled at each start.
+        # No directory is writable: everything is compiled at each start.
         return False
     return True
 
 
-_KEEP = _can_keep()
+_CAN_CACHE = _can_cache()
 
 
 def kernel(function: F) -> F:
-    """`function`, compiled, and called without the interpreter lock; kernels may call one another."""
-    return numba.njit(nogil=True, cache=_KEEP, fastmath=_SUMS)(function)
+    """Compile `function`; it runs without the interpreter lock. Kernels may call one another."""
+    return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath=_SUMS)(function)
 
 
 def ordered_kernel(function: F) -> F:
-    """As `kernel`, but sums keep their order, so that a number does not depend on how its loop was vectorised."""
-    return numba.njit(nogil=True, cache=_KEEP, fastmath={"contract"})(function)
+    """Like `kernel`, but sums keep their order, so that results do not depend on vectorisation."""
+    return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath={"contract"})(function)
 
 
 def region(function: Callable[[int], None]) -> int:
-    """The address of `function`, compiled, for `run_region`. It takes the address of its arguments, int64 each: the
-    first is OPENMP, the others are its own.
+    """Compile `function` for `run_region` and return its address.
+
+    function: takes the address of its int64 arguments, the first of which is OPENMP.
     """
-    address: int = numba.cfunc(types.void(types.int64), cache=_KEEP, fastmath=_SUMS)(function).address
+    address: int = numba.cfunc(types.void(types.int64), cache=_CAN_CACHE, fastmath=_SUMS)(function).address
     return address
 
 
 @intrinsic
 def pointer(_typing: Any, address: Any) -> Any:
-    """An address, int64, as what `numba.carray` takes."""
+    """Convert an int64 address to what `numba.carray` takes."""
     if address != types.int64:
         return None
     return types.voidptr(address), lambda _, builder, __, args: builder.inttoptr(args[0], ir.IntType(8).as_pointer())
@@ -97,7 +92,7 @@ def pointer(_typing: Any, address: Any) -> Any:
 
 @intrinsic
 def float_of_bits(_typing: Any, bits: Any) -> Any:
-    """The float32 that a uint32 is."""
+    """Reinterpret a uint32 as float32."""
     if bits != types.uint32:
         return None
     return types.float32(bits), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
@@ -105,7 +100,7 @@ def float_of_bits(_typing: Any, bits: Any) -> Any:
 
 @intrinsic
 def bits_of_float(_typing: Any, number: Any) -> Any:
-    """The uint32 that a float32 is."""
+    """Reinterpret a float32 as uint32."""
     if number != types.float32:
         return None
     return types.uint32(number), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
@@ -113,7 +108,7 @@ def bits_of_float(_typing: Any, number: Any) -> Any:
 
 @intrinsic
 def run_region(_typing: Any, region: Any, args: Any, num_threads: Any) -> Any:
-    """Call a region at address `region` with `args`, the address of its arguments, on `num_threads` threads at once."""
+    """Call the region at address `region` on `num_threads` threads. args: address of its arguments."""
     if (region, args, num_threads) != (types.int64,) * 3:
         return None
 
@@ -135,13 +130,13 @@ def run_region(_typing: Any, region: Any, args: Any, num_threads: Any) -> Any:
 
 @intrinsic
 def thread_index(_typing: Any, args: Any) -> Any:
-    """Which of a region's threads this one is; args: the address that the region was given."""
+    """Return the index of this thread in its region. args: address that the region received."""
     return _openmp_number(args, 1)
 
 
 @intrinsic
 def thread_count(_typing: Any, args: Any) -> Any:
-    """How many threads a region has, which may be fewer than were asked for; args: as for `thread_index`."""
+    """Return the number of threads of a region, possibly fewer than requested. args: as for `thread_index`."""
     return _openmp_number(args, 2)
 
 
@@ -164,13 +159,13 @@ def _openmp_function(builder: Any, args: Any, entry: int, kind: ir.FunctionType)
 
 
 @kernel
-def keep(array):
-    """Have `array` live until here: Numba frees what isn't used any more, and doesn't see that its address is."""
+def keep_alive(array):
+    """Keep `array` alive until this call: Numba frees unused arrays, and does not see uses of their addresses."""
     return array.size
 
 
 def prefetch_line(builder: Any, address: Any) -> None:
-    """Have the cache line at an address, an LLVM value, fetched; it need not be there."""
+    """Prefetch the cache line at `address`, an LLVM value. The address need not be valid."""
     place, word = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -179,7 +174,7 @@ def prefetch_line(builder: Any, address: Any) -> None:
 
 @intrinsic
 def next_item(_typing: Any, address: Any) -> Any:
-    """Add 1 to the int64 at an address, for all threads at once, and return what it was."""
+    """Atomically add 1 to the int64 at `address`, and return its previous value."""
     if address != types.int64:
         return None
 
@@ -193,13 +188,13 @@ def next_item(_typing: Any, address: Any) -> Any:
 
 @kernel
 def from_bf16(number):
-    """float32 of bf16, a uint16."""
+    """Convert bf16, given as uint16, to float32."""
     return float_of_bits(np.uint32(np.uint32(number) << np.uint32(16)))
 
 
 @kernel
 def to_bf16(number):
-    """bf16, a uint16, of float32: the nearest, of two the even one."""
+    """Convert float32 to bf16 as uint16, rounding to nearest even."""
     if number != number:
         return np.uint16(0x7FC0)
     bits = bits_of_float(number)
@@ -208,9 +203,9 @@ def to_bf16(number):
 
 @ordered_kernel
 def exp(x):
-    """exp of float32 to 2 units in the last place; e^-87 and e^88 beyond. Unlike the library's, loops of it vectorise.
+    """Return exp of a float32 to 2 ulp, clamped to [e^-87, e^88]. Loops vectorise, unlike with the library's exp.
 
-    2^n times a polynomial of what is left, as in Cephes' expf.
+    2^n times a polynomial of the remainder, as in Cephes' expf.
     """
     x = min(max(x, _LEAST), _MOST)
     n = np.floor(x * LOG2_E + _HALF)
@@ -221,7 +216,7 @@ def exp(x):
 
 @kernel
 def inverse_rms(x, row, begin, size, eps):
-    """1 / sqrt(mean of squares + eps) of `size` numbers of a row of x from `begin` on."""
+    """Return 1 / sqrt(mean of squares + eps) of `size` elements from `begin` on in a row of x."""
     total = _ZERO
     for k in range(size):
         total += x[row, begin + k] * x[row, begin + k]

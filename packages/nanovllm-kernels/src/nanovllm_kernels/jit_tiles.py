@@ -1,6 +1,6 @@
 """Register tiles of a float32 product on a CPU, as Numba intrinsics: a few rows times the columns of one panel.
 
-Sums run over K from the first number to the last, so that a row's result does not depend on the rows beside it.
+Each sum runs over K in order, so that a row's result does not depend on the other rows.
 """
 
 from typing import Any
@@ -12,17 +12,17 @@ from numba.extending import intrinsic
 
 from nanovllm_kernels.jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, LOG2_E, prefetch_line
 
-# Columns of a panel: its bf16 numbers for one k fill a cache line.
+# Columns of a panel: their bf16 values for one k fill a cache line.
 PANEL = 32
 LINE = 64
-# Columns whose sums two vectors hold. Their bf16 numbers lie in pairs: column i and column i + LANES.
+# Columns whose sums fit two vectors. Their bf16 values are stored in pairs: column i with column i + LANES.
 GROUP = 2 * LANES
 NUM_GROUPS = PANEL // GROUP
-# Rows multiplied at once: their sums fill 12 of the 16 registers that AVX2 has.
+# Rows multiplied at once: their sums fill 12 of AVX2's 16 registers.
 TILE_ROWS = 6
-# Numbers of K are multiplied in steps of so many.
+# Steps of K that are unrolled.
 UNROLL = 4
-# Rows and columns that `transpose_keys` turns at once.
+# Rows and columns that `transpose_keys` transposes at once.
 TURNED = 8
 
 _WIDE = ir.IntType(64)
@@ -39,12 +39,13 @@ def make_tile(
     row_stride: int | None = None,
     sums_stride: int = PANEL,
 ) -> Any:
-    """An intrinsic tile(rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step) that multiplies.
+    """Make an intrinsic tile(rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step) that multiplies.
 
-    rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if that is given. panel_ptr: a bf16 panel
-    [depth, PANEL], or float32 [depth, GROUP]. depth: a multiple of UNROLL. sums_ptr: float32 [num_rows, sums_stride].
-    more: 0 where sums begin, else they go on from what is there. ahead_ptr, ahead_step: from where to prefetch
-    `num_prefetches` lines for UNROLL numbers of `depth`, and how far to move on for the next.
+    rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if `row_stride` is given.
+    panel_ptr: a bf16 panel [depth, PANEL], or float32 [depth, GROUP]. depth: a multiple of UNROLL.
+    sums_ptr: float32 [num_rows, sums_stride]. more: 0 to start the sums at zero, else they continue.
+    ahead_ptr: address from which `num_prefetches` lines are prefetched per UNROLL steps of `depth`.
+    ahead_step: bytes that this address then advances.
     """
 
     @intrinsic
@@ -73,7 +74,7 @@ def _at(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
 
 
 def _lower_halves(builder: Any, words: Any) -> list[Any]:
-    """The float32 numbers of pairs of bf16: of the lower halves, of the upper."""
+    """Convert pairs of bf16 to float32: first the lower halves, then the upper halves."""
     low = builder.shl(words, ir.Constant(_BITS, [16] * LANES))
     high = builder.and_(words, ir.Constant(_BITS, [0xFFFF0000] * LANES))
     return [builder.bitcast(low, _NUMBER), builder.bitcast(high, _NUMBER)]
@@ -89,7 +90,7 @@ def _lower_tile(
     strides: tuple[int, int],
     sums_stride: int,
 ) -> None:
-    """strides: from a row's number to the next one of K, and to that of the next row."""
+    """strides: from a row's element to its next one along K, and to the next row's element."""
     rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step = values
     num_vectors = 2 * num_groups
     step = 2 * PANEL if from_bf16 else 4 * GROUP
@@ -133,7 +134,7 @@ def _lower_tile(
 
 @intrinsic
 def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> Any:
-    """Write `depth` lines of a bf16 panel as float32: one group of columns after another, each [depth, GROUP]."""
+    """Write `depth` lines of a bf16 panel as float32, one group of columns after another, each [depth, GROUP]."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         panel, depth, copy = values
@@ -152,9 +153,7 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> An
 
 @intrinsic
 def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
-    """Write the float32 numbers of TURNED bf16 rows, `step` bytes apart, TURNED numbers each, as columns: row i becomes
-    numbers i of lines that lie 4 * GROUP bytes apart.
-    """
+    """Transpose TURNED bf16 rows of TURNED elements, `step` bytes apart, to float32 lines 4 * GROUP bytes apart."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         keys, step, out = values
@@ -165,7 +164,7 @@ def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
             place = _at(builder, builder.add(keys, builder.mul(step, _WIDE(i))), halves)
             wide = builder.zext(builder.load(place, align=2), bits)
             rows.append(builder.bitcast(builder.shl(wide, ir.Constant(bits, [16] * TURNED)), number))
-        # Three rounds: numbers of rows i and i + distance change places.
+        # Three rounds: each swaps elements between rows i and i + distance.
         distance = 1
         while distance < TURNED:
             first = [i if i & distance == 0 else TURNED + i - distance for i in range(TURNED)]
@@ -187,7 +186,7 @@ def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
 
 @intrinsic
 def widen_group(_typing: Any, numbers_ptr: Any, out_ptr: Any) -> Any:
-    """Write GROUP bf16 numbers as float32."""
+    """Write GROUP bf16 values as float32."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         halves = ir.VectorType(ir.IntType(16), LANES)
@@ -202,7 +201,7 @@ def widen_group(_typing: Any, numbers_ptr: Any, out_ptr: Any) -> Any:
 
 @intrinsic
 def largest(_typing: Any, numbers_ptr: Any, count: Any) -> Any:
-    """The largest of `count` float32 numbers, a multiple of LANES."""
+    """Return the largest of `count` float32 values; `count` is a multiple of LANES."""
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         numbers, size = values
@@ -220,9 +219,9 @@ def largest(_typing: Any, numbers_ptr: Any, count: Any) -> Any:
 
 @intrinsic
 def exp_and_sum(_typing: Any, numbers_ptr: Any, count: Any, most: Any) -> Any:
-    """Turn `count` float32 numbers, a multiple of LANES, into exp(number - most), and return their sum.
+    """Replace `count` float32 values, a multiple of LANES, by exp(value - most), and return their sum.
 
-    The sum is taken lane by lane, and then of the lanes, in one order.
+    The sum is taken per lane, and then over the lanes, in a fixed order.
     """
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -242,7 +241,7 @@ def exp_and_sum(_typing: Any, numbers_ptr: Any, count: Any, most: Any) -> Any:
 
 @intrinsic
 def gate_numbers(_typing: Any, gates_ptr: Any, others_ptr: Any, out_ptr: Any, count: Any) -> Any:
-    """Write silu(gate) * other for `count` float32 numbers, a multiple of LANES."""
+    """Write silu(gate) * other for `count` float32 values, a multiple of LANES."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         gates, others, out, size = values
@@ -273,7 +272,7 @@ def _splat(builder: Any, number: Any) -> Any:
 
 
 def _lower_exp(builder: Any, x: Any) -> Any:
-    """As `jit.exp`, of a vector: 2^n times a polynomial of what is left."""
+    """Like `jit.exp`, for a vector: 2^n times a polynomial of the remainder."""
 
     def constant(number: Any) -> Any:
         return ir.Constant(_NUMBER, [float(number)] * LANES)

@@ -1,7 +1,4 @@
-"""What a device can do. The one place that asks; everything else branches on the answer.
-
-This room must not know any operator.
-"""
+"""Detects what a device can do. Other modules branch on the answers and never ask the device themselves."""
 
 import ctypes
 import functools
@@ -14,24 +11,25 @@ from pathlib import Path
 
 import torch
 
-# The architecture that FlashAttention was seen to work on here: Hopper.
+# Compute capability (major) on which FlashAttention is known to work: Hopper.
 FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)
-# Up to so many rows are computed in float32 on any CPU: see `gemm`.
+# Most rows that every CPU computes in float32, see `gemm`.
 FEW_ROWS = 8
-# Models of a smaller hidden size are decoded in the time of their launches, not of their residual stream.
+# Below this hidden size decoding is bound by launches, so that a float32 residual stream costs nothing.
 NARROW = 1024
-# Values of ONEDNN_MAX_CPU_ISA under which oneDNN emulates products of bf16.
+# Values of ONEDNN_MAX_CPU_ISA under which oneDNN emulates bf16 products.
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One device.
+    """Properties of a device.
 
-    capability: CUDA compute capability, None on a CPU. total_memory: bytes, 0 where the device doesn't say (a CPU).
-    num_sms: streaming multiprocessors, 0 on a CPU. has_triton: whether triton can be imported, that is, whether its
-    kernels can be compiled for this machine.
+    capability: CUDA compute capability, None on a CPU.
+    total_memory: bytes, 0 on a CPU.
+    num_sms: streaming multiprocessors, 0 on a CPU.
+    has_triton: whether Triton is installed, so that its kernels can be compiled.
     """
 
     name: str
@@ -43,7 +41,7 @@ class DeviceInfo:
 
 @functools.cache
 def has_cuda() -> bool:
-    """Whether this machine has an NVIDIA GPU that the kernels run on (Ampere or newer)."""
+    """Whether this machine has an NVIDIA GPU that the kernels support (Ampere or newer)."""
     return torch.version.cuda is not None and torch.cuda.is_available() and _capability() >= MIN_CAPABILITY
 
 
@@ -53,13 +51,13 @@ def _capability() -> tuple[int, int]:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether triton is installed. Doesn't import it."""
+    """Whether Triton is installed. Does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def has_flash_attention() -> bool:
-    """Whether FlashAttention's CuTe build is installed and made for this machine's GPU. Doesn't import it."""
+    """Whether FlashAttention's CuTe build is installed and supports this machine's GPU. Does not import it."""
     return (
         has_cuda()
         and _capability()[0] == FLASH_ATTENTION_MAJOR
@@ -70,19 +68,19 @@ def has_flash_attention() -> bool:
 
 @functools.cache
 def has_cute() -> bool:
-    """Whether CuTe DSL is installed and this machine's GPU is the one that our kernels in it are made for."""
+    """Whether CuTe DSL is installed and this machine's GPU is Hopper, for which our CuTe kernels are written."""
     return has_cuda() and _capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
 
 
 @functools.cache
 def has_fp8() -> bool:
-    """Whether this machine's GPU turns e4m3 into other numbers and back: Ada, Hopper and newer."""
+    """Whether this machine's GPU converts to and from e4m3: Ada, Hopper or newer."""
     return has_cuda() and _capability() >= (8, 9)
 
 
 @functools.cache
 def describe(device: torch.device) -> DeviceInfo:
-    """What `device` is and can do. Raises RuntimeError for a CUDA device that isn't there."""
+    """Return the properties of `device`. Raises RuntimeError for a CUDA device that does not exist."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return DeviceInfo(
@@ -96,8 +94,9 @@ def describe(device: torch.device) -> DeviceInfo:
 
 
 def kept_directory(name: str) -> Path | None:
-    """A directory of that name for what a compiler makes, which outlives the machine's next start: in $NANOVLLM_CACHE,
-    else the user's cache directory. None if no such place can be written to.
+    """Create and return a persistent directory for a compiler's output, or None if none is writable.
+
+    It lies in $NANOVLLM_CACHE, else in the user's cache directory.
     """
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
@@ -109,12 +108,11 @@ def kept_directory(name: str) -> Path | None:
 
 
 def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> torch.dtype:
-    """The dtype of the residual stream, [T, hidden_size], of a model with weights of `dtype` on `device`.
+    """Return the dtype of the residual stream [T, hidden_size] of a model with weights of `dtype` on `device`.
 
-    A bf16 stream is rounded twice a layer, and two tokens' logits are often nearer than the error that comes of it; a
-    float16 one overflows where a model has one of its few very large numbers. So beside weights of 16 bits it is
-    float32 where that costs nothing: for a narrow model on CUDA; and beside bf16 on a CPU, where norms and products of
-    few rows, which are computed in float32 anyway, would convert it back and forth.
+    16-bit streams are inexact: bf16 rounds twice per layer, often by more than two logits differ, and float16 overflows
+    on a few models' outliers. So 16-bit weights get float32 where that is free: narrow models on CUDA, and bf16 on a
+    CPU, where norms and few-row products run in float32 anyway.
     """
     widens = dtype == torch.bfloat16 if device.type == "cpu" else dtype.itemsize == 2 and hidden_size < NARROW
     return torch.float32 if widens else dtype
@@ -122,14 +120,14 @@ def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -
 
 @functools.cache
 def can_overlap_launches(device: torch.device) -> bool:
-    """Whether a kernel here may begin while the one ahead of it drains (programmatic dependent launch: Hopper on)."""
+    """Whether a kernel can start while the previous one drains (programmatic dependent launch: Hopper or newer)."""
     capability = describe(device).capability
     return capability is not None and capability >= (9, 0)
 
 
 @functools.cache
 def can_pack_bf16() -> bool:
-    """Whether oneDNN on this CPU multiplies bfloat16 natively, so that prepacked weights pay (see `gemm`)."""
+    """Whether oneDNN on this CPU multiplies bfloat16 natively, so that prepacking pays (see `gemm`)."""
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -139,9 +137,9 @@ def can_pack_bf16() -> bool:
 
 
 def _bf16_unit() -> str | None:
-    """The instructions by which oneDNN multiplies bf16 here, None where it would emulate them.
+    """Return the name of the instructions with which oneDNN multiplies bf16, or None if it would emulate them.
 
-    On x86 torch's own probe takes AVX-512 alone for support, and names no instructions.
+    torch's own probe is not enough: on x86 it accepts AVX-512 alone.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return "BF16"
@@ -156,23 +154,21 @@ def _bf16_unit() -> str | None:
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether kernels in Numba run here: it is installed, and torch computes with threads that they can use, those of
-    OpenMP as GCC calls it. Doesn't import it.
-    """
+    """Whether Numba kernels run here: Numba is installed, and torch uses GCC's OpenMP. Does not import Numba."""
     found = sys.platform == "linux" and importlib.util.find_spec("numba") is not None
     return found and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
 def runs_in_float32(num_rows: int) -> bool:
-    """Whether so many rows beside bf16 weights are computed in float32 on a CPU, by kernels in Numba.
+    """Whether a CPU computes `num_rows` rows with bf16 weights in float32, with Numba kernels.
 
-    Few always are. Without instructions for bf16 all are.
+    True for few rows, and for any number on a CPU without bf16 instructions.
     """
     return has_numba() and num_rows > 0 and (num_rows <= FEW_ROWS or not can_pack_bf16())
 
 
 def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """How products of a model with weights of `dtype` are computed on `device`, for people."""
+    """Describe, for users, how a model with weights of `dtype` computes products on `device`."""
     name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
         return name

@@ -1,7 +1,7 @@
-"""How long the threads that torch computes with wait by spinning: long on idle cores, shortly beside other processes.
+"""Controls how long torch's threads wait by spinning: long on idle cores, briefly if other processes need the cores.
 
-GCC's OpenMP runtime spins for milliseconds at each barrier. On idle cores that is fastest. Beside a busy process each
-barrier waits for a thread that the system runs only a time slice later, and a decode step has hundreds of barriers.
+GCC's OpenMP runtime spins for milliseconds at each barrier, which is fastest on idle cores. Beside a busy process each
+barrier waits for a thread that runs only a time slice later, and a decode step has hundreds of barriers.
 """
 
 import contextlib
@@ -14,19 +14,19 @@ from pathlib import Path
 
 import torch
 
-# Seconds between two looks at what other processes use.
+# Seconds between two samples of other processes' CPU use.
 WINDOW_S = 0.2
-# Cores that other processes use beyond those that our threads leave idle: spinning is cut above the first, and long
-# again below the second.
+# Cores that other processes use beyond those that our threads leave idle: above BUSY_CORES spinning is shortened, below
+# IDLE_CORES it is long again.
 BUSY_CORES = 0.4
 IDLE_CORES = 0.2
-# If one of these is set, the user has chosen how threads wait.
+# If one of these variables is set, the user has chosen how threads wait.
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 PROCESSORS = Path("/proc/stat")
 
 
 def can_limit() -> bool:
-    """Whether threads here wait by spinning, and this module may change for how long."""
+    """Whether threads wait by spinning here, and this module may shorten that."""
     return (
         sys.platform == "linux"
         and torch.get_num_threads() > 1
@@ -37,10 +37,10 @@ def can_limit() -> bool:
 
 
 class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
-    """While this is open, threads at a barrier spin for microseconds and then sleep.
+    """While open, threads at a barrier spin for microseconds and then sleep.
 
-    The runtime does so by itself while it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT).
-    A thread of this object has it start as many as it lacks for that; they sleep.
+    GCC's runtime does this while it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT). A
+    thread of this object makes the runtime start the missing threads, which only sleep.
     """
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
         self._begun.wait()
 
     def __exit__(self, *_: object) -> None:
-        # The runtime ends a thread's team with the thread.
+        # The runtime ends the team when its thread ends.
         self._end.set()
         self._thread.join()
 
     def _hold(self) -> None:
         library = ctypes.CDLL(None)
         num_missing = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
-        # A team needs something to run; free(NULL) does nothing.
+        # The team must run a function: free(NULL) does nothing.
         nothing = ctypes.cast(library.free, ctypes.c_void_p)
         library.GOMP_parallel(nothing, None, ctypes.c_uint(max(num_missing, 1) + 1), ctypes.c_uint(0))
         self._begun.set()
@@ -66,54 +66,65 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
 
 
 class SpinControl:
-    """Cuts spinning while other processes need the cores. For one thread.
+    """Shortens spinning while other processes need the cores, from construction until `close`.
 
-    is_on: whether to do anything; see `can_limit`.
+    A thread looks at the use of the cores every `WINDOW_S`, also between and during steps: a single step that spins
+    beside a busy process takes seconds.
+
+    is_on: whether to do anything, see `can_limit`.
     """
 
     def __init__(self, *, is_on: bool = True) -> None:
-        self._is_on = is_on
         self._short: ShortSpins | None = None
-        self._before = _sample() if is_on else (0.0, 0.0)
+        self._end = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if is_on:
+            self._watcher = threading.Thread(target=self._watch, name="nanovllm-spin-control", daemon=True)
+            self._watcher.start()
 
     @property
     def is_short(self) -> bool:
-        """Whether threads spin only for microseconds."""
+        """Whether threads currently spin for microseconds only."""
         return self._short is not None
 
-    def look(self) -> None:
-        """Look at what other processes use, unless the last look was less than `WINDOW_S` ago."""
-        if not self._is_on or time.monotonic() - self._before[0] < WINDOW_S:
-            return
-        now = _sample()
-        window_s, others_s = (after - before for after, before in zip(now, self._before, strict=True))
-        self._before = now
-        self.adapt(others_s / window_s)
+    def _watch(self) -> None:
+        before = _sample()
+        while not self._end.wait(WINDOW_S):
+            now = _sample()
+            window_s, others_s = (later - earlier for later, earlier in zip(now, before, strict=True))
+            before = now
+            self.adapt(others_s / window_s)
 
     def adapt(self, cores: float) -> None:
-        """Choose for other processes that use so many cores."""
+        """Shorten or restore spinning, given the number of cores that other processes use."""
         missing = cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
         if self._short is None and missing > BUSY_CORES:
             self._short = ShortSpins()
         elif self._short is not None and missing < IDLE_CORES:
-            self.close()
+            self._spin_long()
 
     def close(self) -> None:
-        """Let threads spin as the runtime chooses."""
+        """Stop watching, and let threads spin as the runtime chooses."""
+        self._end.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        self._spin_long()
+
+    def _spin_long(self) -> None:
         if self._short is not None:
             self._short.__exit__()
             self._short = None
 
 
 def _sample() -> tuple[float, float]:
-    """The time, and the seconds that other processes have used on this process's cores."""
+    """Return the time, and the CPU seconds of other processes on this process's cores."""
     return time.monotonic(), _busy_seconds() - time.process_time()
 
 
 def _busy_seconds() -> float:
-    """Seconds that this process's cores have run anything.
+    """Return the seconds for which this process's cores have been busy.
 
-    Processes of low priority hardly delay others: they count only beside a process that is one.
+    Low-priority processes hardly delay others: they count only if this process has low priority itself.
     """
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     counts_low = os.getpriority(os.PRIO_PROCESS, 0) > 0

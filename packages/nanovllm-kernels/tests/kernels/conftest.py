@@ -1,6 +1,6 @@
-"""These tests run the Triton kernels: compiled on a GPU, or under Triton's interpreter where TRITON_INTERPRET=1 is set.
+"""Runs the Triton kernels compiled on a GPU, or under Triton's interpreter if TRITON_INTERPRET=1 is set.
 
-In a run with neither, each counts as `gpu`; `tests/test_interpreter.py` starts the interpreter's run. Grids marked
+Otherwise all tests here are marked `gpu`; `tests/test_interpreter.py` starts the run with the interpreter. Grids marked
 `gpu` in the files are too large for the interpreter.
 """
 
@@ -35,7 +35,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def interpreter_that_rounds_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter loses a carry when it rounds to a narrower type than numpy's: 31.5 becomes 16."""
+    """Fix Triton 3.6's interpreter: it loses a carry when it rounds to a type that numpy lacks (31.5 becomes 16)."""
     if not INTERPRETED:
         return
     import triton.language as tl
@@ -45,7 +45,7 @@ def interpreter_that_rounds_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def convert_exactly(data, source, target, rounding):
         if source == tl.float32 and target == tl.float8e4nv:
-            # satfinite, as the instruction is.
+            # Saturate at the largest finite value, like the instruction (satfinite).
             numbers = torch.from_numpy(data.view("float32").clip(-448, 448))
             return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return convert(data, source, target, rounding)
@@ -55,8 +55,9 @@ def interpreter_that_rounds_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def interpreter_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter turns one-element arrays into integers in a way that numpy 2.4 refuses
-    (https://github.com/triton-lang/triton/issues/9171, fixed in later versions).
+    """Fix Triton 3.6's interpreter: numpy 2.4 rejects its conversion of one-element arrays to integers.
+
+    https://github.com/triton-lang/triton/issues/9171, fixed in later versions.
     """
     if not INTERPRETED:
         return

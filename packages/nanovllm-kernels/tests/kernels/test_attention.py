@@ -1,4 +1,4 @@
-"""The attention kernel against a loop in float64, over a cache in which every unowned slot is NaN."""
+"""Tests the attention kernel against a float64 loop; unfilled slots of the cache hold NaN."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def check(batch, naive_attention):
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 32), (96, 64), (128, 16), (256, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_mixed_batch(device, paged_batch, naive_attention, head_dim, page_size, dtype):
+def test_mixed_batch_matches_float64(device, paged_batch, naive_attention, head_dim, page_size, dtype):
     batch = paged_batch(
         MIXED, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
     )
@@ -49,14 +49,14 @@ def test_mixed_batch(device, paged_batch, naive_attention, head_dim, page_size, 
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 32), (128, 16), (256, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_fp8_cache(device, paged_batch, quantized, naive_attention, head_dim, page_size, dtype):
+def test_fp8_cache_matches_float64(device, paged_batch, quantized, naive_attention, head_dim, page_size, dtype):
     batch = paged_batch(
         MIXED, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
     )
     check(quantized(batch), naive_attention)
 
 
-def test_fp8_cache_in_many_parts(device, paged_batch, quantized, naive_attention, monkeypatch):
+def test_fp8_cache_in_many_parts_is_merged(device, paged_batch, quantized, naive_attention, monkeypatch):
     monkeypatch.setattr(tiles, "choose_parts", lambda *_: 7)
     monkeypatch.setattr(tiles, "LEAST_PART_TOKENS", 32)
     batch = paged_batch(
@@ -72,14 +72,14 @@ def test_fp8_cache_in_many_parts(device, paged_batch, quantized, naive_attention
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e4, 1e8])
-def test_fp8_cache_under_queries_of_any_size(device, paged_batch, quantized, naive_attention, size):
+def test_fp8_cache_supports_queries_of_any_magnitude(device, paged_batch, quantized, naive_attention, size):
     batch = paged_batch(
         MIXED, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.bfloat16, device=device
     )
     check(quantized(replace(batch, q=batch.q * size, scale=batch.scale / size)), naive_attention)
 
 
-# Decodes, 1 + k queries, short chunks over long contexts, whole prompts, places without a request.
+# Decodes, 1 + k queries, short chunks over long contexts, whole prompts, empty places.
 MIXES = st.lists(
     st.one_of(
         st.tuples(st.just(1), st.integers(0, 300)),
@@ -95,7 +95,7 @@ MIXES = st.lists(
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MIXES, st.sampled_from([(4, 4), (4, 1), (6, 2), (20, 1)]), st.booleans(), st.sampled_from([1, 4, 13]))
-def test_any_mix_of_requests_in_any_order(
+def test_any_mix_of_requests_in_any_order_matches_float64(
     device, paged_batch, quantized, naive_attention, requests, heads, in_fp8, num_parts
 ):
     num_heads, num_kv_heads = heads
@@ -117,8 +117,8 @@ def test_any_mix_of_requests_in_any_order(
 
 
 @pytest.mark.parametrize("count", [2, 4, 5])
-def test_steps_that_verify_drafted_tokens(device, paged_batch, naive_attention, count):
-    # Four query heads to a key-value head: up to four queries share a narrow tile.
+def test_steps_that_verify_draft_tokens_match_float64(device, paged_batch, naive_attention, count):
+    # With four query heads per key-value head, up to four queries share a narrow tile.
     requests = [(count, 40), (1, 300), (count, count), (0, 0), (count - 1, 130)]
     batch = paged_batch(
         requests, num_heads=8, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
@@ -127,7 +127,7 @@ def test_steps_that_verify_drafted_tokens(device, paged_batch, naive_attention, 
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[out.dtype], rtol=0)
 
 
-def test_rows_of_empty_places_are_left_alone(device, paged_batch, naive_attention):
+def test_rows_of_empty_places_are_not_written(device, paged_batch, naive_attention):
     batch = paged_batch(
         [(1, 70), (20, 90)], num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
@@ -148,7 +148,7 @@ def test_rows_of_empty_places_are_left_alone(device, paged_batch, naive_attentio
     torch.testing.assert_close(out[:21].double(), naive_attention(batch), atol=2e-5, rtol=0)
 
 
-def test_queries_of_another_size_than_planned_are_refused(device, paged_batch, quantized):
+def test_queries_of_unplanned_element_size_are_rejected(device, paged_batch, quantized):
     batch = paged_batch(
         [(1, 4)], num_heads=1, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
@@ -169,7 +169,7 @@ def test_queries_of_another_size_than_planned_are_refused(device, paged_batch, q
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (9, 3), (8, 1), (20, 1), (4, 4)])
-def test_groups(device, paged_batch, naive_attention, num_heads, num_kv_heads):
+def test_query_head_groups_of_any_size_match_float64(device, paged_batch, naive_attention, num_heads, num_kv_heads):
     batch = paged_batch(
         [(1, 30), (1, 5), (19, 40)],
         num_heads=num_heads,
@@ -193,7 +193,7 @@ def test_parts_are_merged(device, paged_batch, naive_attention, monkeypatch, num
     check(batch, naive_attention)
 
 
-def test_queries_that_are_views(device, paged_batch, naive_attention):
+def test_queries_may_be_strided_views(device, paged_batch, naive_attention):
     batch = paged_batch(
         MIXED, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
@@ -202,7 +202,7 @@ def test_queries_that_are_views(device, paged_batch, naive_attention):
     check(replace(batch, q=wide[:, 2:6]), naive_attention)
 
 
-def test_heads_beyond_256_are_refused(device, paged_batch):
+def test_heads_larger_than_256_are_rejected(device, paged_batch):
     batch = paged_batch(
         [(1, 4)], num_heads=1, num_kv_heads=1, head_dim=288, page_size=16, dtype=torch.float32, device=device
     )
@@ -215,7 +215,9 @@ def test_heads_beyond_256_are_refused(device, paged_batch):
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (32, 8), (16, 1), (4, 4)])
-def test_grid(device, paged_batch, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
+def test_all_shapes_match_float64(
+    device, paged_batch, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads
+):
     requests = [(1, 1), (1, 1000), (1, 64), (1, 2049), (130, 130), (64, 1000), (1, 77), (513, 600)]
     batch = paged_batch(
         requests,
@@ -234,7 +236,9 @@ def test_grid(device, paged_batch, naive_attention, dtype, head_dim, page_size, 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (32, 8), (16, 1), (4, 4)])
-def test_fp8_grid(device, paged_batch, quantized, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads):
+def test_all_shapes_of_fp8_cache_match_float64(
+    device, paged_batch, quantized, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads
+):
     requests = [(1, 1), (1, 1000), (1, 64), (1, 2049), (130, 130), (64, 1000), (1, 77), (513, 600)]
     batch = paged_batch(
         requests,
@@ -251,13 +255,13 @@ def test_fp8_grid(device, paged_batch, quantized, naive_attention, dtype, head_d
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("requests", [[(1, 32768)], [(1, 32768), (1, 100)], [(64, 16000)], [(1, 20000), (300, 5000)]])
-def test_long_contexts(device, paged_batch, naive_attention, requests, dtype):
+def test_long_contexts_match_float64(device, paged_batch, naive_attention, requests, dtype):
     batch = paged_batch(requests, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, device=device)
     check(batch, naive_attention)
 
 
 @pytest.mark.gpu
-def test_many_decodes(device, paged_batch, naive_attention):
+def test_many_decodes_match_float64(device, paged_batch, naive_attention):
     requests = [(1, 1 + 37 * i % 700) for i in range(256)]
     batch = paged_batch(
         requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
@@ -271,7 +275,7 @@ def test_many_decodes(device, paged_batch, naive_attention):
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("backend", ["flash", "cutedsl", "fastest"])
-def test_backends(device, paged_batch, naive_attention, dtype, head_dim, page_size, backend):
+def test_backends_match_float64(device, paged_batch, naive_attention, dtype, head_dim, page_size, backend):
     for requests in ([(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)], [(70, 70), (2, 300)], [(1, 50), (1, 7)]):
         batch = paged_batch(
             requests,
@@ -283,7 +287,7 @@ def test_backends(device, paged_batch, naive_attention, dtype, head_dim, page_si
             device=device,
         )
         if backend != "cutedsl":
-            # Unlike our kernels FlashAttention reads what lies behind a request's last token, and weighs it with 0.
+            # Unlike our kernels FlashAttention reads past a request's last token, and multiplies these values by 0.
             batch.kv_cache.nan_to_num_()
         expected = naive_attention(batch)
         for blindly in (False, True):
@@ -295,7 +299,7 @@ def test_backends(device, paged_batch, naive_attention, dtype, head_dim, page_si
 @pytest.mark.skipif(not has_cute(), reason="needs the extra cutedsl and a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_fp8_cache_by_the_fastest(device, paged_batch, quantized, naive_attention, dtype, head_dim):
+def test_fastest_backend_supports_fp8_cache(device, paged_batch, quantized, naive_attention, dtype, head_dim):
     batch = paged_batch(
         [(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)],
         num_heads=8,
@@ -311,7 +315,7 @@ def test_fp8_cache_by_the_fastest(device, paged_batch, quantized, naive_attentio
         torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
-# Lengths on both sides of what `flash_prefill.list_rule` asks for: 184 queries of 32 heads on 132 SMs, 1,024 tokens.
+# Lengths on both sides of `flash_prefill.list_rule`'s limits, 184 queries of 32 heads on 132 SMs and 1,024 tokens.
 SPLIT_MIXES = [
     [(1, 300), (16, 2000), (100, 9000), (300, 1500), (700, 700), (600, 3000), (2, 5)],
     [(100, 32868)],
@@ -327,13 +331,13 @@ SPLIT_MIXES = [
 @pytest.mark.parametrize("requests", SPLIT_MIXES)
 @pytest.mark.parametrize("backend", ["flash", "fastest"])
 @pytest.mark.parametrize("known", [False, True])
-def test_flash_attention_and_work_lists_share_the_chunks(
+def test_chunks_are_split_between_flash_attention_and_work_lists(
     device, paged_batch, naive_attention, requests, backend, known
 ):
     batch = paged_batch(
         requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
     )
-    # FlashAttention reads what lies behind a request's last token, and weighs it with 0.
+    # FlashAttention reads past a request's last token, and multiplies these values by 0.
     batch.kv_cache.nan_to_num_()
     out = run(batch, blindly=not known, backend=backend)
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)
@@ -344,7 +348,7 @@ def test_flash_attention_and_work_lists_share_the_chunks(
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
 @pytest.mark.parametrize("known", [False, True])
-def test_many_short_prompts_are_shared_by_flash_attention_and_work_lists(device, paged_batch, naive_attention, known):
+def test_short_prompts_are_split_between_flash_attention_and_work_lists(device, paged_batch, naive_attention, known):
     requests = [(1, 70), *[(20 + 3 * index, 20 + 3 * index) for index in range(40)], (600, 700)]
     batch = paged_batch(
         requests, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
@@ -359,9 +363,7 @@ def test_many_short_prompts_are_shared_by_flash_attention_and_work_lists(device,
 @pytest.mark.parametrize("backend", ["flash", "fastest"])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("heads", [(16, 8), (32, 8), (8, 1)])
-def test_whole_prompts_attend_to_the_keys_and_values_of_their_step(
-    device, paged_batch, naive_attention, backend, known, heads
-):
+def test_whole_prompts_read_the_steps_own_keys_and_values(device, paged_batch, naive_attention, backend, known, heads):
     requests = [(1, 300), (1, 1), (2, 2), (700, 700), (33, 33), (0, 0), (130, 130)]
     num_heads, num_kv_heads = heads
     batch = paged_batch(
@@ -406,7 +408,7 @@ def test_whole_prompts_attend_to_the_keys_and_values_of_their_step(
 
 
 def rewritten(batch, keys_values, starts, lengths):
-    """The cache with the step's own keys and values in it."""
+    """Return the cache with the step's own keys and values."""
     kv_cache = batch.kv_cache.clone()
     for request, length in enumerate(lengths):
         count = starts[request + 1] - starts[request]

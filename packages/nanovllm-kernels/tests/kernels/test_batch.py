@@ -1,4 +1,4 @@
-"""The step input kernels against the plain torch reference."""
+"""Tests the step input kernels against the plain torch reference."""
 
 import pytest
 import torch
@@ -37,11 +37,11 @@ def check(query_lens, num_rows, max_len, page_size, device):
 
 
 @pytest.mark.parametrize("query_lens", [[1], [1] * 5, [1, 1, 300, 7], [16]])
-def test_small(device, query_lens):
+def test_small_batches_match_reference(device, query_lens):
     check(query_lens, num_rows=8, max_len=320, page_size=16, device=device)
 
 
-def test_padding_is_token_0_in_slot_0_and_leaves_the_tables_alone(device):
+def test_padding_is_token_0_in_slot_0_and_does_not_change_tables(device):
     def ints(*values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
@@ -65,5 +65,5 @@ def test_padding_is_token_0_in_slot_0_and_leaves_the_tables_alone(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("query_lens", [[1] * 512, [1] * 300 + [700, 33, 5000], [8192]])
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_large(device, query_lens, page_size):
+def test_large_batches_match_reference(device, query_lens, page_size):
     check(query_lens, num_rows=600, max_len=9000, page_size=page_size, device=device)

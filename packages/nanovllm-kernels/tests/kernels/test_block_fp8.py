@@ -1,4 +1,4 @@
-"""Block FP8 on CUDA against the reference, over everything that stands around the product."""
+"""Tests block FP8 on CUDA against the reference, with all options."""
 
 import itertools
 import os
@@ -13,13 +13,13 @@ from nanovllm_kernels.gemm import block_fp8_reference as reference
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, quantize_blocks
 
 OPS = torch.ops.nanovllm
-# Hopper adds up products of e4m3 to some 14 bits (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.2),
-# and 1e-4 is what was seen; the interpreter does to 24.
+# Hopper sums e4m3 products with about 14 bits (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.2), with
+# an observed error of 1e-4; the interpreter has 24 bits.
 TOLERANCE = {torch.float32: 1e-5 if os.environ.get("TRITON_INTERPRET") == "1" else 3e-4, torch.bfloat16: 8e-3}
 
 
 def make_weight(num_rows, width, device, block_rows=128):
-    """In the layout of `empty_weight`, with scales of their own for each block and counters."""
+    """Return a weight in the layout of `empty_weight`, with a different scale per block, and counters."""
     data, scales = quantize_blocks(torch.randn(num_rows, width, device=device) * 0.1)
     groups = scales.shape[1]
     laid_out = torch.full((-(-num_rows // block_rows), -(-groups // 4) * 4), torch.nan, device=device)
@@ -29,13 +29,13 @@ def make_weight(num_rows, width, device, block_rows=128):
 
 
 def quantize(x):
-    """The kernels' rounding, in float64 what it comes to."""
+    """Compute the expected result in float64, with the kernels' rounding of inputs."""
     return reference.dequantize_groups(*reference.quantize_groups(x)).double()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 300), (5, 48), (2, 1300), (0, 256)])
-def test_groups_are_quantised_as_by_the_reference(device, dtype, num_rows, width):
+def test_groups_are_quantised_like_the_reference(device, dtype, num_rows, width):
     x = torch.randn(num_rows, width + 16, device=device).to(dtype)[:, :width]
     x[1:2, :128] = 0
     expected, expected_scales = reference.quantize_groups(x)
@@ -46,19 +46,19 @@ def test_groups_are_quantised_as_by_the_reference(device, dtype, num_rows, width
 
 
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 256), (3, 300), (2, 1300)])
-def test_normed_groups(device, num_rows, width):
+def test_normed_groups_match_norm(device, num_rows, width):
     from nanovllm_kernels.gemm import triton_block_fp8
 
     x, norm = torch.randn(num_rows, width, device=device) * 30, torch.rand(width, device=device) + 0.5
     found = reference.dequantize_groups(*triton_block_fp8.quantize_groups(x, norm, 1e-5))
     normed = functional.rms_norm(x, (width,), norm, 1e-5)
-    # Half a step of e4m3.
+    # The tolerance is half a step of e4m3.
     torch.testing.assert_close(found, normed, rtol=0.07, atol=1e-2)
     assert (found - quantize(normed)).norm() < 1e-2 * normed.norm()
 
 
 def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, block_rows=128, stream=None):
-    """`x` is a view of longer rows; `num_columns` is that of the result. stream: the dtype of `x` and the residual."""
+    """`x` is a view of longer rows. num_columns: of the result. stream: dtype of `x` and the residual."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
@@ -94,18 +94,18 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
     assert actual.shape == expected.shape
     tolerance = TOLERANCE[dtype]
     if norm:
-        # A norm rounded otherwise puts a few numbers on the other side of e4m3's middles.
+        # Another rounding of the norm moves a few values across the midpoints of e4m3.
         tolerance = 1e-2
     assert (actual.double() - expected).norm() <= tolerance * (expected.norm() + expected.numel() ** 0.5)
 
 
 @pytest.mark.parametrize(("num_rows", "dtype"), [(5, torch.float32), (1, torch.bfloat16)])
-def test_what_stands_around_the_product(device, num_rows, dtype):
+def test_norm_gate_bias_and_residual_match_reference(device, num_rows, dtype):
     for norm, gated, residual in itertools.product((False, True), repeat=3):
         check(num_rows, 96, 300, dtype, device, norm=norm, bias=residual, residual=residual, gated=gated)
 
 
-def test_a_stream_in_float32(device):
+def test_float32_stream_matches_reference(device):
     for norm, residual in ((True, False), (False, True)):
         settings = {"norm": norm, "bias": False, "residual": residual, "gated": norm}
         check(3, 64, 256, torch.bfloat16, device, **settings, stream=torch.float32)
@@ -113,14 +113,14 @@ def test_a_stream_in_float32(device):
 
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (37, 100), (200, 130), (72, 513)])
 @pytest.mark.parametrize("block_rows", [128, 8])
-def test_odd_sizes(device, num_columns, width, block_rows):
+def test_odd_sizes_match_reference(device, num_columns, width, block_rows):
     for num_rows, gated in ((2, False), (20, True)):
         settings = {"norm": False, "bias": True, "residual": True, "gated": gated}
         check(num_rows, num_columns, width, torch.float32, device, **settings, block_rows=block_rows)
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
-def test_split(device, num_rows):
+def test_split_product_matches_reference(device, num_rows):
     for gated in (False, True):
         config = tiles.block_fp8_config(num_rows, 64, 17, gated=gated, may_split=True)
         assert config.splits == 4
@@ -128,19 +128,19 @@ def test_split(device, num_rows):
         check(num_rows, 64, 17 * 128, torch.float32, device, **settings)
 
 
-def test_splitting_gives_the_same_each_time(device):
+def test_split_product_is_deterministic(device):
     x, weight = torch.randn(3, 17 * 128, device=device), make_weight(64, 17 * 128, device)
     first, second = (OPS.block_fp8_linear(x, None, 0.0, *weight, None, None, False) for _ in range(2))
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("num_rows", [70, 130])
-def test_many_rows(device, num_rows):
+def test_many_rows_match_reference(device, num_rows):
     settings = {"norm": False, "bias": False, "residual": False, "gated": False}
     check(num_rows, 136, 200, torch.float32, device, **settings)
 
 
-def test_no_rows(device):
+def test_zero_rows_give_empty_result(device):
     weight = make_weight(64, 128, device)
     out = OPS.block_fp8_linear(torch.empty(0, 128, device=device), None, 0.0, *weight, None, None, False)
     assert out.shape == (0, 64)
@@ -148,7 +148,7 @@ def test_no_rows(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 17, 32, 64, 100, 128, 129, 131, 500, 2048])
-def test_large(device, num_rows):
+def test_large_products_match_reference(device, num_rows):
     for num_columns, width in [(4096, 4096), (1024, 2048), (2112, 7168), (7168, 2048), (14336, 4096)]:
         for gated in (False, True):
             settings = {"norm": gated, "bias": True, "residual": not gated, "gated": gated}
@@ -157,8 +157,8 @@ def test_large(device, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 48, 300])
-def test_a_chain_in_a_graph(device, num_rows):
-    """Each launch may begin before the one ahead of it has ended: what it reads of that must be the finished thing."""
+def test_overlapping_launches_in_a_graph_see_finished_inputs(device, num_rows):
+    """A launch may begin before the previous one has ended, but must read its finished results."""
     torch.manual_seed(0)
     width = 1024
     norm_weight = torch.ones(width, device=device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The elementwise kernels against the plain torch reference, computed in float32 from the same numbers."""
+"""Tests the elementwise kernels against the plain torch reference in float32."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def check_rope_and_cache(num_tokens, heads, dims, dtype, device, *, with_norm):
 
 
 def check_fp8_cache(num_tokens, heads, dims, dtype, device, *, page_size, exactly):
-    """Exactly: quarter turns, which round nothing, so that every byte is known."""
+    """exactly: rotate by quarter turns, which do not round, so that every byte is known."""
     (num_heads, num_kv_heads), (head_dim, rot) = heads, dims
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
     qkv *= torch.randint(-9, 9, (*qkv.shape[:2], 1), device=device).exp2()
@@ -89,14 +89,14 @@ def check_fp8_cache(num_tokens, heads, dims, dtype, device, *, page_size, exactl
         return
     found = fp8.dequantize(kv_cache.cpu(), kv_scales.cpu().transpose(1, 2), torch.float32)
     wanted = fp8.dequantize(expected_cache, expected_scales.transpose(1, 2), torch.float32)
-    # Where the last bit of a float32 decides, the next number, or the next scale and so its smallest numbers.
+    # The last bit of a float32 may select the next e4m3 value, or the next scale and thus other smallest values.
     smallest = 2.0 ** (expected_scales.transpose(1, 2).unsqueeze(-1).float() - fp8.EXPONENT_BIAS - 9)
     assert ((found - wanted).abs() <= wanted.abs() / 8 + 2 * smallest).all()
     assert (found == wanted).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", SMALL)
-def test_fp8_cache(device, dtype):
+def test_fp8_cache_matches_reference(device, dtype):
     for heads, dims in [((9, 3), (64, 64)), ((2, 1), (80, 32)), ((17, 9), (96, 48))]:
         for page_size in (16, 64):
             check_fp8_cache(5, heads, dims, dtype, device, page_size=page_size, exactly=True)
@@ -104,7 +104,7 @@ def test_fp8_cache(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", SMALL)
-def test_small(device, dtype):
+def test_small_shapes_match_reference(device, dtype):
     for shape in [(1, 64), (5, 576), (3, 4, 80), (17, 3, 64)]:
         check_rms_norm(shape, dtype, device)
     for shape in [(1, 6), (3, 2 * 1500)]:
@@ -115,14 +115,14 @@ def test_small(device, dtype):
         check_rope_and_cache(3, heads, dims, dtype, device, with_norm=True)
 
 
-def test_norm_of_heads_within_a_projection(device):
+def test_norm_accepts_strided_heads(device):
     qkv, weight = torch.randn(3, 6 * 16, device=device), torch.randn(16, device=device)
     heads = qkv[:, 16 : 4 * 16].view(3, 3, 16)
     torch.testing.assert_close(OPS.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5))
 
 
 @pytest.mark.parametrize("cached", [torch.float16, fp8.DTYPE])
-def test_values_that_are_no_numbers_do_not_reach_the_cache(device, cached):
+def test_non_finite_values_are_cached_as_zero(device, cached):
     qkv = torch.randn(3, 6, 64, device=device).half()
     for token, value in enumerate((float("nan"), float("inf"), -float("inf"))):
         qkv[token, 4, 7] = value
@@ -147,7 +147,7 @@ def test_values_that_are_no_numbers_do_not_reach_the_cache(device, cached):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", LARGE)
 @pytest.mark.parametrize("num_tokens", [1, 63, 8192])
-def test_large_fp8_cache(device, dtype, num_tokens):
+def test_large_fp8_cache_matches_reference(device, dtype, num_tokens):
     for heads, dims in [((9, 3), (64, 64)), ((32, 8), (128, 128)), ((32, 2), (128, 64))]:
         for exactly in (False, True):
             check_fp8_cache(num_tokens, heads, dims, dtype, device, page_size=16, exactly=exactly)
@@ -156,7 +156,7 @@ def test_large_fp8_cache(device, dtype, num_tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", LARGE)
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 256, 8192])
-def test_large(device, dtype, num_tokens):
+def test_large_shapes_match_reference(device, dtype, num_tokens):
     for width in (576, 1024, 4096, 8192):
         check_rms_norm((num_tokens, width), dtype, device)
         check_silu_and_mul((num_tokens, 3 * width), dtype, device)

@@ -1,4 +1,4 @@
-"""The kernels behind `linear` on CUDA against float64, over everything that they can do around the product."""
+"""Tests the kernels of `linear` on CUDA against float64, with all options."""
 
 import itertools
 
@@ -14,7 +14,7 @@ OPS = torch.ops.nanovllm
 
 
 def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False, stream=None):
-    """`x` is a view of longer rows; `num_columns` is that of the result. stream: the dtype of `x` and the residual."""
+    """`x` is a view of longer rows. num_columns: of the result. stream: dtype of `x` and the residual."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
@@ -47,20 +47,20 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
     out_dtype = added.dtype if residual else dtype
     assert actual.dtype == (torch.float32 if float32_out else out_dtype)
     assert actual.shape == expected.shape
-    # Of a few results that nearly cancel, the error is small beside what was added up and not beside them.
+    # Results that nearly cancel have an error that is small relative to the summands, not to the result.
     size = expected.norm() + expected.numel() ** 0.5
     assert (actual.double() - expected).norm() < TOLERANCE[dtype] * size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
-def test_small(device, dtype, num_rows):
+def test_small_products_match_float64(device, dtype, num_rows):
     for norm, gated, residual in itertools.product((False, True), repeat=3):
         check(num_rows, 37, 576, dtype, device, norm=norm, bias=residual, residual=residual, gated=gated)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_stream_in_float32(device, num_rows):
+def test_float32_stream_matches_float64(device, num_rows):
     for norm, gated, residual in itertools.product((False, True), repeat=3):
         settings = {"norm": norm, "bias": False, "residual": residual, "gated": gated}
         check(num_rows, 37, 576, torch.float16, device, **settings, stream=torch.float32)
@@ -68,7 +68,7 @@ def test_a_stream_in_float32(device, num_rows):
 
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (5, 100), (37, 99), (30, 1500), (50, 2500)])
 @pytest.mark.parametrize("shape", ["narrow", "deep", "wide", "vast"])
-def test_odd_sizes(device, num_columns, width, shape, monkeypatch):
+def test_odd_sizes_match_float64(device, num_columns, width, shape, monkeypatch):
     monkeypatch.setattr(tiles, "FEW_COLUMNS", tiles.FEW_COLUMNS if shape == "narrow" else 0)
     monkeypatch.setattr(tiles, "VAST_COLUMNS", 0 if shape == "vast" else tiles.VAST_COLUMNS)
     monkeypatch.setattr(tiles, "LONG", 0 if shape == "deep" else tiles.LONG)
@@ -77,11 +77,11 @@ def test_odd_sizes(device, num_columns, width, shape, monkeypatch):
         check(num_rows, num_columns, width, torch.float16, device, norm=True, bias=True, residual=True, gated=True)
 
 
-def test_results_in_float32(device):
+def test_float32_results_match_float64(device):
     check(2, 50, 64, torch.float16, device, norm=False, bias=False, residual=False, gated=False, float32_out=True)
 
 
-def test_rows_with_any_stride(device):
+def test_rows_may_have_any_stride(device):
     x, weight = torch.randn(64, 3, device=device).T, torch.randn(40, 64, device=device)
     actual = OPS.project_rows(x, None, 0.0, weight, None, None, False, False)
     torch.testing.assert_close(actual, x @ weight.T, rtol=1e-5, atol=1e-4)
@@ -90,7 +90,7 @@ def test_rows_with_any_stride(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("num_rows", range(1, 9))
-def test_large(device, dtype, num_rows):
+def test_large_products_match_float64(device, dtype, num_rows):
     shapes = [(4096, 1024), (1024, 3072), (960, 576), (4096, 4096), (3072, 1024), (4096, 14336), (151_936, 1024)]
     for num_columns, width in shapes:
         for gated in (False, True):
@@ -99,16 +99,16 @@ def test_large(device, dtype, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 256])
-def test_a_float32_table_by_thirds(device, num_rows):
+def test_logits_of_split_float32_table_are_float32_exact(device, num_rows):
     table = torch.randn(256, 3072, device=device)
     alone = torch.eye(3072, device=device)[torch.randint(3072, (num_rows,), device=device)]
     for x in (torch.randn(num_rows, 3072, device=device).bfloat16(), alone.bfloat16()):
         expected = x.double() @ table.double().T
         found = logits(x, PackedWeight(table, blocked=False), table, split_float32(table))
         assert found.dtype == torch.float32
-        # Tensor cores cut off what a float32 sum would round: some 3e-6, where a weight in bfloat16 costs 2e-3.
+        # Tensor cores truncate where a float32 sum would round: an error of 3e-6; a bfloat16 weight has 2e-3.
         assert (found - expected).norm() < 1e-5 * expected.norm()
-    # Each the sum of three numbers, for there is nothing else to add.
+    # With one-hot rows each result is the sum of the three thirds only.
     torch.testing.assert_close(found.double(), expected, rtol=2**-23, atol=0)
 
 
@@ -135,7 +135,7 @@ def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, 
 
 
 @pytest.mark.parametrize(("num_rows", "extras"), [(9, False), (17, True), (70, True)])
-def test_split_small(device, num_rows, extras):
+def test_small_split_products_match_float64(device, num_rows, extras):
     assert tiles.can_split(64, 2048)
     check_split(num_rows, 64, 2048, torch.float16, device, bias=extras, residual=extras)
     check_split(num_rows, 64, 2048, torch.float16, device, bias=False, residual=extras, stream=torch.float32)
@@ -144,15 +144,15 @@ def test_split_small(device, num_rows, extras):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 9, 16, 17, 32, 40, 64, 65, 128, 129, 200, 256])
-def test_split_large(device, dtype, num_rows):
+def test_large_split_products_match_float64(device, dtype, num_rows):
     for num_columns, width in [(1024, 2048), (1024, 3072), (576, 2560), (64, 8192)]:
         check_split(num_rows, num_columns, width, dtype, device, bias=True, residual=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 9, 64, 256, 300])
-def test_a_layer_with_a_stream_in_float32(device, num_rows):
-    """Whichever kernel takes the product: what is added to the stream isn't rounded to the weights' dtype."""
+def test_float32_stream_is_not_rounded_to_weight_dtype(device, num_rows):
+    """No kernel rounds what it adds to the stream to the weights' dtype."""
     width = 576
     stream = torch.randn(num_rows, width, device=device)
     norm_weight = torch.rand(width, device=device).to(torch.bfloat16)
@@ -170,8 +170,8 @@ def test_a_layer_with_a_stream_in_float32(device, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 48])
-def test_a_chain_in_a_graph(device, num_rows):
-    """Each launch may begin before the one ahead of it has ended: what it reads of that must be the finished thing."""
+def test_overlapping_launches_in_a_graph_see_finished_inputs(device, num_rows):
+    """A launch may begin before the previous one has ended, but must read its finished results."""
     torch.manual_seed(0)
     width = 1024
     inner = 2 * width

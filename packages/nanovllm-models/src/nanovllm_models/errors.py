@@ -1,8 +1,8 @@
-"""The errors of this package: one line each, about what the user gave us. This room knows nothing else."""
+"""The errors of this package. Each message is one line about a model directory or a conversation."""
 
 
 class ModelError(ValueError):
-    """A model directory that can't be served; the message says what is wrong with which file or field."""
+    """A model directory that can't be served; the message names the file or field and says what is wrong with it."""
 
 
 class TemplateError(ModelError):
@@ -10,4 +10,4 @@ class TemplateError(ModelError):
 
 
 class TemplateValueError(TemplateError):
-    """A value for the chat template under a name that is not the caller's to give."""
+    """A value for the chat template under a name that is reserved."""

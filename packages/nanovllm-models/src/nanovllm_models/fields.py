@@ -1,6 +1,6 @@
-"""The fields of a JSON object in a checkpoint: each has one type, an explicit default and an error that names it.
+"""Reads the fields of a JSON object in a checkpoint: each with its type, its default and an error that names it.
 
-Imports no torch, so that a process that wants only text can read them. This room must not know what any field means.
+This module does not import torch, so that a process that uses only the tokenizer can import it.
 """
 
 import json
@@ -14,18 +14,22 @@ VALUE_SHOWN = 100
 
 
 class Fields:
-    """The fields of one JSON object; `where` is how errors name it. A field that is null counts as absent."""
+    """The fields of one JSON object. A field that is null counts as absent.
+
+    values: the object.
+    where: name of the object in error messages.
+    """
 
     def __init__(self, values: dict[str, object], where: str):
         self.where = where
         self._values = values
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0. Raises ModelError."""
+        """Return an integer above 0; `default` if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
@@ -34,7 +38,7 @@ class Fields:
         raise self.error(name, "an integer above 0")
 
     def count(self, name: str, default: int) -> int:
-        """A whole number from 0 on. Raises ModelError."""
+        """Return an integer of at least 0; `default` if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
             return default
@@ -43,7 +47,7 @@ class Fields:
         raise self.error(name, "an integer from 0 on")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number above 0. Raises ModelError."""
+        """Return a finite number above 0; `default` if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
@@ -52,7 +56,7 @@ class Fields:
         raise self.error(name, "a number above 0")
 
     def weight(self, name: str) -> float:
-        """A number from 0 on, which it is if absent. Raises ModelError."""
+        """Return a finite number of at least 0; 0 if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
             return 0.0
@@ -61,7 +65,7 @@ class Fields:
         raise self.error(name, "a number from 0 on")
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false. Raises ModelError."""
+        """Return a boolean; `default` if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
             return default
@@ -70,7 +74,7 @@ class Fields:
         raise self.error(name, "true or false")
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string. Raises ModelError."""
+        """Return a string; `default` if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
@@ -79,7 +83,7 @@ class Fields:
         raise self.error(name, "a string")
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings, none if it is absent. Raises ModelError."""
+        """Return a list of strings; an empty one if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
             return ()
@@ -88,7 +92,7 @@ class Fields:
         raise self.error(name, "a list of strings")
 
     def indices(self, name: str) -> tuple[int, ...]:
-        """A list of integers from 0 on, none if it is absent. Raises ModelError."""
+        """Return a list of integers of at least 0; an empty one if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
             return ()
@@ -97,14 +101,14 @@ class Fields:
         raise self.error(name, "a list of integers from 0 on")
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A list of whole numbers above 0. Raises ModelError."""
+        """Return a list of integers above 0, which must be present. Raises ModelError."""
         value = self._values.get(name)
         if isinstance(value, list) and all(type(entry) is int and entry > 0 for entry in value):
             return tuple(value)
         raise self.error(name, "a list of integers above 0")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them, none if it is absent. Raises ModelError."""
+        """Return one token id or a list of token ids, as a tuple; () if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
             return ()
@@ -114,7 +118,7 @@ class Fields:
         raise self.error(name, "a token id or a list of them")
 
     def fields(self, name: str) -> "Fields":
-        """An object within this one, empty if it is absent. Raises ModelError."""
+        """Return an object inside this object; an empty one if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
             value = {}
@@ -123,22 +127,22 @@ class Fields:
         raise self.error(name, "an object")
 
     def mapping(self, name: str) -> dict[str, str]:
-        """An object of strings. Raises ModelError."""
+        """Return an object whose values are strings, which must be present. Raises ModelError."""
         value = self._values.get(name)
         if isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values()):
             return value
         raise self.error(name, "an object of strings")
 
-    def error(self, name: str, right: str) -> ModelError:
-        """What to raise about a field that is not as it should be."""
+    def error(self, name: str, expected: str) -> ModelError:
+        """Return the error for a field with a wrong value; `expected` says what the value must be."""
         if not self.has(name):
-            return ModelError(f"{name} of {self.where} is missing: it must be {right}")
+            return ModelError(f"{name} of {self.where} is missing: it must be {expected}")
         shown = textwrap.shorten(json.dumps(self._values[name]), VALUE_SHOWN, placeholder=" ...")
-        return ModelError(f"{name} of {self.where} is {shown}, but must be {right}")
+        return ModelError(f"{name} of {self.where} is {shown}, but must be {expected}")
 
 
 def read_fields(file: Path) -> Fields:
-    """The object in a JSON file. Raises ModelError when it can't be read or holds none."""
+    """Read the object in a JSON file. Raises ModelError if the file can't be read or holds no object."""
     try:
         values = json.loads(file.read_bytes())
     except OSError as error:

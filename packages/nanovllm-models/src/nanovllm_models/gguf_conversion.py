@@ -1,7 +1,6 @@
-"""From a Llama model in one GGUF file to an ordinary Hugging Face directory, in bfloat16.
+"""Converts a Llama model in one GGUF file into a Hugging Face model directory in bfloat16.
 
-Knows the llama architecture with GPT-2's tokenizer and SmolLM's way of splitting text, which is what the default model
-is. This room must not know where the file comes from nor where the directory is kept.
+Only models of the kind of the default model are supported: architecture llama, tokenizer gpt2, pre-tokenizer smollm.
 """
 
 import json
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from nanovllm_models.errors import ModelError
 
-# What GGUF calls a tensor, and what Hugging Face checkpoints do.
+# GGUF's name of a tensor, and its name in Hugging Face checkpoints.
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -36,15 +35,15 @@ LAYER_NAMES = {
 
 HEAD_COUNTS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 
-# Values by GGUF's names for them: strings, numbers, and lists of either.
+# GGUF's metadata by key: strings, numbers, and lists of strings or of numbers.
 Metadata = dict[str, Any]
 
 
 def convert(file: Path, directory: Path, *, progress: bool | None = None) -> None:
-    """Write config.json, model.safetensors, tokenizer.json and their companions into the existing `directory`.
+    """Write config.json, model.safetensors and the tokenizer's files into `directory`, which must exist.
 
-    progress: show a bar on stderr; None for when that is a terminal.
-    Raises ModelError when the file is not such a model, OSError when the directory can't be written.
+    progress: whether to show a bar on stderr; None to show it if stderr is a terminal.
+    Raises ModelError if the file holds another kind of model, OSError if the directory can't be written.
     """
     reader = GGUFReader(file)
     metadata: Metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -59,7 +58,7 @@ def convert(file: Path, directory: Path, *, progress: bool | None = None) -> Non
     build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
     for name, content in {
         "config.json": _config(metadata),
-        # Four-bit weights of a small model: drawn at temperature 1 its answers wander, so it is greedy unless asked.
+        # The weights of this small model come from 4 bits: at temperature 1 its answers lose the topic.
         "generation_config.json": {**_special_ids(metadata), "do_sample": False},
         "tokenizer_config.json": _tokenizer_config(metadata),
     }.items():
@@ -67,7 +66,7 @@ def convert(file: Path, directory: Path, *, progress: bool | None = None) -> Non
 
 
 def to_hugging_face(tensor: ReaderTensor, metadata: Metadata) -> tuple[str, Tensor]:
-    """A tensor's name in Hugging Face checkpoints and its bfloat16 value, its rows in their order."""
+    """Return a tensor's name in Hugging Face checkpoints and its bfloat16 value, with rows in their order."""
     stem, _, kind = tensor.name.rpartition(".")
     values = dequantize(tensor.data, tensor.tensor_type)
     if stem in GLOBAL_NAMES:
@@ -79,7 +78,7 @@ def to_hugging_face(tensor: ReaderTensor, metadata: Metadata) -> tuple[str, Tens
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The tokenizer that the vocabulary and merges describe: byte-level BPE, each digit by itself."""
+    """Build the tokenizer from GGUF's vocabulary and merges: byte-level BPE in which each digit stands alone."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -97,7 +96,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def _unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
-    # GGUF interleaves the two halves of each head's rotary dimensions; Hugging Face keeps them one after the other.
+    # GGUF interleaves the two halves of each head's rotary dimensions; Hugging Face stores one half after the other.
     rows, columns = values.shape
     return values.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

@@ -1,8 +1,6 @@
-"""Llama (https://arxiv.org/abs/2407.21783) and what is built like it: Llama 3.x, R1-Distill-Llama, SmolLM2.
+"""Llama (https://arxiv.org/abs/2407.21783) and models of the same architecture: Llama 3.x, R1-Distill-Llama, SmolLM2.
 
-The whole architecture on one page: config, modules, names of the weights, spec. Qwen2's and Qwen3's dense models differ
-only in biases and in a norm of query and key heads, and read their config in files of their own. This room must not
-know tokens' text.
+`qwen2` and `qwen3` use these modules with biases, or with a norm per query and key head.
 """
 
 from collections.abc import Callable
@@ -24,23 +22,19 @@ from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import (
-    DEFAULT_ROPE_THETA,
-    parse_dtype,
-    parse_eos_token_ids,
-    parse_quantization,
-    parse_rotary,
-)
+from nanovllm_models.config_file import DEFAULT_ROPE_THETA, parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
-from nanovllm_models.vocabulary import read_vocabulary
+from nanovllm_models.model_spec import make_model_spec
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """What shapes the model.
+    """The fields of config.json that define the model.
 
-    attention_bias: of queries, keys and values. output_bias: of what attention's result goes through. qk_norm: query
-    and key heads go through a norm before they are rotated.
+    attention_bias: whether the projections of queries, keys and values have a bias.
+    output_bias: whether the output projection of attention has a bias.
+    qk_norm: whether each query and key head is normed before its rotation.
+    quantization: None for weights in the checkpoint's dtype.
     """
 
     vocab_size: int
@@ -62,10 +56,11 @@ class LlamaConfig:
 
 
 class Defaults(NamedTuple):
-    """What transformers takes for the fields that a family's config.json leaves out.
+    """The values that transformers uses for fields that a family's config.json does not have.
 
-    num_key_value_heads: None for as many as there are query heads. head_dim: None for their share of the hidden size.
-    rotates_part: whether the family may rotate a part of each head.
+    num_key_value_heads: None for the number of query heads.
+    head_dim: None for hidden_size / num_attention_heads.
+    rotates_part: whether the family may rotate only a part of each head.
     """
 
     vocab_size: int
@@ -92,9 +87,9 @@ DEFAULTS = Defaults(
 
 
 def parse_layers(config: Fields, defaults: Defaults) -> LlamaConfig:
-    """Read of config.json what all families of such layers have; whoever has more replaces it.
+    """Parse the fields that all families with these layers share; a family replaces the others in the result.
 
-    Raises ModelError for a field that is wrong or asks for what is not implemented.
+    Raises ModelError for a field that is wrong or needs a feature that is not implemented.
     """
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
@@ -128,7 +123,7 @@ def parse_layers(config: Fields, defaults: Defaults) -> LlamaConfig:
 
 
 def parse_config(config: Fields) -> LlamaConfig:
-    """Read config.json. Raises ModelError for a field that is wrong or asks for what is not implemented."""
+    """Parse config.json. Raises ModelError for a field that is wrong or needs a feature that is not implemented."""
     return replace(parse_layers(config, DEFAULTS), mlp_bias=config.flag("mlp_bias", False))
 
 
@@ -153,7 +148,10 @@ class LlamaAttention(nn.Module):
         self._index = index
 
     def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Of the joint projection [T, all heads * head_dim], overwritten: [T, query heads * head_dim]."""
+        """Attend; returns [T, query heads * head_dim].
+
+        qkv: joint projection of queries, keys and values, [T, all heads * head_dim]; overwritten.
+        """
         qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
             qk_norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
@@ -161,10 +159,12 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and feed-forward, each of the normed residual stream and added to it.
+    """Attention and a feed-forward layer; each reads the normed residual stream and adds its result to the stream.
 
-    In three parts, as what lies between the attention of two layers may be compiled as one. mlp: the feed-forward
-    layer, where it isn't a dense one.
+    `before`, `self_attn` and `after` are separate so that torch.compile can take everything between two attentions.
+
+    index: number of the layer.
+    mlp: experts as the feed-forward layer; None for a dense one.
     """
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext, mlp: SparseMLP | None = None):
@@ -182,27 +182,35 @@ class LlamaLayer(nn.Module):
         )
 
     def before(self, x: Tensor) -> Tensor:
-        """What attention is done with: [T, hidden] -> [T, all heads * head_dim]."""
+        """Return the input of attention: residual stream [T, hidden] -> [T, all heads * head_dim]."""
         return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
 
     def after(self, attended: Tensor, x: Tensor) -> Tensor:
-        """The residual stream behind the layer, of attention's result and the stream before; x may be overwritten."""
+        """Return the residual stream after the layer, [T, hidden].
+
+        attended: result of attention, [T, query heads * head_dim].
+        x: residual stream before the layer, [T, hidden]; may be overwritten.
+        """
         x = self.self_attn.o_proj.forward(attended, x)
         return self.mlp.forward(x, x, self.post_attention_layernorm)
 
 
 def between(attended: Tensor, x: Tensor, layer: LlamaLayer, following: LlamaLayer) -> tuple[Tensor, Tensor]:
-    """From the attention of one layer to that of the next: the residual stream, and what the next is done with."""
+    """Compute everything between the attention of `layer` and that of `following`.
+
+    attended, x: see `LlamaLayer.after`.
+    Returns the residual stream and the input of the next attention.
+    """
     x = layer.after(attended, x)
     return x, following.before(x)
 
 
-# Makes the layer of an index: a LlamaLayer, or what has its three parts, `self_attn` and `is_sparse`.
+# Makes the layer with an index: a LlamaLayer, or a module with the same `before`, `after`, `self_attn` and `is_sparse`.
 MakeLayer = Callable[[LlamaConfig, int, BuildContext], nn.Module]
 
 
 class LlamaModel(nn.Module):
-    """Everything but the head."""
+    """The model without its head."""
 
     def __init__(self, config: LlamaConfig, build: BuildContext, make_layer: MakeLayer):
         super().__init__()
@@ -211,13 +219,13 @@ class LlamaModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(make_layer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        # One for layers with experts and one for those without, as each must be the same for all that it is used for.
+        # One compiled function can serve only layers of one kind: with experts, or without.
         self._between = {
             sparse: compiled(between, LEAST_ROWS) if build.compile else between for sparse in (False, True)
         }
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Token ids [T] -> hidden states [T, hidden]."""
+        """Compute hidden states: token ids int [T] -> [T, hidden]."""
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
         layer, *others = self.layers
@@ -230,7 +238,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The model as the engine sees it; see `nanovllm_core.model.CausalLM`."""
+    """The complete model; implements `nanovllm_core.model.CausalLM`."""
 
     def __init__(self, config: LlamaConfig, build: BuildContext, make_layer: MakeLayer = LlamaLayer):
         super().__init__()
@@ -239,22 +247,22 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Token ids [T] -> hidden states [T, hidden]."""
+        """Compute hidden states: token ids int [T] -> [T, hidden]."""
         return self.model.forward(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, hidden] -> logits [n, vocab_size]."""
+        """Compute logits: hidden states [n, hidden] -> float32 [n, vocab_size]."""
         return self.lm_head.forward(hidden)
 
     def cache_specs(self) -> tuple[PagedSpec, ...]:
-        """One a layer."""
+        """Return one cache spec per layer."""
         return tuple(layer.self_attn.heads.cache_spec for layer in self.model.layers)
 
 
 def is_redundant(name: str) -> bool:
-    """Whether a checkpoint may carry this tensor although the model has no place for it.
+    """Return whether a checkpoint may have the tensor `name` although the model does not use it.
 
-    Old checkpoints store the rotary frequencies, and some tied ones the head beside the embedding.
+    Old checkpoints store the rotary frequencies. Some checkpoints with a tied head store the head too.
     """
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
 
@@ -262,7 +270,7 @@ def is_redundant(name: str) -> bool:
 def build_llama(
     build: BuildContext, *, config: LlamaConfig, weights: WeightSource, make_layer: MakeLayer = LlamaLayer
 ) -> LlamaForCausalLM:
-    """Make the model on its device, weights included. Raises WeightError, ModelError."""
+    """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     model = LlamaForCausalLM(config, build, make_layer)
     weights.fill(model, is_redundant)
     return model
@@ -276,19 +284,18 @@ def make_spec(
     weights: WeightSource,
     make_layer: MakeLayer = LlamaLayer,
 ) -> ModelSpec:
-    """The spec of a model of this architecture. make_layer: travels by pickle with the spec. Raises ModelError."""
-    eos_token_ids = parse_eos_token_ids(path, fields)
-    return ModelSpec(
-        name=name,
-        vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
-        eos_token_ids=eos_token_ids,
-        dtype=parse_dtype(fields),
-        build=partial(build_llama, config=config, weights=weights, make_layer=make_layer),
-        vocabulary=partial(read_vocabulary, path, eos_token_ids),
-    )
+    """Return the spec of a model with this architecture.
+
+    path: checkpoint directory.
+    fields: its config.json.
+    name: name of the model.
+    make_layer: makes one layer; must be picklable, since the spec travels to the engine's process.
+    Raises ModelError.
+    """
+    build = partial(build_llama, config=config, weights=weights, make_layer=make_layer)
+    return make_model_spec(path, fields, config, name, build)
 
 
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
-    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     return make_spec(path, fields, parse_config(fields), name, weights)

@@ -1,8 +1,7 @@
-"""MiniMax-M2 (https://github.com/MiniMax-AI/MiniMax-M2): heads of which half is rotated, and experts.
+"""MiniMax-M2 (https://github.com/MiniMax-AI/MiniMax-M2): half of each head is rotated, every layer has experts.
 
-Queries and keys are each normed as a whole, before they are heads. The config speaks of modules that predict several
-tokens (`num_mtp_modules`); the published checkpoints have no weights for them, and so has nothing here. This room must
-not know tokens' text.
+All query heads of a token are normed as one vector, and so are all key heads. Published checkpoints have no weights
+for the multi-token prediction that config.json mentions (`num_mtp_modules`), so this module has none.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """What shapes the experts; their width is the `intermediate_size` of the others' config."""
+    """The fields of config.json that define the experts. Their width is `LlamaConfig.intermediate_size`."""
 
     num_experts: int
     routing: Routing
@@ -49,9 +48,9 @@ DEFAULTS = Defaults(
 
 
 def parse_config(config: Fields) -> LlamaConfig:
-    """Read of config.json what shapes everything but the experts.
+    """Parse all fields except those of the experts.
 
-    Raises ModelError for a field that is wrong or asks for what is not implemented.
+    Raises ModelError for a field that is wrong or needs a feature that is not implemented.
     """
     if not config.flag("use_qk_norm", True):
         raise config.error("use_qk_norm", "true")
@@ -63,7 +62,7 @@ def parse_config(config: Fields) -> LlamaConfig:
 
 
 def parse_sparse_config(config: Fields) -> SparseConfig:
-    """Read of config.json what shapes the experts. Raises ModelError."""
+    """Parse the fields of the experts. Raises ModelError."""
     if config.text("scoring_func", "sigmoid") != "sigmoid":
         raise config.error("scoring_func", "sigmoid")
     if not config.flag("use_routing_bias", True):
@@ -76,7 +75,7 @@ def parse_sparse_config(config: Fields) -> SparseConfig:
 
 
 class MiniMaxM2Attention(nn.Module):
-    """Grouped-query attention, its queries and its keys normed each as one vector."""
+    """Grouped-query attention; all queries of a token are normed as one vector, and so are all keys."""
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__()
@@ -93,7 +92,10 @@ class MiniMaxM2Attention(nn.Module):
         self._index = index
 
     def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Of the joint projection [T, all heads * head_dim], overwritten: [T, query heads * head_dim]."""
+        """Attend; returns [T, query heads * head_dim].
+
+        qkv: joint projection of queries, keys and values, [T, all heads * head_dim]; overwritten.
+        """
         heads = self.heads
         sizes = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         norm_parts(qkv, sizes, (self.q_norm.packed, self.k_norm.packed), self.q_norm.eps)
@@ -101,7 +103,7 @@ class MiniMaxM2Attention(nn.Module):
 
 
 class MiniMaxM2Layer(nn.Module):
-    """Attention and experts; as `LlamaLayer`, with the checkpoint's names."""
+    """Attention and experts, with the checkpoint's names; see `LlamaLayer`."""
 
     is_sparse = True
 
@@ -118,16 +120,20 @@ class MiniMaxM2Layer(nn.Module):
         self.block_sparse_moe = SparseMLP(router, experts)
 
     def before(self, x: Tensor) -> Tensor:
-        """What attention is done with: [T, hidden] -> [T, all heads * head_dim]."""
+        """Return the input of attention: residual stream [T, hidden] -> [T, all heads * head_dim]."""
         return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
 
     def after(self, attended: Tensor, x: Tensor) -> Tensor:
-        """The residual stream behind the layer, of attention's result and the stream before; x may be overwritten."""
+        """Return the residual stream after the layer, [T, hidden].
+
+        attended: result of attention, [T, query heads * head_dim].
+        x: residual stream before the layer, [T, hidden]; may be overwritten.
+        """
         x = self.self_attn.o_proj.forward(attended, x)
         return self.block_sparse_moe.forward(x, x, self.post_attention_layernorm)
 
 
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
-    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     make_layer = partial(MiniMaxM2Layer, sparse=parse_sparse_config(fields))
     return make_spec(path, fields, parse_config(fields), name, weights, make_layer)

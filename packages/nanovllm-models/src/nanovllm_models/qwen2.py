@@ -1,8 +1,4 @@
-"""Qwen2's dense models and 2.5's (https://arxiv.org/abs/2407.10671): Llama's layers, and queries, keys and values with
-biases.
-
-This room must not know tokens' text, nor Qwen2's mixtures of experts.
-"""
+"""The dense models of Qwen2 and 2.5 (https://arxiv.org/abs/2407.10671): Llama's layers with biases on Q, K and V."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +20,14 @@ DEFAULTS = Defaults(
 
 
 def parse_config(config: Fields) -> LlamaConfig:
-    """Read config.json. Raises ModelError for a field that is wrong or asks for what is not implemented."""
+    """Parse config.json. Raises ModelError for a field that is wrong or needs a feature that is not implemented."""
     layers = parse_layers(config, DEFAULTS)
-    # Layers from max_window_layers on would have one.
+    # With fewer layers than max_window_layers, no layer has a sliding window, whatever use_sliding_window says.
     if config.flag("use_sliding_window", False) and config.integer("max_window_layers", 28) < layers.num_hidden_layers:
         raise config.error("use_sliding_window", "false: sliding windows are not supported")
     return replace(layers, attention_bias=True, output_bias=False)
 
 
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
-    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     return make_spec(path, fields, parse_config(fields), name, weights)

@@ -1,6 +1,6 @@
-"""Qwen3's dense models (https://arxiv.org/abs/2505.09388): Llama's layers, with a norm of each query and key head.
+"""The dense models of Qwen3 (https://arxiv.org/abs/2505.09388): Llama's layers with a norm per query and key head.
 
-This room must not know tokens' text, nor Qwen3's mixtures of experts.
+The mixtures of experts are in `qwen3_moe` and `qwen3_next`.
 """
 
 from dataclasses import replace
@@ -24,12 +24,12 @@ DEFAULTS = Defaults(
 
 
 def parse_config(config: Fields, defaults: Defaults = DEFAULTS) -> LlamaConfig:
-    """Read config.json. Raises ModelError for a field that is wrong or asks for what is not implemented."""
+    """Parse config.json. Raises ModelError for a field that is wrong or needs a feature that is not implemented."""
     if config.flag("use_sliding_window", False):
         raise config.error("use_sliding_window", "false: sliding windows are not supported")
     return replace(parse_layers(config, defaults), qk_norm=True)
 
 
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
-    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     return make_spec(path, fields, parse_config(fields), name, weights)

@@ -1,7 +1,4 @@
-"""Qwen3's mixtures of experts (https://arxiv.org/abs/2505.09388): its dense layers, with experts in most.
-
-This room must not know tokens' text.
-"""
+"""Qwen3's mixtures of experts (https://arxiv.org/abs/2505.09388): the dense models' layers, most with experts."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +14,10 @@ from nanovllm_models.llama import Defaults, LlamaConfig, LlamaLayer, make_spec
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """What shapes the feed-forward parts. sparse_layers: which layers have experts; the others are dense."""
+    """The fields of config.json that define the experts.
+
+    sparse_layers: indices of the layers with experts; the other layers are dense.
+    """
 
     num_experts: int
     moe_intermediate_size: int
@@ -37,13 +37,13 @@ DEFAULTS = Defaults(
 
 
 def parse_config(config: Fields) -> LlamaConfig:
-    """Read of config.json what the dense layers have too. Raises ModelError, as `qwen3.parse_config`."""
+    """Parse the fields that the dense models have too. Raises ModelError, see `qwen3.parse_config`."""
     return qwen3.parse_config(config, DEFAULTS)
 
 
 def parse_sparse_config(config: Fields, num_layers: int) -> SparseConfig:
-    """Read of config.json what only experts have. Raises ModelError."""
-    # As published, and as transformers 5 writes it.
+    """Parse the fields of the experts. Raises ModelError."""
+    # Published checkpoints have num_experts; transformers 5 writes num_local_experts.
     num_experts = config.integer("num_experts" if config.has("num_experts") else "num_local_experts", 128)
     top_k = config.integer("num_experts_per_tok", 8)
     if top_k > num_experts:
@@ -58,7 +58,7 @@ def parse_sparse_config(config: Fields, num_layers: int) -> SparseConfig:
 
 
 def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, sparse: SparseConfig) -> LlamaLayer:
-    """The layer of an index, with experts or without."""
+    """Make the layer with number `index`, with experts or without."""
     if index not in sparse.sparse_layers:
         return LlamaLayer(config, index, build)
     router = Router(config.hidden_size, sparse.num_experts, sparse.routing, build)
@@ -69,7 +69,7 @@ def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, sparse: 
 
 
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
-    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     config = parse_config(fields)
     sparse = parse_sparse_config(fields, config.num_hidden_layers)
     return make_spec(path, fields, config, name, weights, partial(make_layer, sparse=sparse))

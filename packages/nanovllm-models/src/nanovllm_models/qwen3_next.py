@@ -1,7 +1,6 @@
 """Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): Gated DeltaNet in most layers, gated attention in the others.
 
-The whole architecture on one page: config, modules, names of the weights, spec. The head for multi-token prediction is
-loaded where a checkpoint has one, and waits for speculation. This room must not know tokens' text.
+A head for multi-token prediction is loaded if the checkpoint has one, but nothing runs it yet.
 """
 
 from collections.abc import Callable
@@ -28,10 +27,10 @@ from nanovllm_core.model import BuildContext, CacheSpec, ForwardContext, ModelSp
 from nanovllm_kernels.elementwise import sigmoid_and_mul
 from nanovllm_kernels.gemm.block_fp8 import GROUP
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids, parse_quantization, parse_rotary
+from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import Fields
 from nanovllm_models.llama import is_redundant
-from nanovllm_models.vocabulary import read_vocabulary
+from nanovllm_models.model_spec import make_model_spec
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 MTP = "mtp."
@@ -40,7 +39,10 @@ SHARED = SharedExpert("shared_expert", "shared_expert_gate")
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """What shapes the experts. sparse_layers: which layers have them; the others are dense."""
+    """The fields of config.json that define the experts.
+
+    sparse_layers: indices of the layers with experts; the other layers are dense.
+    """
 
     num_experts: int
     intermediate_size: int
@@ -51,7 +53,10 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True)
 class Qwen3NextConfig:
-    """What shapes the model. full_layers: which layers have attention; the others are recurrent."""
+    """The fields of config.json that define the model.
+
+    full_layers: indices of the layers with attention; the other layers are recurrent.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -72,9 +77,9 @@ class Qwen3NextConfig:
 
 
 def parse_config(config: Fields) -> Qwen3NextConfig:
-    """Read config.json, with the defaults that transformers has.
+    """Parse config.json; a missing field gets the value that transformers gives it.
 
-    Raises ModelError for a field that is wrong or asks for what is not implemented.
+    Raises ModelError for a field that is wrong or needs a feature that is not implemented.
     """
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
@@ -86,7 +91,7 @@ def parse_config(config: Fields) -> Qwen3NextConfig:
     head_dim = config.integer("head_dim", 256)
     quantization = parse_quantization(config)
     if quantization is not None and head_dim % GROUP:
-        raise config.error("head_dim", f"a multiple of {GROUP}, or gates would share FP8 blocks with queries")
+        raise config.error("head_dim", f"a multiple of {GROUP}, so that gates and queries have separate FP8 blocks")
     max_position = config.integer("max_position_embeddings", 32768)
     eps = config.number("rms_norm_eps", 1e-6)
     return Qwen3NextConfig(
@@ -119,7 +124,7 @@ def _parse_full_layers(config: Fields, num_layers: int) -> frozenset[int]:
         return full
     if len(kinds) != num_layers or not set(kinds) <= set(LAYER_TYPES) or LAYER_TYPES[1] not in kinds:
         raise config.error(
-            "layer_types", f"{' or '.join(LAYER_TYPES)} for each of {num_layers} layers, the latter once or more"
+            "layer_types", f"{' or '.join(LAYER_TYPES)} for each of {num_layers} layers, {LAYER_TYPES[1]} at least once"
         )
     return frozenset(index for index, kind in enumerate(kinds) if kind == LAYER_TYPES[1])
 
@@ -140,7 +145,7 @@ def _parse_delta(config: Fields, eps: float) -> DeltaShape:
 
 
 def _parse_moe(config: Fields, num_layers: int) -> MoEConfig:
-    # As published, and as transformers 5 may write it.
+    # Published checkpoints have num_experts; transformers 5 may write num_local_experts.
     num_experts = config.integer("num_experts" if config.has("num_experts") else "num_local_experts", 512)
     top_k = config.integer("num_experts_per_tok", 10)
     if top_k > num_experts:
@@ -156,9 +161,10 @@ def _parse_moe(config: Fields, num_layers: int) -> MoEConfig:
 
 
 class GatedAttention(nn.Module):
-    """Grouped-query attention with normed heads, rotated in part, and a gate for each number of its result.
+    """Grouped-query attention with normed, partly rotated heads and a gate for each number of its result.
 
-    In three parts, as `GatedDeltaNet`. index: which of the context's paged caches is its own. name: of this module.
+    index: number of this module's cache among the context's paged caches.
+    name: name of this module in the checkpoint.
     """
 
     def __init__(self, config: Qwen3NextConfig, index: int, build: BuildContext, name: str):
@@ -179,21 +185,22 @@ class GatedAttention(nn.Module):
         self._index = index
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Of what `norm` makes of x [T, hidden]: queries, keys and values [T, all heads * head_dim], and gates."""
+        """Project `norm(x)`, [T, hidden], to queries, keys and values [T, all heads * head_dim], and to gates."""
         joint = self.qkv_proj.forward(norm.forward(x)) if self._norms_apart else self.qkv_proj.forward(x, norm)
         qkv, gate = joint.split(self._sizes, -1)
         return qkv, gate
 
     def forward(self, qkv: Tensor, gate: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """What goes into `o_proj`, [T, query heads * head_dim]; `qkv` is overwritten."""
+        """Attend; returns the input of `o_proj`, [T, query heads * head_dim]. `qkv` is overwritten."""
         qk_norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
         return sigmoid_and_mul(attend(self.heads.split(qkv), rotation, ctx, self._index, qk_norm), gate)
 
 
 class Qwen3NextMoE(nn.Module):
-    """Experts of which each token goes through a few, and one that all go through, as far as its gate lets them.
+    """Routed experts, and a gated shared expert that every token goes through.
 
-    That one is among the others where it may be, else beside them. name: of this module.
+    If `runs_among` allows it, the shared expert runs as one of the routed experts, and beside them otherwise.
+    name: name of this module in the checkpoint.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, name: str):
@@ -212,7 +219,7 @@ class Qwen3NextMoE(nn.Module):
             self.shared_expert_gate = TokenGate(hidden_size, build)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Of what `norm` makes of x, plus `residual`, which may be overwritten; all [T, hidden]."""
+        """Return `residual` plus the experts' result for `norm(x)`; all [T, hidden]. `residual` may be overwritten."""
         normed = norm.forward(x)
         out = self.experts.forward(normed, *self.gate.forward(normed), residual)
         if self.shared_expert is None:
@@ -222,21 +229,16 @@ class Qwen3NextMoE(nn.Module):
 
 
 class Qwen3NextLayer(nn.Module):
-    """Attention or recurrence, and feed-forward, each of the normed residual stream and added to it.
+    """Attention or recurrence, and a feed-forward layer; each adds its result to the residual stream.
 
-    In three parts, as what lies between the attention or recurrence of two layers may be compiled as one. name: of
-    this module. index: its place among the layers of its kind, that is, among the caches of that kind.
+    `before`, `mix` and `after` are separate so that torch.compile can take everything between two calls of `mix`.
+
+    name: name of this module in the checkpoint.
+    index: number of the layer's cache among the caches of its kind.
     """
 
     def __init__(
-        self,
-        config: Qwen3NextConfig,
-        name: str,
-        index: int,
-        build: BuildContext,
-        *,
-        is_full: bool,
-        is_sparse: bool,
+        self, config: Qwen3NextConfig, name: str, index: int, build: BuildContext, *, is_full: bool, is_sparse: bool
     ):
         super().__init__()
         quantization = config.quantization
@@ -261,21 +263,21 @@ class Qwen3NextLayer(nn.Module):
             self.mlp = Qwen3NextMoE(config, build, f"{name}.mlp")
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=dense)
-        # A product with FP8 weights that norms too has the norm's dtype, here float32.
+        # The result of a fused norm and FP8 product has the norm's dtype, here float32: norm separately instead.
         self._norms_apart = dense is not None
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention or recurrence is done with, of the stream [T, hidden]."""
+        """Return the input of `mix` for the residual stream x [T, hidden]."""
         return (self.self_attn if self.is_full else self.linear_attn).project(x, self.input_layernorm)
 
     def mix(self, projected: tuple[Tensor, Tensor], rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Attention or recurrence itself."""
+        """Run attention or recurrence; see the `forward` of either module."""
         if self.is_full:
             return self.self_attn.forward(*projected, rotation, ctx)
         return self.linear_attn.forward(*projected, ctx)
 
     def after(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """The residual stream behind the layer, of that result and the stream before; x may be overwritten."""
+        """Return the residual stream after the layer. mixed: result of `mix`. x: stream before; may be overwritten."""
         x = (self.self_attn.o_proj if self.is_full else self.linear_attn.out_proj).forward(mixed, x)
         if self._norms_apart:
             return self.mlp.forward(self.post_attention_layernorm.forward(x), x)
@@ -283,20 +285,20 @@ class Qwen3NextLayer(nn.Module):
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What it wants cached."""
+        """The spec of the layer's cache."""
         return self.self_attn.heads.cache_spec if self.is_full else self.linear_attn.cache_spec
 
 
 def between(
     mixed: Tensor, x: Tensor, layer: Qwen3NextLayer, following: Qwen3NextLayer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the attention or recurrence of one layer to that of the next: the stream, and what the next is done with."""
+    """Compute everything between two calls of `mix`; returns the residual stream and the inputs of the second call."""
     x = layer.after(mixed, x)
     return x, *following.before(x)
 
 
 class Qwen3NextModel(nn.Module):
-    """Everything but the heads."""
+    """The model without its heads."""
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext):
         super().__init__()
@@ -308,18 +310,17 @@ class Qwen3NextModel(nn.Module):
         for index in range(config.num_hidden_layers):
             is_full, is_sparse = index in config.full_layers, index in config.moe.sparse_layers
             name = f"model.layers.{index}"
-            self.layers.append(
-                Qwen3NextLayer(config, name, counts[is_full], build, is_full=is_full, is_sparse=is_sparse)
-            )
+            layer = Qwen3NextLayer(config, name, counts[is_full], build, is_full=is_full, is_sparse=is_sparse)
+            self.layers.append(layer)
             counts[is_full] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
-        # What is compiled is the same for all that it is used for, so there is one for each kind of neighbours.
+        # One compiled function can serve only pairs of layers of the same kinds.
         layers = [*self.layers]
         kinds = {_kind(layer, following) for layer, following in pairwise(layers)}
         self._between = {kind: compiled(between, LEAST_ROWS) if build.compile else between for kind in kinds}
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Token ids [T] -> hidden states [T, hidden]."""
+        """Compute hidden states: token ids int [T] -> [T, hidden]."""
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
         layer, *others = self.layers
@@ -337,9 +338,9 @@ def _kind(layer: Qwen3NextLayer, following: Qwen3NextLayer) -> tuple[bool, bool,
 
 
 class MTPHead(nn.Module):
-    """What predicts a further token: its weights, which nothing runs yet.
+    """A head for multi-token prediction. Its weights are loaded, but nothing runs it yet.
 
-    It is to see the normed embedding of a token beside the normed hidden state before it, projected by `fc`.
+    Its input is the normed embedding of a token beside the normed hidden state before the token, projected by `fc`.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, *, is_sparse: bool):
@@ -349,14 +350,16 @@ class MTPHead(nn.Module):
             RMSNorm(hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(3)
         )
         self.fc = ColumnParallelLinear(2 * hidden_size, (Part("fc", hidden_size),), build)
-        layer = Qwen3NextLayer(
-            config, f"{MTP}layers.0", len(config.full_layers), build, is_full=True, is_sparse=is_sparse
-        )
+        name, index = f"{MTP}layers.0", len(config.full_layers)
+        layer = Qwen3NextLayer(config, name, index, build, is_full=True, is_sparse=is_sparse)
         self.layers = nn.ModuleList([layer])
 
 
 class Qwen3NextForCausalLM(nn.Module):
-    """The model as the engine sees it; see `nanovllm_core.model.CausalLM`. make_mtp: of its head, if it has one."""
+    """The complete model; implements `nanovllm_core.model.CausalLM`.
+
+    make_mtp: makes the head for multi-token prediction; None for a checkpoint without one.
+    """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, make_mtp: Callable[[], MTPHead] | None = None):
         super().__init__()
@@ -366,21 +369,21 @@ class Qwen3NextForCausalLM(nn.Module):
         self.mtp = None if make_mtp is None else make_mtp()
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Token ids [T] -> hidden states [T, hidden]."""
+        """Compute hidden states: token ids int [T] -> [T, hidden]."""
         return self.model.forward(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, hidden] -> logits [n, vocab_size]."""
+        """Compute logits: hidden states [n, hidden] -> float32 [n, vocab_size]."""
         return self.lm_head.forward(hidden)
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """One a layer, but for the head's."""
+        """Return one cache spec per layer, without the head for multi-token prediction."""
         return tuple(layer.cache_spec for layer in self.model.layers)
 
 
 def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: WeightSource) -> Qwen3NextForCausalLM:
-    """Make the model on its device, weights included. Raises WeightError, ModelError."""
-    # No field of config.json says whether a checkpoint has one.
+    """Build the model on its device and load its weights. Raises WeightError, ModelError."""
+    # No field of config.json says whether the checkpoint has a head for multi-token prediction.
     head = [name for name in weights.names() if name.startswith(MTP)]
     make_mtp = None
     if head:
@@ -391,15 +394,7 @@ def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: W
 
 
 def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
-    """The spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
+    """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     config = parse_config(fields)
-    eos_token_ids = parse_eos_token_ids(path, fields)
-    return ModelSpec(
-        name=name,
-        vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
-        eos_token_ids=eos_token_ids,
-        dtype=parse_dtype(fields),
-        build=partial(build_qwen3_next, config=config, weights=weights),
-        vocabulary=partial(read_vocabulary, path, eos_token_ids),
-    )
+    build = partial(build_qwen3_next, config=config, weights=weights)
+    return make_model_spec(path, fields, config, name, build)

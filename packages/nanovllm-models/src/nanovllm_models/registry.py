@@ -1,7 +1,4 @@
-"""From a model directory to a ModelSpec: which family reads which architecture.
-
-This room must not know what any family does.
-"""
+"""Loads a model directory: finds the family that reads its architecture, and returns the family's ModelSpec."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +17,17 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 class BuildSpec(Protocol):
-    """What every family offers: the ModelSpec of a directory and its config.json. Raises ModelError."""
+    """The function that every family offers: it makes the ModelSpec of a directory."""
 
     def __call__(self, path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
-        """Make the spec."""
+        """Make the spec.
+
+        path: checkpoint directory.
+        fields: its config.json.
+        name: name of the model.
+        weights: where the weights come from.
+        Raises ModelError.
+        """
         ...
 
 
@@ -46,12 +50,13 @@ def load(
     served_name: str | None = None,
     progress: bool | None = None,
 ) -> ModelSpec:
-    """The spec of the model in a directory, as Hugging Face lays it out; weights are read when the spec is built.
+    """Return the spec of the model in a Hugging Face directory. Weights are read later, when the spec is built.
 
-    load_format: "dummy" draws random weights from `seed`, for which config.json suffices.
-    served_name: what the model is called; by default the directory's name.
-    progress: show a bar while weights are read; by default when stderr is a terminal.
-    Raises ModelError, of one line, when there is no such model or none that is supported.
+    load_format: "dummy" draws random weights instead of reading them; the directory then needs only config.json.
+    seed: seed of random weights.
+    served_name: name of the model; None for the directory's name.
+    progress: whether to show a bar while weights are read; None to show it if stderr is a terminal.
+    Raises ModelError if there is no model or if it is not supported.
     """
     path = Path(path)
     if not path.is_dir():
@@ -68,7 +73,6 @@ def load(
         raise ModelError(f"architecture {architectures[0]} of {fields.where} is not supported ({supported})")
     weights = RandomWeights(seed) if load_format == "dummy" else find_checkpoint(path, progress)
     spec = family(path, fields, name=served_name or path.resolve().name, weights=weights)
-    # So small a model's words hang on little: of the capital of France it says "The" rather than "L'Étoile" by 0.1 in
-    # the logits, where bf16 errs by 0.06 and float16 by 0.008. float16 ends at 65,504; outside its residual stream,
-    # which is float32 there, this model's largest number is 24,900 (of a chat's first token, in a feed-forward layer).
+    # The default model often prefers a token by only 0.1 in the logits. bf16 errs by 0.06, float16 by 0.008. float16
+    # does not overflow: outside the residual stream, which is float32, this model's largest number is 24,900.
     return replace(spec, cuda_dtype=torch.float16) if is_default_model(path) else spec

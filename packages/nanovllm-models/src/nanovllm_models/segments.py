@@ -1,4 +1,4 @@
-"""Token ids of texts, segment by segment: the text between two added tokens is encoded on its own, and cached."""
+"""Encodes texts segment by segment. A segment is the text between two added tokens; its token ids are cached."""
 
 import json
 import logging
@@ -17,16 +17,16 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers.models import BPE, WordLevel
 
-# Bytes that the texts and ids of one tokenizer's cache may take.
+# Largest size of one tokenizer's cache, texts and ids together, in bytes.
 CACHE_BYTES = 64 << 20
-# A segment that takes a larger share of the cache is not kept, as it would displace many others.
+# A segment larger than 1 / LARGEST_SHARE of the cache is not kept, because it would displace many others.
 LARGEST_SHARE = 8
-# Bytes of an entry besides its text and its ids: a place in an OrderedDict and the header of a bytes object.
+# Bytes of an entry besides its text and its ids: its place in the OrderedDict and the header of a bytes object.
 _ENTRY_BYTES = 200
-# Shorter texts are encoded sooner than an exchange is looked through.
+# For fewer missing characters, encoding is faster than reading the exchange.
 MIN_RECEIVE_CHARACTERS = 1024
 
-# Components that see one segment at a time and look at nothing but its text.
+# Components of a tokenizer whose result for a segment depends on nothing but the segment's text.
 _INDEPENDENT_NORMALIZERS = frozenset({"Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"})
 _INDEPENDENT_PRE_TOKENIZERS = frozenset(
     {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "Whitespace", "WhitespaceSplit"}
@@ -37,9 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class SegmentCache:
-    """Encoded segments by their text; the least recently used leave when all take more than `max_bytes`.
+    """Token ids of segments by their text. The least recently used segments leave a full cache.
 
     Threads may share a cache.
+
+    max_bytes: largest size of the cache.
     """
 
     def __init__(self, max_bytes: int):
@@ -50,11 +52,11 @@ class SegmentCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the entries take."""
+        """Size of all entries, in bytes."""
         return self._num_bytes
 
     def find(self, segments: Iterable[str]) -> dict[str, bytes]:
-        """The token ids of those of `segments` that are cached, as int32."""
+        """Return the token ids (bytes of int32) of the cached ones among `segments`, by segment."""
         found: dict[str, bytes] = {}
         with self._lock:
             for segment in segments:
@@ -65,11 +67,11 @@ class SegmentCache:
         return found
 
     def add(self, encoded: Mapping[str, bytes]) -> None:
-        """Keep segments and their token ids."""
+        """Add segments and their token ids (bytes of int32)."""
         with self._lock:
             for segment, ids in encoded.items():
                 size = _entry_bytes(segment, ids)
-                # Two threads may have encoded the same segment at the same time.
+                # Two threads may encode the same segment at the same time.
                 if segment not in self._entries and size * LARGEST_SHARE <= self._max_bytes:
                     self._entries[segment] = ids
                     self._num_bytes += size
@@ -78,24 +80,25 @@ class SegmentCache:
 
 
 class EncodingExchange(Protocol):
-    """Takes encoded segments to other caches of the same tokenizer, and brings what those have encoded.
+    """Exchanges encoded segments with other caches of the same tokenizer, in other processes.
 
-    Token ids are int32, as in `SegmentCache`. Segments may be lost on the way: they are encoded again.
+    Token ids are bytes of int32, as in `SegmentCache`. A segment that is lost on the way is encoded again.
     """
 
     def publish(self, encoded: Mapping[str, bytes]) -> None:
-        """Give segments and their token ids to the others. Several threads may call it."""
+        """Send segments and their token ids to the other caches. Several threads may call this at once."""
         ...
 
     def receive(self) -> Mapping[str, bytes]:
-        """What others have published since the last call. One thread at a time calls it."""
+        """Return the segments that other caches published since the last call. Only one thread at a time calls this."""
         ...
 
 
 class SegmentEncoder:
-    """Encodes texts as `backend` does without special tokens around them, each segment once while it is cached.
+    """Encodes texts as `backend` does without special tokens around them, and caches each segment's ids.
 
-    token_ids: the added tokens at which `backend` cuts a text before anything else, and their ids.
+    token_ids: ids of the added tokens at which `backend` cuts a text first, by token.
+    max_bytes: largest size of the cache.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, token_ids: Mapping[str, int], max_bytes: int):
@@ -107,13 +110,13 @@ class SegmentEncoder:
         self._receiving = Lock()
 
     def share(self, exchange: EncodingExchange) -> None:
-        """Exchange segments with other caches from now on, beginning with what those have to give."""
+        """Exchange segments with other caches from now on; the segments that they have come first."""
         self._exchange = exchange
         self._receive(exchange)
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of `text`, read-only."""
-        # Segments and added tokens in turn, segments first and last; a segment may be empty.
+        """Return the token ids of `text`: int32 [n], read-only."""
+        # Segments at even places, added tokens at odd ones. A segment may be empty.
         parts = self._split(text)
         segments = dict.fromkeys(parts[::2])
         segments.pop("", None)
@@ -125,7 +128,7 @@ class SegmentEncoder:
             ids.update(self._cache.find(missing))
             missing = [segment for segment in missing if segment not in ids]
         if missing:
-            # For a batch the tokenizer gives up the interpreter's lock.
+            # Unlike `encode`, `encode_batch_fast` releases the interpreter's lock.
             encodings = self._backend.encode_batch_fast(missing, add_special_tokens=False)
             new = {
                 segment: array("i", encoding.ids).tobytes()
@@ -139,15 +142,15 @@ class SegmentEncoder:
         return np.frombuffer(b"".join([of_tokens.get(part) or ids[part] for part in parts if part]), np.int32)
 
     def _receive(self, exchange: EncodingExchange) -> None:
-        # Until all is in the cache: another thread that misses the same segments finds them there.
+        # The lock is held until the segments are in the cache: a thread that waits for it then finds them there.
         with self._receiving:
             self._cache.add(exchange.receive())
 
 
 def segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = CACHE_BYTES) -> SegmentEncoder | None:
-    """The encoder of `backend`'s texts by segment; None when its segments may depend on each other."""
+    """Return an encoder of segments for `backend`; None if the ids of one segment may depend on other segments."""
     added = backend.get_added_tokens_decoder()
-    # Tokens that are matched against normalized text are found within a segment.
+    # Tokens that are matched in normalized text do not cut the text: they are part of a segment.
     cutting = {token.content: token_id for token_id, token in added.items() if not token.normalized}
     looks_around = any(
         token.single_word or token.lstrip or token.rstrip for token in added.values() if not token.normalized
@@ -156,7 +159,7 @@ def segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = CACHE_BYTES)
         return None
     try:
         encoder = SegmentEncoder(backend, cutting, max_bytes)
-    # Added tokens that are prefixes of one another nest the pattern.
+    # The pattern nests one level per added token that is a prefix of another one.
     except RecursionError:
         return None
     for text in _self_check_texts([*cutting]):
@@ -167,7 +170,7 @@ def segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = CACHE_BYTES)
 
 
 def longest_of(words: Sequence[str]) -> str:
-    """A regular expression of the longest of `words` at a place; it has a branch per character, not per word."""
+    """Return a regular expression that matches the longest of `words`; it branches per character, not per word."""
     by_first: dict[str, list[str]] = {}
     for word in words:
         if word:
@@ -182,13 +185,13 @@ def longest_of(words: Sequence[str]) -> str:
 
 
 def _is_independent(backend: tokenizers.Tokenizer) -> bool:
-    """Whether every component is known to look at one segment at a time, and gives the same ids every time."""
+    """Return whether all components are known to handle segments independently and deterministically."""
     model = backend.model
     if not isinstance(model, BPE | WordLevel) or (isinstance(model, BPE) and model.dropout):
         return False
     try:
         normalizers, pre_tokenizers = _components(backend.normalizer), _components(backend.pre_tokenizer)
-    # A component that is written in Python has no JSON.
+    # A component that is written in Python can't be written as JSON.
     except Exception:  # noqa: BLE001
         return False
     return all(part["type"] in _INDEPENDENT_NORMALIZERS for part in normalizers) and all(
@@ -197,7 +200,7 @@ def _is_independent(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _components(component: Any) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as JSON, with sequences flattened; empty for None."""
+    """Return the parts of a normalizer or pre-tokenizer as JSON, with sequences flattened; [] for None."""
     return [] if component is None else _flattened(json.loads(component.__getstate__()))
 
 
@@ -209,7 +212,7 @@ def _flattened(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _self_check_texts(tokens: Sequence[str]) -> list[str]:
-    """Texts with every token, and with every sample before, between and after tokens."""
+    """Return texts that contain every token, and every sample before, between and after tokens."""
     rest = cycle(_SAMPLES)
     texts = ["", *_SAMPLES, "".join(tokens), "".join([token + next(rest) for token in tokens])]
     return texts + [f"{sample}{tokens[0]}{sample}{tokens[-1]}{sample}" for sample in _SAMPLES]

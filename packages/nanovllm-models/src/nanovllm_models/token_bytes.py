@@ -1,7 +1,4 @@
-"""The bytes that a tokenizer's tokens stand for.
-
-This room must not know which tokens end an answer or are left out of it.
-"""
+"""The bytes that each token of a tokenizer stands for."""
 
 import json
 
@@ -9,14 +6,16 @@ import tokenizers
 
 
 class VocabularyError(ValueError):
-    """A tokenizer whose tokens don't stand for bytes."""
+    """A tokenizer whose tokens do not stand for fixed bytes."""
 
 
 class TokenBytes:
     """The bytes of each token of `backend`.
 
-    Knows byte-level BPE (GPT-2's way of writing bytes as printable characters) and SentencePiece with byte fallback
-    (Llama 2). Raises VocabularyError for other tokenizers.
+    Supports byte-level BPE (GPT-2's printable characters for bytes) and SentencePiece with byte fallback (Llama 2).
+    Raises VocabularyError for other tokenizers.
+
+    strips_leading_space: whether the decoder removes the space at the beginning of a text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -25,11 +24,11 @@ class TokenBytes:
         self._byte_level = "ByteLevel" in decoders
         if not self._byte_level and "ByteFallback" not in decoders:
             raise VocabularyError(f"the tokenizer's decoder must be ByteLevel or ByteFallback, not {decoders}")
-        # SentencePiece begins every text with a space that is not part of it.
+        # SentencePiece puts a space before every text, which its decoder removes.
         self.strips_leading_space = "Strip" in decoders
 
     def of(self, token: int) -> bytes:
-        """The bytes of `token`; of a special one, those of its name; none of one that the tokenizer doesn't know."""
+        """Return the bytes of `token`; for a special token its name in UTF-8, for an unknown id b""."""
         text = self._backend.id_to_token(token)
         return b"" if text is None else self._bytes(text)
 
@@ -41,14 +40,14 @@ class TokenBytes:
         try:
             return bytes(BYTES_OF_CHARACTERS[character] for character in text)
         except KeyError:
-            # An added token: written as it is.
+            # An added token is plain text, not GPT-2's characters.
             return text.encode()
 
 
 def _decoder_names(backend: tokenizers.Tokenizer) -> list[str]:
     if backend.decoder is None:
         return []
-    # Its JSON, without that of the whole vocabulary.
+    # The JSON of the decoder alone: that of the whole backend contains the vocabulary.
     decoder = json.loads(backend.decoder.__getstate__())
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return [part["type"] for part in parts]

@@ -1,6 +1,6 @@
-"""Text to token ids and back, and conversations to text: what a model directory says of both.
+"""A model's tokenizer and chat template: text to token ids and back, conversations to text.
 
-Built on transformers, imported on first use, as it takes seconds. This room must not know requests or HTTP.
+transformers is imported on first use, because that takes seconds.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from nanovllm_models.segments import EncodingExchange, segment_encoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# What a template may raise, a program that gets whatever a request says.
+# A chat template is a program whose input comes from clients: it may raise any of these.
 TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -34,13 +34,16 @@ TEMPLATE_FAILURES = (
 class Tokenizer:
     """A model's tokenizer and chat template.
 
-    backend: the tokenizer proper, for those who need its vocabulary or decoder. vocab_size: its tokens, added ones
-    included. eos_token_id: the token that ends a turn, if it names one. has_chat_template: whether `render_chat` works.
+    chat_template: Jinja source to use instead of the model's own template; None for the model's.
+    backend: the tokenizer of the tokenizers library, with the vocabulary and the decoder.
+    vocab_size: number of tokens, added ones included.
+    eos_token_id: id of the token that ends a turn; None if the tokenizer names none.
+    has_chat_template: whether there is a template, so that `render_chat` works.
     """
 
     def __init__(self, hf_tokenizer: "PreTrainedTokenizerFast", chat_template: str | None = None):
         self.backend: tokenizers.Tokenizer = hf_tokenizer.backend_tokenizer
-        # A file may ask for both, which would cut or fill up prompts.
+        # A tokenizer's file may enable both, which would cut or pad prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
@@ -49,36 +52,38 @@ class Tokenizer:
         self._segments = segment_encoder(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
-        # Values that a caller of `render_chat` may give a template, but not under names that transformers takes itself.
+        # Names of transformers' own parameters: a template value must not have one of them.
         self._reserved = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
 
     @property
     def chat_template(self) -> str:
-        """The source of the chat template; of all of them if the model has several, "" if it has none."""
+        """The source of the chat template; of all templates if the model has several, and "" if it has none."""
         template = self._chat_template or self._hf_tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def share_encodings(self, exchange: EncodingExchange) -> None:
-        """Exchange encoded segments with other tokenizers of the same model, unless this one encodes texts whole."""
+        """Exchange encoded segments with tokenizers of the same model; does nothing if this one encodes whole texts."""
         if self._segments is not None:
             self._segments.share(exchange)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
-        """Token ids of `text`, read-only; names of special tokens within it count as those.
+        """Return the token ids of `text`: int32 [n], read-only.
 
-        add_special_tokens: put what the model wants around a text (mostly a token for its beginning). Not for rendered
-        conversations, whose template has done so.
+        The name of a special token within the text becomes that token.
+
+        add_special_tokens: whether to add the tokens that the model expects around a text, such as a first token. Use
+            False for a rendered conversation, because the template has added them.
         """
         if self._segments is not None and not add_special_tokens:
             return self._segments.encode(text)
-        # For a batch the tokenizer gives up the interpreter's lock; "fast" leaves out the offsets of tokens.
+        # `encode_batch_fast` releases the interpreter's lock and does not compute the offsets of tokens.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids = np.array(encoding.ids, np.int32)
         token_ids.flags.writeable = False
         return token_ids
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are no valid UTF-8 come out as U+FFFD."""
+        """Return the text of `token_ids`; bytes that are not valid UTF-8 become U+FFFD."""
         if isinstance(token_ids, np.ndarray):
             token_ids = token_ids.tolist()
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -93,14 +98,16 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template_values: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the model reads for a conversation.
+        """Render a conversation as the text that the model reads.
 
-        messages: objects with `role`, `content` and what else the template knows.
-        add_generation_prompt: end where the model's turn begins. continue_final_message: end within the last message.
-        tools: JSON schemas of functions. documents: what the model may look up, mostly `title` and `text`.
-        template_values: further names that the template may look at.
-        Raises TemplateError, one line, when there is no template or it refuses the conversation; of that kind,
-        TemplateValueError for a value under a name that is taken.
+        messages: objects with `role`, `content` and other fields that the template reads.
+        add_generation_prompt: whether the text ends where the model's turn begins.
+        continue_final_message: whether the text ends within the last message.
+        tools: JSON schemas of functions; None for no tools.
+        documents: documents for retrieval, mostly with `title` and `text`; None for no documents.
+        template_values: further values that the template reads, by name.
+        Raises TemplateError if there is no template or it refuses the conversation, and TemplateValueError, a
+        TemplateError, for a value with a reserved name.
         """
         values = dict(template_values or {})
         if not self.has_chat_template:
@@ -124,17 +131,17 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str, *, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a model directory; takes about two seconds, most of them to import transformers.
+    """Load the tokenizer of a model directory. This takes about two seconds, mostly to import transformers.
 
-    chat_template: a Jinja template to use rather than the model's own.
-    Raises ModelError, one line, when there is none or it can't be read.
+    chat_template: Jinja source to use instead of the model's own template; None for the model's.
+    Raises ModelError if there is no tokenizer or it can't be read.
     """
     path = Path(path)
     if not path.is_dir():
         raise ModelError(f"{path} is not a directory: a model is given as a directory with its tokenizer's files")
     try:
         return Tokenizer(_load(path), chat_template)
-    # A file that the tokenizers library can't parse ends in a bare Exception.
+    # The tokenizers library raises a bare Exception for a file that it can't parse.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"can't load the tokenizer in {path}: {reason}") from error
@@ -144,7 +151,7 @@ def _load(path: Path) -> "PreTrainedTokenizerFast":
     if (path / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        # The file says all. Classes that are particular to a model would rebuild parts of it from what they assume.
+        # The file is complete. The tokenizer classes of single models would rebuild parts of it from assumptions.
         return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     from transformers import AutoTokenizer
 

@@ -1,7 +1,4 @@
-"""What grammars must know of a model's tokens, from its directory.
-
-This room must not know how grammars work.
-"""
+"""Reads the vocabulary that grammars need from a model directory: the bytes of each token, and the end tokens."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -13,10 +10,12 @@ from nanovllm_models.tokenizer import load_tokenizer
 
 
 def read_vocabulary(path: Path, end_ids: tuple[int, ...]) -> Vocabulary:
-    """The vocabulary of the model in `path`, whose answers end with one of `end_ids`; takes seconds.
+    """Read the vocabulary of the model in `path`. This takes seconds.
 
-    Special tokens are no text, but for those with which some family writes its reasoning or its tool calls.
-    Raises ModelError, and VocabularyError for a tokenizer whose tokens don't stand for bytes.
+    A special token stands for no text, unless a chat format writes reasoning or tool calls with it.
+
+    end_ids: ids of the tokens that end an answer.
+    Raises ModelError, and VocabularyError for a tokenizer whose tokens do not stand for fixed bytes.
     """
     backend = load_tokenizer(path).backend
     token_bytes = TokenBytes(backend)

@@ -1,10 +1,10 @@
-"""Checkpoints as they are published, of any size, from transformers' modules.
+"""Writes transformers models as checkpoints with the layout in which each family is published.
 
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(hidden_size=32, ...))
-    write_checkpoint(path, model, fp8=True)     # what Qwen/Qwen3-30B-A3B-FP8 is laid out as
+    write_checkpoint(path, model, fp8=True)     # the layout of Qwen/Qwen3-30B-A3B-FP8
     write_twin(path, other)                     # the same numbers in float32
 
-What is published (the model cards' config.json and index files, July 2025 to January 2026):
+Published layouts (config.json and index files of the model cards, July 2025 to January 2026):
 
     family       FP8 checkpoint                  numbers in FP8, the rest in bf16                      scales
     llama        (by others)                     q k v o, gate up down of every layer
@@ -20,19 +20,22 @@ What is published (the model cards' config.json and index files, July 2025 to Ja
                                                  layers, experts and shared_experts; not mlp.gate;
                                                  e_score_correction_bias is float32
 
-Each quantised `x.weight` has an `x.weight_scale_inv` [ceil(N / 128), ceil(K / 128)], by which it is to be multiplied.
-`quantization_config` has quant_method fp8, activation_scheme dynamic, weight_block_size [128, 128], and fmt e4m3 (of
-MiniMax float8_e4m3fn). modules_to_not_convert lists whole names (Qwen: lm_head, norms, routers), ends of names
-(MiniMax: gate, e_score_correction_bias, lm_head) or nothing (DeepSeek, whose routers are bf16 all the same).
+Each quantised `x.weight` [N, K] has factors `x.weight_scale_inv` [ceil(N / 128), ceil(K / 128)].
+`quantization_config` has quant_method fp8, activation_scheme dynamic, weight_block_size [128, 128], and fmt e4m3
+(MiniMax: float8_e4m3fn). modules_to_not_convert lists whole names (Qwen: lm_head, norms, routers), ends of names
+(MiniMax: gate, e_score_correction_bias, lm_head) or nothing (DeepSeek, although its routers are bf16).
 
-Every expert has tensors of its own: mlp.experts.3.gate_proj.weight, and of MiniMax block_sparse_moe.experts.3.w1.weight
-(gate), w3 (up) and w2 (down); transformers fuses them in its modules and writes them apart.
+Every expert has its own tensors: mlp.experts.3.gate_proj.weight, for MiniMax block_sparse_moe.experts.3.w1.weight
+(gate), w3 (up) and w2 (down). transformers fuses them in its modules and writes them separately.
 
-Heads for multi-token prediction: of qwen3_next, mtp.fc [H, 2 H], mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden,
-mtp.norm and mtp.layers.0, a layer with full attention and experts; no config field names it. Of deepseek_v3 a layer
-behind the last, model.layers.61, with embed_tokens, enorm, hnorm, eh_proj [H, 2 H], shared_head.norm and
-shared_head.head beside its own, the first and the last being copies of the model's (`num_nextn_predict_layers` is 1).
-Of minimax_m2 config.json speaks of three (`use_mtp`, `num_mtp_modules`), whose weights are not published.
+Multi-token prediction:
+
+- qwen3_next: mtp.fc [H, 2 H], mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.norm, and mtp.layers.0, a layer
+  with full attention and experts. No field of config.json names it.
+- deepseek_v3: model.layers.61, a layer after the last one (`num_nextn_predict_layers` is 1). Besides the tensors of a
+  layer it has embed_tokens, enorm, hnorm, eh_proj [H, 2 H], shared_head.norm and shared_head.head. embed_tokens and
+  shared_head.head are copies of the model's tensors.
+- minimax_m2: config.json names three modules (`use_mtp`, `num_mtp_modules`), whose weights are not published.
 """
 
 import json
@@ -73,8 +76,9 @@ def write_checkpoint(
 ) -> None:
     """Write `model` into the directory `path` in the layout of its family.
 
-    dtype: of what is not FP8. mtp: add a head for multi-token prediction, of random weights. old_config: config.json as
-    transformers 4 wrote it, which is how most of them are published.
+    dtype: dtype of the tensors that are not FP8.
+    mtp: whether to add multi-token prediction with random weights.
+    old_config: whether to write config.json as transformers 4 did, which is how most models are published.
     """
     tensors, config = _save(model)
     family = config["model_type"]
@@ -93,7 +97,7 @@ def write_checkpoint(
 
 
 def write_twin(source: Path, target: Path) -> None:
-    """Write the FP8 checkpoint in `source` to `target` in float32: what transformers can run on any machine."""
+    """Write the FP8 checkpoint in `source` to `target` in float32, which transformers can run on any machine."""
     tensors = read_tensors(source)
     plain = {}
     for name, tensor in tensors.items():
@@ -114,7 +118,7 @@ def write_twin(source: Path, target: Path) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a sharded checkpoint, by name."""
+    """Return every tensor of a sharded checkpoint, by name."""
     weight_map = json.loads((path / INDEX).read_text())["weight_map"]
     tensors = {}
     for shard in sorted(set(weight_map.values())):
@@ -125,7 +129,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _save(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
-    """Names as published, and config.json."""
+    """Write tensors with their published names, and config.json."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model.save_pretrained(directory, max_shard_size="100GB")
@@ -168,7 +172,7 @@ def _quantize(tensors: dict[str, Tensor], scale_dtype: torch.dtype) -> Iterator[
 
 
 def _quantization_config(family: str, tensors: dict[str, Tensor]) -> dict:
-    # As Qwen lists them: every module that has a weight and isn't in FP8, but the embedding.
+    # Qwen lists every module with a weight that is not FP8, except the embedding.
     names = (name.removesuffix(".weight") for name in tensors if name.endswith(".weight"))
     plain = [name for name in names if f"{name}.weight_scale_inv" not in tensors and "embed_tokens" not in name]
     kept = KEPT.get(family, plain)
@@ -182,13 +186,13 @@ def _quantization_config(family: str, tensors: dict[str, Tensor]) -> dict:
 
 
 def _old(config: dict) -> dict:
-    """`config` with the fields for which transformers 5 has others."""
+    """Return `config` with the fields of transformers 4 in place of those of transformers 5."""
     config = {**config, "torch_dtype": config["dtype"]}
     del config["dtype"]
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     partial = rope.pop("partial_rotary_factor", None)
-    # MiniMax says it by rotary_dim alone.
+    # MiniMax writes only rotary_dim.
     if partial is not None and "rotary_dim" not in config:
         config["partial_rotary_factor"] = partial
     config["rope_scaling"] = None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
@@ -196,7 +200,7 @@ def _old(config: dict) -> dict:
 
 
 def _write_shards(path: Path, tensors: dict[str, Tensor], shards: int) -> None:
-    """Names in order, so that a weight and its scales may lie in two files, as some published ones do."""
+    """Write shards in order of names, so that a weight and its scales may be in two files, as published."""
     names = sorted(tensors)
     step = -(-len(names) // shards)
     weight_map = {}

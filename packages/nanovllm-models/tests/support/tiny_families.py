@@ -1,11 +1,11 @@
-"""A tiny random model of each family, from transformers' modules, and prompts for it."""
+"""A tiny random model of each family, made of transformers' modules, and prompts for it."""
 
 from pathlib import Path
 
 import torch
 import transformers
 
-# The longer goes on behind where the state of a recurrence may be saved.
+# The second prompt is longer than the interval at which recurrent states are saved.
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], [(7 * i) % 96 for i in range(80)]]
 COMMON = {
     "vocab_size": 96,
@@ -19,7 +19,7 @@ COMMON = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Of each family what transformers calls it, and what it has beside or other than the common fields.
+# By family: its name in transformers, and the fields that differ from COMMON.
 FAMILIES = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
@@ -66,7 +66,7 @@ FAMILIES = {
         },
     ),
 }
-# The scaling of frequencies that DeepSeek-V3 is published with, in other numbers.
+# YaRN scaling with the fields of DeepSeek-V3's config.json and other values.
 DEEPSEEK_YARN = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
@@ -82,14 +82,14 @@ DEEPSEEK_YARN = {
 def build_model(
     family: str, fields: dict[str, object], dtype: torch.dtype = torch.float32
 ) -> transformers.PreTrainedModel:
-    """A model of `family` with the config fields `fields` and transformers' default for each other field."""
+    """Return a model of `family` with the config fields `fields`, and transformers' defaults for all other fields."""
     name, _ = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**fields)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def make_model(family: str, **changes: object) -> transformers.PreTrainedModel:
-    """The same weights whenever it is called; norms and biases are drawn too, that none can be left out unnoticed."""
+    """Return a seeded model. Norms and biases are random too, so that tests notice a missing one."""
     torch.manual_seed(0)
     model = build_model(family, COMMON | FAMILIES[family][1] | changes)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def make_model(family: str, **changes: object) -> transformers.PreTrainedModel:
 def make_checkpoint(
     path: Path, family: str, max_shard_size: str = "1GB", **changes: object
 ) -> transformers.PreTrainedModel:
-    """`make_model`, written into the directory `path` as transformers writes it."""
+    """Write `make_model` into the directory `path` with transformers, and return the model."""
     model = make_model(family, **changes)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model

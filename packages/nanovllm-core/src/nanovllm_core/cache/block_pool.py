@@ -1,8 +1,7 @@
-"""The blocks of a paged cache: who holds each, and which to give out next.
+"""Allocates the blocks of a paged cache, with reference counts and a lookup by hash.
 
-A block is in use (held by one or more requests), cached (held by nobody, its contents still found by hash) or empty.
-Cached blocks are evicted oldest first, and only once no empty one is left. This room must not know what a block holds
-or what its hash is made of.
+A block is in use (one or more holders), cached (no holder, contents found by hash) or empty. Cached blocks are evicted
+oldest first, once no empty block is left.
 """
 
 from collections import OrderedDict
@@ -14,33 +13,33 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Blocks 1..num_blocks with reference counts; block 0 is the null block, which padding points at."""
+    """Blocks 1..num_blocks. Block 0 is the null block, which padding uses."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self._refs = [0] * (num_blocks + 1)
         self._hashes: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._by_hash: dict[BlockHash, int] = {}
-        # Eviction order. Empty blocks stand in front of cached ones, and those in the order they were released.
+        # Free blocks in the order of allocation: empty ones, then cached ones in the order of their release.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._num_cached = 0
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, empty or cached."""
+        """Number of blocks without a holder, empty or cached."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose contents can still be found."""
+        """Number of blocks without a holder whose contents can still be found."""
         return self._num_cached
 
     def refs(self, block: int) -> int:
-        """How many requests hold `block`."""
+        """Number of holders of `block`."""
         return self._refs[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks for one holder, evicting cached ones where it must; the caller has checked `num_free`."""
+        """Allocate `count` blocks for one holder, evicting cached ones if needed. The caller has checked `num_free`."""
         blocks: list[int] = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -50,20 +49,20 @@ class BlockPool:
         return blocks
 
     def acquire(self, block: int) -> None:
-        """Become a further holder of a block found by `lookup`."""
+        """Add a holder to a block found by `lookup`."""
         if self._refs[block] == 0:
             del self._free[block]
             self._num_cached -= 1
         self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Stop holding `blocks`, given in the order in which they may be evicted.
+        """Remove a holder from each of `blocks`, given in the order in which they may be evicted.
 
-        Raises RuntimeError on a double free.
+        Raises RuntimeError if a block has no holder.
         """
         for block in blocks:
             if self._refs[block] <= 0:
-                raise RuntimeError(f"block {block} was released more often than it was taken")
+                raise RuntimeError(f"block {block} was released more often than it was acquired")
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._free[block] = None
@@ -73,13 +72,13 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """Let `block` be found under `block_hash`; of two blocks with the same contents the first is found."""
+        """Make `lookup` find `block` by `block_hash`, unless another block has that hash already."""
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
             self._hashes[block] = block_hash
 
     def lookup(self, block_hash: BlockHash) -> int | None:
-        """The block found under `block_hash`, in use or cached."""
+        """The block with that hash, in use or cached; None if there is none."""
         return self._by_hash.get(block_hash)
 
     def _forget(self, block: int) -> None:

@@ -1,9 +1,4 @@
-"""Gives requests their share of the cache, finds prompts that begin like earlier ones, and takes everything back.
-
-Of a model with recurrent layers a prompt that begins like an earlier one can only go on where a checkpoint of their
-state is, every block before which must be there too. This room must not know about steps, budgets or devices: the
-scheduler asks, the answer is numbers of blocks and slots.
-"""
+"""Allocates cache blocks and state slots to requests, and finds cached prefixes of prompts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,13 +11,16 @@ from nanovllm_core.request import Request
 
 
 class BlockShortage(NamedTuple):
-    """Why a request was not admitted: it needs so many free blocks."""
+    """A request was not admitted because it needs `num_blocks` free blocks."""
 
     num_blocks: int
 
 
 class CacheManager:
-    """The block table of every request that has one, and where the model is recurrent (`states`), its slot."""
+    """Manages the blocks of all requests, and their state slots if the model has recurrent layers (`states`).
+
+    With recurrent layers, a cached prefix can be used only up to a state checkpoint.
+    """
 
     def __init__(
         self,
@@ -42,13 +40,11 @@ class CacheManager:
         self._watermark_blocks = int(num_blocks * watermark)
 
     def admit(self, request: Request, *, keep_watermark: bool) -> int | BlockShortage:
-        """Give a request that holds nothing, and will get a row, the blocks of all its known tokens, cached ones where
-        the prefix matches.
+        """Allocate the blocks of all known tokens of a request without blocks, using cached blocks of its prefix.
 
         keep_watermark: leave the watermark's share of blocks free.
-        Returns the number of tokens that need not be computed, or a BlockShortage, and then nothing has changed. The
-        last token is always computed, since its logits are wanted, and so are all after which log-probabilities of the
-        prompt are still to come.
+        Returns the number of cached tokens, or a BlockShortage, which changes nothing. The last token is never counted
+        as cached, because its logits are needed; nor are tokens whose successor's log-probability is still wanted.
         """
         hits = self._find_blocks(request)
         shared, origin = len(hits), NULL_SLOT
@@ -72,7 +68,7 @@ class CacheManager:
         return num_computed
 
     def grow(self, requests: Sequence[Request]) -> list[int] | None:
-        """Give each of `requests` one block more, in order; None, and nothing changed, when there are too few."""
+        """Allocate one more block for each of `requests`, in order. Returns None, without any change, if too few."""
         if len(requests) > self.pool.num_free:
             return None
         blocks = self.pool.allocate(len(requests))
@@ -81,8 +77,9 @@ class CacheManager:
         return blocks
 
     def commit(self, request: Request, num_computed: int) -> None:
-        """Let later prompts find the full blocks among the first `num_computed` tokens, whose step has ended, and the
-        checkpoints among them.
+        """Register full blocks and checkpoints within the first `num_computed` tokens, so that later prompts find them.
+
+        The step that computed these tokens must have finished.
         """
         full = num_computed // self.block_size
         if self._hasher is None or full <= request.num_committed_blocks:
@@ -95,8 +92,8 @@ class CacheManager:
             self.states.commit(request, num_computed)
 
     def release(self, request: Request) -> None:
-        """Take back everything that `request` holds."""
-        # Last block first: whoever comes back later matches from the front.
+        """Release all blocks and the state slot of `request`."""
+        # The last block first, so that it is evicted first: later prompts match from the front.
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
         request.num_committed_blocks = 0
@@ -104,20 +101,20 @@ class CacheManager:
             self.states.close(request)
 
     def hash_prompt(self, request: Request) -> None:
-        """Hash the full blocks of a new request, which takes a millisecond for 16,000 tokens."""
+        """Hash the full blocks of a new request. This takes a millisecond for 16,000 tokens."""
         if self._hasher is not None:
             self._hasher.extend(request)
 
     def count_hits(self, request: Request, known: int | None) -> int:
-        """Estimate the tokens at the start of a waiting request that need not be computed.
+        """Estimate the cached tokens at the start of a waiting request.
 
-        known: what the last call for this request returned, None before. These tokens are not looked up again, although
-        they may have been evicted.
+        known: result of the last call for this request, or None. These tokens are not searched again, although they may
+            have been evicted.
         """
         if self.states is None:
             num_blocks = (known or 0) // self.block_size
             return (num_blocks + len(self._find_blocks(request, num_blocks))) * self.block_size
-        # With recurrent layers the last checkpoint counts. To find it takes many look-ups, so it is found only once.
+        # With recurrent layers the last checkpoint counts. Finding it takes many lookups, so search only once.
         if known is None:
             hits = self._find_blocks(request)
             known = self.states.find(request.block_hashes[: len(hits)])[0] * self.block_size

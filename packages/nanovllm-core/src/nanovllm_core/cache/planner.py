@@ -1,7 +1,4 @@
-"""From bytes to blocks and state slots: how many the memory allows, and how long a request may get with them.
-
-This room must not know where the memory is or who measured it.
-"""
+"""Computes the number of cache blocks and state slots that fit into the memory, and the longest request they allow."""
 
 import math
 from collections.abc import Sequence
@@ -15,18 +12,16 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
 from nanovllm_kernels.linear_attention import CHECKPOINT
 
-# Of a model with recurrent layers, slots for as many checkpoints a row as a prompt of 8,192 tokens leaves.
+# Checkpoint slots per row: as many checkpoints as a prompt of 8,192 tokens leaves.
 CHECKPOINTS_PER_ROW = 8
-# Most blocks of a prefix cache: the host keeps some 200 bytes for each. Only toy models have memory for more.
+# Most blocks of a prefix cache, because the host keeps about 200 bytes per block. Only toy models reach the limit.
 MAX_CACHED_BLOCKS = 1 << 20
-# Share of the memory that state slots may have, unless those that rows must have take more.
+# Share of the memory for state slots, unless the slots of the rows alone take more.
 STATE_SHARE = 0.5
 
 
 class CachePlan(NamedTuple):
-    """Blocks and state slots to allocate, without the null ones, and the longest request that the blocks allow, in
-    tokens.
-    """
+    """Blocks and state slots to allocate, without the null ones, and the longest request in tokens."""
 
     num_blocks: int
     num_slots: int
@@ -34,30 +29,31 @@ class CachePlan(NamedTuple):
 
 
 def slot_shape(spec: PagedSpec | MLASpec) -> tuple[int, int]:
-    """What one layer's cache has a token: how many heads, keys and values together, of how many numbers each."""
+    """Shape of one token in a layer's cache: heads (keys and values together), numbers per head."""
     if isinstance(spec, MLASpec):
         return 1, spec.latent_dim + spec.rope_dim
     return 2 * spec.num_kv_heads, spec.head_dim
 
 
 def bytes_per_block(specs: Sequence[PagedSpec | MLASpec], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes one block takes over all layers, in FP8 with its scales."""
-    beside = fp8.SCALE_BYTES if dtype == fp8.DTYPE else 0
+    """Bytes of one block over all layers, including FP8 scales."""
+    scale_bytes = fp8.SCALE_BYTES if dtype == fp8.DTYPE else 0
     shapes = map(slot_shape, specs)
-    return sum(heads * (head_dim * dtype.itemsize + beside) for heads, head_dim in shapes) * block_size
+    return sum(heads * (head_dim * dtype.itemsize + scale_bytes) for heads, head_dim in shapes) * block_size
 
 
 def bytes_per_slot(specs: Sequence[StateSpec], state_dtype: torch.dtype, dtype: torch.dtype) -> int:
-    """Bytes one state slot takes over all recurrent layers."""
+    """Bytes of one state slot over all recurrent layers."""
     return sum(
         math.prod(spec.recurrent) * state_dtype.itemsize + math.prod(spec.conv) * dtype.itemsize for spec in specs
     )
 
 
 def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *, has_states: bool) -> int:
-    """Tokens of a block: those asked for, or what the attention kernels read fastest and the token budget allows.
+    """Tokens per block: the configured number, or the one that attention kernels read fastest within the token budget.
 
-    attention: of the model's attention layers. Raises ConfigError for blocks longer than those that states need.
+    attention: cache spec of the model's attention layers.
+    Raises ConfigError if a block would be longer than the distance of state checkpoints.
     """
     smallest = min(PAGE_SIZES)
     if config.block_size is not None:
@@ -75,23 +71,24 @@ def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *,
 def plan_cache(
     config: ResolvedConfig, block_size: int, free_bytes: int, block_bytes: int, slot_bytes: int = 0
 ) -> CachePlan:
-    """Size the cache: `config.num_blocks` if given, else what `free_bytes` hold.
+    """Size the cache: `config.num_blocks` blocks if set, else as many as fit into `free_bytes`.
 
-    Without prefix caching, more blocks than all requests use at full length would stay empty, so the plan has none.
-    slot_bytes: of a state slot, 0 for a model that has none. Every row gets one, and checkpoints those beside.
-    Raises ConfigError when the cache would be too small for one request, or for the slots of all rows.
+    Without prefix caching, there are no more blocks than all running requests use at full length.
+    slot_bytes: bytes of a state slot; 0 for a model without recurrent layers. Every row gets a slot; the other slots
+        hold checkpoints.
+    Raises ConfigError if the cache is too small for one request or for the slots of all rows.
     """
-    wanted = -(-config.max_model_len // block_size)
+    blocks_per_request = -(-config.max_model_len // block_size)
     num_slots = _plan_slots(config, free_bytes, slot_bytes) if slot_bytes else 0
     if num_slots:
         free_bytes -= (num_slots + 1) * slot_bytes
     if config.num_blocks is None:
-        in_use = wanted * config.max_num_seqs
+        in_use = blocks_per_request * config.max_num_seqs
         most = max(in_use, MAX_CACHED_BLOCKS) if config.prefix_caching else in_use
         num_blocks = min(max(free_bytes // block_bytes - 1, 0), most)
     else:
         num_blocks = config.num_blocks
-    if num_blocks >= wanted:
+    if num_blocks >= blocks_per_request:
         return CachePlan(num_blocks, num_slots, config.max_model_len)
     if config.may_shorten and num_blocks >= 2:
         return CachePlan(num_blocks, num_slots, num_blocks * block_size)
@@ -102,7 +99,7 @@ def plan_cache(
 
 
 def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
-    # The one beside those of the rows lets a checkpoint be read while the last row begins.
+    # One more slot than rows, so that a checkpoint can be read when the last row begins.
     least = config.max_num_seqs + config.prefix_caching
     if config.num_state_slots is not None:
         if config.num_state_slots < least:

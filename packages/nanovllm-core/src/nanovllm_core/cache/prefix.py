@@ -1,4 +1,4 @@
-"""Names for cached blocks: a hash chain, in which each full block's hash covers every token before it as well."""
+"""Hashes of full blocks. Each hash covers the block and all tokens before it."""
 
 import hashlib
 import secrets
@@ -9,12 +9,12 @@ from nanovllm_core.config import PrefixHash
 from nanovllm_core.request import BlockHash, Request
 
 _TOKEN_BYTES = 4
-# The hashes of the full blocks of `block_bytes` bytes in `tokens`, given the hash of the block before them.
+# (hash of the previous block, tokens as bytes, bytes per block) -> hashes of the full blocks in `tokens`.
 ChainHash = Callable[[BlockHash, bytes, int], list[BlockHash]]
 
 
 def _fast(parent: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
-    # CPython's 64-bit hash with a key of this process: good against accidents, not against an adversary.
+    # CPython's 64-bit hash, keyed per process. It avoids accidental collisions, but not those of an attacker.
     hashes: list[BlockHash] = []
     for end in range(block_bytes, len(tokens) + 1, block_bytes):
         parent = hash((parent, tokens[end - block_bytes : end]))
@@ -39,11 +39,11 @@ class PrefixHasher:
         self._block_size = block_size
         self._kind: PrefixHash = kind
         self._chain: ChainHash = _sha256 if kind == "sha256" else _fast
-        # Each engine draws its own, so that clients cannot know where chains begin.
+        # A random secret per engine, so that clients cannot compute hashes.
         self._secret = secrets.token_bytes(32)
 
     def extend(self, request: Request) -> None:
-        """Give `request.block_hashes` an entry for every full block of its known tokens that has none yet."""
+        """Append the missing hashes of full blocks of known tokens to `request.block_hashes`."""
         hashes, start = request.block_hashes, len(request.block_hashes) * self._block_size
         if start + self._block_size > request.num_tokens:
             return
@@ -56,8 +56,8 @@ class PrefixHasher:
 
 
 def _known_bytes(request: Request, start: int) -> bytes:
-    """The known tokens from `start` on, as int32."""
+    """The known tokens from `start` on, as bytes of int32."""
     outputs = request.output_ids[max(start - request.num_prompt_tokens, 0) :]
-    # Decodes convert 64 outputs at a time, which struct does in half the time of numpy and array.
+    # For the 64 outputs that decodes convert at a time, struct takes half the time of numpy and array.
     packed = pack(f"{len(outputs)}i", *outputs)
     return packed if start >= request.num_prompt_tokens else request.prompt_ids[start:].tobytes() + packed

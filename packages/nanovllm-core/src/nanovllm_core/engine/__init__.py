@@ -1,1 +1,1 @@
-"""The engine's outside: requests in, outputs out, in this process or from another."""
+"""The engine's loop, its public interface, and the process and client that run it in another process."""

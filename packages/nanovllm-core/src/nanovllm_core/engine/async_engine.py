@@ -1,4 +1,4 @@
-"""The engine in this process: the loop as a task, and its outputs as async iterators."""
+"""The engine in this process: runs the engine's loop as a task of the event loop."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
-    """Resolve `config` against the model and this machine, and build what serves it."""
+    """Resolve `config` for the model and this machine, and build the engine's loop."""
     resolved = resolve(
         config,
         max_position=spec.max_position,
@@ -32,7 +32,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
 
 
 class AsyncEngine(Engine):
-    """An engine on the running event loop. Make it with `start`."""
+    """An engine in this process. Create it with `start`."""
 
     def __init__(self, loop: EngineLoop):
         super().__init__(loop.info)
@@ -41,7 +41,7 @@ class AsyncEngine(Engine):
 
     @classmethod
     async def start(cls, spec: ModelSpec, config: EngineConfig | None = None) -> "AsyncEngine":
-        """Load the model, size the cache, start the loop. Raises ConfigError, and whatever `spec.build` raises."""
+        """Load the model, allocate the cache, start the loop. Raises ConfigError and the exceptions of `spec.build`."""
         return cls(await build_loop(spec, config or EngineConfig()))
 
     async def compile(self, spec: GrammarSpec) -> None:
@@ -51,13 +51,13 @@ class AsyncEngine(Engine):
         try:
             await self._loop.compile(spec)
         except GrammarError:
-            # Compiling ends with the engine.
+            # The end of the engine also ends compilation.
             if self.dead is not None:
                 raise EngineDeadError(self.dead) from None
             raise
 
     async def stop(self) -> None:
-        """End the loop after the steps in flight; requests still running get an EngineDeadError."""
+        """Stop after the steps in flight. Open requests fail with EngineDeadError."""
         self._loop.stop()
         await self._task
 
@@ -65,7 +65,7 @@ class AsyncEngine(Engine):
         reason = "the engine was stopped"
         try:
             await self._loop.run(self._emit)
-        except Exception as error:  # noqa: BLE001 (passed on to everyone who waits)
+        except Exception as error:  # noqa: BLE001 (raised to all readers)
             _log.exception("the engine failed")
             reason = f"the engine failed: {type(error).__name__}: {error}"
         finally:

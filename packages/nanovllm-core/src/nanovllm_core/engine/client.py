@@ -1,7 +1,6 @@
-"""The engine in its own process, seen from here: the same face as `AsyncEngine`, with a socket in between.
+"""The client of an engine in another process, with the same interface as `AsyncEngine`.
 
-One process starts the engine and owns it; others, started by that one, may join. This room must not know how the engine
-works; it notices when it is gone.
+One process starts the engine and owns it; other processes that it starts may connect too.
 """
 
 import asyncio
@@ -29,18 +28,20 @@ from nanovllm_core.request import GrammarError, GrammarSpec, Request
 if TYPE_CHECKING:
     from nanovllm_core.model import ModelSpec
 
+# How long `close` waits before it kills the engine's process.
 _STOP_SECONDS = 10
-# For what the engine said just before it ended.
-_LAST_WORDS_SECONDS = 0.1
+# How long the client still reads messages after the engine's process has ended.
+_DRAIN_SECONDS = 0.1
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """Where an engine is; an argument for processes that its owner starts, which may join it with this.
+    """The address of an engine. The owner may pass it to processes that it starts, for `EngineClient.connect`.
 
-    lifeline: a pipe whose other end only the engine's process has, and so ends with it, however that comes.
+    endpoint: ZeroMQ endpoint of the engine.
+    lifeline: the read end of a pipe; the other end closes when the engine's process ends for any reason.
     """
 
     endpoint: str
@@ -48,36 +49,36 @@ class EngineAddress:
 
 
 class EngineProcess:
-    """A started engine. `recipe` runs in its process and gives model and configuration; it travels there by pickle."""
+    """A started engine process. `recipe` is pickled and called there; it returns the model and the configuration."""
 
     def __init__(self, recipe: process.Recipe):
-        # A directory that only this user may enter: whoever can write to the socket can use the engine.
+        # Only this user may enter the directory: a process that can write to the socket can use the engine.
         self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-")
         context = multiprocessing.get_context("spawn")
-        lifeline, theirs = context.Pipe(duplex=False)
+        lifeline, engine_end = context.Pipe(duplex=False)
         self.address = EngineAddress(f"ipc://{Path(self._directory.name) / 'engine'}", lifeline)
         self._process: SpawnProcess = context.Process(
-            target=process.main, args=(recipe, self.address.endpoint, theirs), name="nanovllm-engine", daemon=True
+            target=process.main, args=(recipe, self.address.endpoint, engine_end), name="nanovllm-engine", daemon=True
         )
-        with theirs:
+        with engine_end:
             self._process.start()
 
     @property
     def pid(self) -> int | None:
-        """The process's id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """How the process ended; None while it runs."""
+        """The exit code of the process; None while it runs."""
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End the process now, whatever it is at."""
+        """Kill the process now."""
         self._process.kill()
 
     async def close(self) -> None:
-        """See the process end, by force if it must be, and clean up after it."""
+        """Wait until the process ends, kill it if that takes too long, and remove its files."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._process.join, _STOP_SECONDS)
         if self._process.is_alive():
@@ -88,7 +89,7 @@ class EngineProcess:
 
 
 class EngineClient(Engine):
-    """An engine in a process of its own. Make it with `launch`, or `adopt` or `connect` where one has been started."""
+    """The client of an engine in another process. Create it with `launch`, or `adopt` or `connect` to a started one."""
 
     def __init__(self, ready: wire.Ready, socket: "EngineSocket", owned: EngineProcess | None):
         super().__init__(ready.info, ready.first_key)
@@ -103,17 +104,17 @@ class EngineClient(Engine):
     async def launch(cls, spec: "ModelSpec", config: EngineConfig | None = None) -> "EngineClient":
         """Start a process and wait until its engine serves.
 
-        Raises ConfigError when what was asked for can't be, and EngineDeadError when the process fails otherwise.
+        Raises ConfigError for an invalid configuration, and EngineDeadError if the process fails for another reason.
         """
-        return await cls.adopt(EngineProcess(partial(_given, spec, config or EngineConfig())))
+        return await cls.adopt(EngineProcess(partial(_spec_and_config, spec, config or EngineConfig())))
 
     @classmethod
     async def adopt(cls, owned: EngineProcess) -> "EngineClient":
-        """Wait until a started engine serves; from now on it ends when this client does. Raises as `launch` does."""
+        """Wait until a started engine serves. It now ends with this client. Raises the exceptions of `launch`."""
         try:
             return await cls._join(owned.address, owned)
         except BaseException as error:
-            # One that failed ends by itself; one that nobody waits for any more may be busy for minutes.
+            # A failed engine ends by itself. After a cancelled wait the engine may still load for minutes: kill it.
             if not isinstance(error, Exception):
                 owned.kill()
             await owned.close()
@@ -121,7 +122,7 @@ class EngineClient(Engine):
 
     @classmethod
     async def connect(cls, address: EngineAddress) -> "EngineClient":
-        """Join an engine that another process owns, and wait until it serves. Raises as `launch` does."""
+        """Connect to an engine that another process owns, and wait until it serves. Raises as `launch` does."""
         return await cls._join(address, None)
 
     @classmethod
@@ -135,9 +136,9 @@ class EngineClient(Engine):
                 case wire.Failed(message, expected):
                     raise (ConfigError if expected else EngineDeadError)(message)
                 case None:
-                    raise EngineDeadError(_obituary(owned))
+                    raise EngineDeadError(_death_message(owned))
                 case other:
-                    raise EngineDeadError(f"the engine began with {type(other).__name__}, not with Ready")
+                    raise EngineDeadError(f"the engine's first message was {type(other).__name__} instead of Ready")
         except BaseException:
             socket.close()
             raise
@@ -152,7 +153,7 @@ class EngineClient(Engine):
         await answer
 
     async def stop(self) -> None:
-        """Leave the engine, and end it if it is this client's; requests still running get an EngineDeadError."""
+        """Disconnect, and stop the engine if this client owns it. Open requests fail with EngineDeadError."""
         self._receiver.cancel()
         self._die("the engine was stopped")
         if self._owned is None:
@@ -174,12 +175,12 @@ class EngineClient(Engine):
                 case wire.Dead(reason):
                     self._die(reason)
                 case None:
-                    self._die(_obituary(self._owned))
+                    self._die(_death_message(self._owned))
                 case other:
                     self._die(f"the engine sent {type(other).__name__} while it was serving")
 
     def _on_receiver_end(self, receiver: "asyncio.Task[None]") -> None:
-        """Fail all readers when reading messages failed: no further output would reach them."""
+        """Fail all readers if reading messages failed, because no further output would reach them."""
         if receiver.cancelled() or (error := receiver.exception()) is None:
             return
         _log.error("engine client failed", exc_info=error)
@@ -207,7 +208,7 @@ class EngineClient(Engine):
 
 
 class EngineSocket:
-    """The way to an engine and back."""
+    """The connection to an engine: sends and receives messages, and detects the end of the engine's process."""
 
     def __init__(self, address: EngineAddress):
         self.address = address
@@ -218,30 +219,30 @@ class EngineSocket:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(address.endpoint)
-        # Its own, as an event loop watches a descriptor for one only, and the address may go before its users.
+        # A duplicate, because an event loop accepts one reader per descriptor, and the address may be closed earlier.
         self._lifeline = os.dup(address.lifeline.fileno())
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._lifeline, self._on_end)
         self._next: asyncio.Future[bytes] | None = None
-        self._over = False
+        self._has_ended = False
 
     def send(self, message: wire.ToEngine) -> None:
-        """Queue a message; it goes out even if the engine is still starting."""
-        # The high-water mark is off, so this queues at once; the future only reports that.
+        """Queue a message. It is delivered once the engine has started."""
+        # The high-water mark is off, so the message is queued at once. The returned future is not needed.
         self._socket.send(wire.encode(message))
 
     async def receive(self) -> wire.ToClient | None:
-        """The next message; None once the engine is gone and all that it sent has been read."""
-        self._next = coming = asyncio.ensure_future(self._socket.recv())
-        if not coming.done():
-            if self._over:
+        """The next message; None once the engine's process has ended and all its messages have been read."""
+        self._next = message = asyncio.ensure_future(self._socket.recv())
+        if not message.done():
+            if self._has_ended:
                 return None
-            # Not awaited itself, as it is cancelled when nothing more will come.
-            await asyncio.wait((coming,))
-        return None if coming.cancelled() else wire.decode_to_client(coming.result())
+            # `wait` does not raise if `_stop_reading` cancels the future.
+            await asyncio.wait((message,))
+        return None if message.cancelled() else wire.decode_to_client(message.result())
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Close the connection."""
         self._loop.remove_reader(self._lifeline)
         os.close(self._lifeline)
         self._socket.close()
@@ -249,19 +250,19 @@ class EngineSocket:
 
     def _on_end(self) -> None:
         self._loop.remove_reader(self._lifeline)
-        self._loop.call_later(_LAST_WORDS_SECONDS, self._give_up)
+        self._loop.call_later(_DRAIN_SECONDS, self._stop_reading)
 
-    def _give_up(self) -> None:
-        self._over = True
+    def _stop_reading(self) -> None:
+        self._has_ended = True
         if self._next is not None:
             self._next.cancel()
 
 
-def _given(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
-    """The recipe of a model that is described already."""
+def _spec_and_config(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
+    """The recipe of `launch`: returns its arguments."""
     return spec, config
 
 
-def _obituary(owned: EngineProcess | None) -> str:
+def _death_message(owned: EngineProcess | None) -> str:
     code = None if owned is None else owned.exit_code
     return "the engine process died" + ("" if code is None else f" (exit code {code})")

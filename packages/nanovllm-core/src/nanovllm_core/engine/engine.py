@@ -1,7 +1,4 @@
-"""The face of an engine, whether it runs in this process or in its own.
-
-This room must not know how a request travels; the subclasses do.
-"""
+"""The interface of an engine, whether it runs in this process (`AsyncEngine`) or in another one (`EngineClient`)."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -14,7 +11,7 @@ from nanovllm_core.request import GrammarSpec, Request, RequestError, RequestOut
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
-    """Refuse a request that the engine could never serve. Raises RequestError, which names the field."""
+    """Check a request against the engine's limits. Raises RequestError, which names the invalid field."""
     if not request.num_prompt_tokens:
         raise RequestError("prompt", "the prompt is empty: it needs at least one token")
     if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= info.vocab_size:
@@ -22,19 +19,19 @@ def check_request(request: Request, info: EngineInfo) -> None:
     if request.num_prompt_tokens >= info.max_model_len:
         raise RequestError(
             "prompt",
-            f"the prompt has {request.num_prompt_tokens} tokens, but the context holds {info.max_model_len}, of which "
-            "at least one must be left for the answer",
+            f"the prompt has {request.num_prompt_tokens} tokens, but must leave at least one of the context's "
+            f"{info.max_model_len} tokens for the answer",
         )
     sampling = request.sampling
     sampling.validate(info.vocab_size)
     if sampling.grammar is not None and not info.grammars:
         raise RequestError("grammar", NO_GRAMMARS)
-    room = info.max_model_len - request.num_prompt_tokens
-    if sampling.max_tokens is not None and sampling.max_tokens > room:
+    max_outputs = info.max_model_len - request.num_prompt_tokens
+    if sampling.max_tokens is not None and sampling.max_tokens > max_outputs:
         raise RequestError(
             "max_tokens",
             f"max_tokens is {sampling.max_tokens}, but after a prompt of {request.num_prompt_tokens} tokens the "
-            f"context of {info.max_model_len} has room for {room}",
+            f"context of {info.max_model_len} has room for {max_outputs}",
         )
 
 
@@ -42,9 +39,9 @@ def check_request(request: Request, info: EngineInfo) -> None:
 class OpenRequest:
     """A request that is being served.
 
-    take: everything made since the last call, as one output; None if that is nothing. Raises GrammarError when the
-    request's grammar failed and nothing more will come. close: must be called at the end, early or not, and ends the
-    request if it still runs; calling it again does nothing.
+    take: returns everything since the last call as one output, or None if there is nothing new. Raises GrammarError if
+        the request's grammar failed.
+    close: aborts the request if it still runs. Must be called in the end; further calls do nothing.
     """
 
     take: Callable[[], RequestOutput | None]
@@ -52,9 +49,9 @@ class OpenRequest:
 
 
 class Engine(ABC):
-    """What every engine offers. One must be started by its class's own constructor coroutine.
+    """The interface of an engine. Each subclass has coroutines that create and start it.
 
-    first_key: requests get keys from here on.
+    first_key: key of the first request.
     """
 
     def __init__(self, info: EngineInfo, first_key: int = 0):
@@ -62,44 +59,45 @@ class Engine(ABC):
         self.stats = EngineStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
         self.dead: str | None = None
         self._streams = RequestStreams()
-        self._live: set[str] = set()
-        # Below this face a request has a key of its own, never used twice by any client of an engine: what is still on
-        # its way for one that was aborted must not reach a later one of the same id.
+        self._open_ids: set[str] = set()
+        # The engine identifies requests by keys that no client uses twice, so that late outputs of an aborted request
+        # cannot reach a later request with the same id.
         self._keys = itertools.count(first_key)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that this engine could never serve. Raises RequestError, which names the field."""
+        """Check a request against this engine's limits. Raises RequestError, which names the invalid field."""
         check_request(request, self.info)
 
     def open(self, request: Request, sink: Sink) -> OpenRequest:
-        """Serve one request: `sink` is woken whenever there is something to take.
+        """Serve one request. `sink` is woken whenever there is output to take.
 
-        Raises RequestError, and EngineDeadError when the engine has died.
+        Raises RequestError, and EngineDeadError if the engine has died.
         """
         self.check(request)
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        if request.id in self._live:
+        if request.id in self._open_ids:
             raise RequestError("request_id", f"request id {request.id!r} is in use: choose another")
-        ours = replace(request, token_ids=request.prompt_ids)
-        ours.key = key = next(self._keys)
+        # A copy, because the engine sets fields of its own.
+        engine_request = replace(request, token_ids=request.prompt_ids)
+        engine_request.key = key = next(self._keys)
 
         def close() -> None:
-            self._live.discard(request.id)
+            self._open_ids.discard(request.id)
             if self._streams.close(key) and self.dead is None:
                 self._abort(key)
 
-        self._submit(ours)
-        self._live.add(request.id)
+        self._submit(engine_request)
+        self._open_ids.add(request.id)
         backlog = Backlog(request, sink)
         self._streams.open(key, backlog)
         return OpenRequest(backlog.take, close)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Serve one request and yield what is made, all there is at a time; the last output has a finish_reason.
+        """Serve one request and yield its outputs; the last output has a finish_reason.
 
-        Closing the generator early aborts the request. Raises RequestError, GrammarError when its grammar can't be
-        compiled or fails, and EngineDeadError when the engine has died or dies meanwhile.
+        Closing the generator early aborts the request.
+        Raises RequestError; GrammarError if its grammar can't be compiled or fails; EngineDeadError.
         """
         reader = Reader()
         opened = self.open(request, reader)
@@ -117,26 +115,25 @@ class Engine(ABC):
 
     @abstractmethod
     async def compile(self, spec: GrammarSpec) -> None:
-        """Have a grammar ready for requests that bring it; those that bring one that isn't wait for it.
+        """Compile a grammar ahead of requests. A request waits until its grammar is compiled.
 
-        Raises GrammarError for one that can't be compiled, is too large or takes too long, and EngineDeadError when the
-        engine has died or dies meanwhile.
+        Raises GrammarError if it can't be compiled, is too large or takes too long; EngineDeadError if the engine dies.
         """
 
     @abstractmethod
     async def stop(self) -> None:
-        """End the engine; requests still running get an EngineDeadError."""
+        """Stop the engine. Open requests fail with EngineDeadError."""
 
     @abstractmethod
     def _submit(self, request: Request) -> None:
-        """Send a checked request, under its key, on its way."""
+        """Submit a validated request."""
 
     @abstractmethod
     def _abort(self, key: int) -> None:
-        """Have a request ended, if it still runs."""
+        """Abort a request if it still runs."""
 
     def _die(self, reason: str) -> None:
-        """Refuse everything from now on, and fail what is waiting."""
+        """Reject new requests from now on, and fail the open ones."""
         if self.dead is None:
             self.dead = reason
             self._streams.fail_all(reason)

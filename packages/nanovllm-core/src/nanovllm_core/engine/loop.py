@@ -1,10 +1,4 @@
-"""The one loop: plan a step, launch it, and take in an older one while it runs.
-
-It has a thread of its own, which does nothing else and waits for the device without sleeping: planning and launching
-would find cold caches after a sleep, and take two to three times as long. The event loop's thread passes it what is
-asked for, and passes on what comes back. Up to `depth` steps are in flight; depth 1 is the same loop. This room must
-not know who sends requests or where outputs go.
-"""
+"""The engine's loop: plans and launches steps on a thread of its own, and applies the results of finished steps."""
 
 import asyncio
 import threading
@@ -22,38 +16,43 @@ from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import Trace, Tracer, Track
 from nanovllm_core.execution.runner import Runner
-from nanovllm_core.execution.sampler import StepHandle
+from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.request import GrammarError, GrammarSpec, Request, RequestStatus, StepOutputs
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.intake import ScheduledStep
+from nanovllm_core.scheduling.result_applier import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 from nanovllm_kernels.platform import describe_arithmetic
+from nanovllm_kernels.spinning import SpinControl, can_limit
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
-# While requests are here, clients hear of the engine's state this often, also during a long step.
+# While the engine has requests, it emits its stats at this interval, also during a long step.
 STATS_SECONDS = 0.1
-# The step behind one with prompts is planned when so much of the predicted time is over: hardly any step takes less. It
-# is planned earlier by what planning and launching take, most of it for long prompts that wait to be admitted.
+# While a step with prompts runs, the next one is planned after this share of the predicted time; few steps end earlier.
+# Planning starts earlier by the time that planning and launching take, which grows with the waiting requests.
 PLANNED_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 WAITING_LEAD_S = 0.001
-# Between two looks at whether the step has ended already.
+# Interval at which the thread checks whether the step has finished.
 POLL_S = 0.001
 _WAITING = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
 
 
 class StepInFlight(NamedTuple):
-    """A step that was launched."""
+    """A launched step and the handle that reads its results."""
 
     step: ScheduledStep
     handle: StepHandle
 
 
 class EngineLoop:
-    """Scheduler and runner, and the thread that drives them, which alone touches them."""
+    """Drives the scheduler and the runner; only its thread `nanovllm-engine` touches them.
+
+    Up to `depth` steps are in flight. The thread waits for the device without sleeping: after a sleep its caches are
+    cold, and planning and launching take two to three times as long.
+    """
 
     def __init__(
         self,
@@ -62,43 +61,46 @@ class EngineLoop:
         info: EngineInfo,
         depth: int,
         thread: ThreadPoolExecutor,
+        spins: SpinControl,
         tracer: Tracer | None,
         grammars: Grammars | None,
     ):
         self.info = info
         self._grammars = grammars
-        # Requests whose grammar isn't ready, by key.
+        # Tasks that compile the grammars of requests, by request key.
         self._compiling: dict[int, asyncio.Task[None]] = {}
-        self._failures: list[tuple[int, str]] = []
-        # Requests that neither ended nor were aborted, by key; the event loop's thread alone knows all of them.
-        self._live: dict[int, Request] = {}
+        self._grammar_failures: list[tuple[int, str]] = []
+        # Requests that neither finished nor were aborted, by key. Used on the event loop's thread only.
+        self._open_requests: dict[int, Request] = {}
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
         self._tracer = tracer
         self._in_flight: deque[StepInFlight] = deque()
-        # When the device began the oldest of them, by `time.perf_counter`.
-        self._begun = 0.0
-        # Outputs of the step that ended last, until they are posted.
+        # When the device began the oldest step in flight, by `time.perf_counter`.
+        self._step_start = 0.0
+        # Outputs of the last finished step, until they are posted.
         self._outputs: StepOutputs | None = None
         self._thread = thread
-        # For the thread: requests, and keys of those that are aborted, in the order they came.
+        self._spins = spins
+        # Messages to the thread, in order of arrival: new requests, and keys of aborted requests.
         self._inbox: deque[Request | int] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        # From it.
+        # Messages from the thread to the event loop.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._stats_time = 0.0
-        # The engine's state as the thread last saw it, which a step in flight does not change, and as it was last told.
-        self._snapshot = self._told = self._stats()
-        self._told_time = 0.0
-        self._news = asyncio.Event()
+        # The stats that the thread took last, and those that were emitted last. A step in flight does not change them.
+        self._latest_stats = self._emitted_stats = self._stats()
+        self._emitted_time = 0.0
+        self._outbox_changed = asyncio.Event()
 
     @classmethod
     async def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "EngineLoop":
-        """Load the model and size the cache, off the event loop. Raises what `Trace` and `Runner` raise."""
-        # First, as loading may take minutes.
+        """Load the model and allocate the cache, off the event loop. Raises the exceptions of `Trace` and `Runner`."""
+        # An unusable trace path must fail before the model is loaded, which may take minutes.
         trace = None if config.trace is None else Trace(config.trace)
+        spins = SpinControl(is_on=config.device == "cpu" and can_limit())
         thread = ThreadPoolExecutor(1, "nanovllm-engine")
         try:
             events = asyncio.get_running_loop()
@@ -108,6 +110,7 @@ class EngineLoop:
             await events.run_in_executor(thread, calibrate, step_times, runner.time_step, *limits)
         except BaseException:
             thread.shutdown(wait=False)
+            spins.close()
             if trace is not None:
                 trace.close()
             raise
@@ -158,17 +161,17 @@ class EngineLoop:
         if spec.vocabulary is not None:
             grammars = Grammars(spec.vocabulary, spec.vocab_size, spec.eos_token_ids)
         tracer = None if trace is None else Tracer(trace, runner.device)
-        return cls(scheduler, runner, info, config.depth, thread, tracer, grammars)
+        return cls(scheduler, runner, info, config.depth, thread, spins, tracer, grammars)
 
     async def compile(self, spec: GrammarSpec) -> None:
-        """Have a grammar ready. Raises GrammarError."""
+        """Compile a grammar and cache it. Raises GrammarError."""
         if self._grammars is None:
             raise GrammarError(NO_GRAMMARS)
         await self._grammars.compile(spec)
 
     def submit(self, request: Request) -> None:
-        """Queue a checked request, whose key no other has, once its grammar is ready."""
-        self._live[request.key] = request
+        """Queue a validated request with a unique key, once its grammar is compiled."""
+        self._open_requests[request.key] = request
         spec = request.sampling.grammar
         if spec is not None and self._grammars is not None:
             request.compiled = self._grammars.get(spec)
@@ -176,14 +179,14 @@ class EngineLoop:
                 request.status = RequestStatus.WAITING_GRAMMAR
                 self._compiling[request.key] = asyncio.create_task(self._queue_compiled(request, spec, self._grammars))
                 return
-        self._tell(request)
+        self._send(request)
 
     async def _queue_compiled(self, request: Request, spec: GrammarSpec, grammars: Grammars) -> None:
         try:
             request.compiled = await grammars.compile(spec)
         except GrammarError as error:
-            self._live.pop(request.key, None)
-            self._failures.append((request.key, str(error)))
+            self._open_requests.pop(request.key, None)
+            self._grammar_failures.append((request.key, str(error)))
         else:
             request.status = RequestStatus.WAITING
             self._inbox.append(request)
@@ -191,23 +194,23 @@ class EngineLoop:
         self._wake.set()
 
     def abort(self, key: int) -> None:
-        """End a request, if it is still there; what is on its way may still be emitted."""
-        self._live.pop(key, None)
+        """Abort a request if it has not finished. Outputs that are already on their way may still be emitted."""
+        self._open_requests.pop(key, None)
         if (compiling := self._compiling.pop(key, None)) is not None:
             compiling.cancel()
-        self._tell(key)
+        self._send(key)
 
-    def _tell(self, message: Request | int) -> None:
+    def _send(self, message: Request | int) -> None:
         self._inbox.append(message)
         self._wake.set()
 
     def stop(self) -> None:
-        """Let `run` return once the steps in flight have ended."""
+        """Make `run` return once the steps in flight have finished."""
         self._stopping = True
         self._wake.set()
 
     def _stats(self) -> EngineStats:
-        """All but the requests that wait, which the event loop's thread counts."""
+        """All stats except the number of waiting requests, which the event loop's thread counts."""
         scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.states
         counters, step_times = scheduler.counters, scheduler.step_times
         return EngineStats(
@@ -234,62 +237,66 @@ class EngineLoop:
     async def run(self, emit: Emit) -> None:
         """Serve until `stop`.
 
-        emit: gets each step's outputs. The stats come ten times a second, also during a step, and when nothing is left
-            to do.
-        Raises whatever a step raised; the engine can't go on after that.
+        emit: called with the outputs of each step. Stats come along every STATS_SECONDS, also during a step, and when
+            no request is left; else they are None.
+        Raises the exception of a failed step; the engine cannot continue after that.
         """
         events = asyncio.get_running_loop()
-        driving = events.run_in_executor(self._thread, self._drive, events)
-        driving.add_done_callback(lambda _: self._news.set())
-        reporting = asyncio.create_task(self._report(emit))
+        stepping = events.run_in_executor(self._thread, self._run_steps, events)
+        stepping.add_done_callback(lambda _: self._outbox_changed.set())
+        reporting = asyncio.create_task(self._report_stats(emit))
         try:
             while True:
-                # Asked before the outbox is emptied, as the last outputs come before the end.
-                is_over = driving.done()
+                # Check before emptying the outbox: the thread posts its last outputs before it ends.
+                has_ended = stepping.done()
                 while self._outbox:
                     outputs, stats = self._outbox.popleft()
                     for key, _, _ in outputs.ends:
-                        self._live.pop(key, None)
+                        self._open_requests.pop(key, None)
                     self._emit(emit, outputs, stats)
-                if is_over:
+                if has_ended:
                     break
-                await self._news.wait()
-                self._news.clear()
-            await driving
+                await self._outbox_changed.wait()
+                self._outbox_changed.clear()
+            await stepping
         finally:
             reporting.cancel()
             self.stop()
-            await asyncio.wait([driving])
+            await asyncio.wait([stepping])
             self._thread.shutdown()
             for compiling in self._compiling.values():
                 compiling.cancel()
             if self._grammars is not None:
                 self._grammars.close()
 
-    async def _report(self, emit: Emit) -> None:
-        """Emit the state while requests are here and no step ends that would bring it."""
+    async def _report_stats(self, emit: Emit) -> None:
+        """Emit stats at intervals while requests are open and no finished step carries stats."""
         while True:
             await asyncio.sleep(STATS_SECONDS)
-            is_idle = not (self._live or self._told.num_requests_running or self._told.num_requests_waiting)
-            if not is_idle and time.monotonic() - self._told_time >= STATS_SECONDS:
-                self._emit(emit, StepOutputs(), self._snapshot)
+            is_idle = not (
+                self._open_requests
+                or self._emitted_stats.num_requests_running
+                or self._emitted_stats.num_requests_waiting
+            )
+            if not is_idle and time.monotonic() - self._emitted_time >= STATS_SECONDS:
+                self._emit(emit, StepOutputs(), self._latest_stats)
 
     def _emit(self, emit: Emit, outputs: StepOutputs, stats: EngineStats | None) -> None:
-        outputs.failures.extend(self._failures)
-        self._failures.clear()
+        outputs.failures.extend(self._grammar_failures)
+        self._grammar_failures.clear()
         if stats is not None:
-            num_waiting = sum(request.status in _WAITING for request in self._live.values())
-            self._told = stats = replace(stats, num_requests_waiting=num_waiting)
-            self._told_time = time.monotonic()
+            num_waiting = sum(request.status in _WAITING for request in self._open_requests.values())
+            self._emitted_stats = stats = replace(stats, num_requests_waiting=num_waiting)
+            self._emitted_time = time.monotonic()
         emit(outputs, stats)
 
-    def _drive(self, events: asyncio.AbstractEventLoop) -> None:
-        """On the thread."""
+    def _run_steps(self, events: asyncio.AbstractEventLoop) -> None:
+        """Plan, launch and complete steps until `stop`. Runs on the engine's thread."""
         try:
             while not self._stopping:
-                # The device gets its next step before the clients get the last outputs, which no failure may drop.
+                # Launch the next step before posting the last outputs. Post them even if launching fails.
                 try:
-                    self._fill(events)
+                    self._launch_steps(events)
                 finally:
                     self._post_outputs(events)
                 if not self._in_flight:
@@ -297,72 +304,72 @@ class EngineLoop:
                     self._wake.wait()
                     self._wake.clear()
                     continue
-                self._outputs = self._complete()
-                if not self._runner.computes_later:
+                self._outputs = self._complete_oldest_step()
+                if not self._runner.is_asynchronous:
                     self._post_outputs(events)
             self._post_outputs(events)
             while self._in_flight:
-                self._complete()
+                self._complete_oldest_step()
         finally:
             if self._tracer is not None:
                 self._tracer.trace.close()
-            self._runner.close()
+            self._spins.close()
 
     def _post(self, events: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
-        """Pass outputs to the event loop, and with them the engine's state if that is due or no request is left."""
+        """Pass outputs to the event loop, with stats if these are due or no request is left."""
         now, scheduler = time.monotonic(), self._scheduler
         is_last = scheduler.rows.num_running + scheduler.num_waiting == 0
         stats = None
         if is_last or now - self._stats_time >= STATS_SECONDS:
             self._stats_time, stats = now, self._stats()
-            self._snapshot = stats
+            self._latest_stats = stats
         self._outbox.append((outputs, stats))
-        events.call_soon_threadsafe(self._news.set)
+        events.call_soon_threadsafe(self._outbox_changed.set)
 
     def _post_outputs(self, events: asyncio.AbstractEventLoop) -> None:
         outputs, self._outputs = self._outputs, None
         if outputs is not None:
             self._post(events, outputs)
 
-    def _fill(self, events: asyncio.AbstractEventLoop) -> None:
+    def _launch_steps(self, events: asyncio.AbstractEventLoop) -> None:
         while len(self._in_flight) < self._depth:
             self._wait_to_plan(events)
             step = self._schedule()
             if step is None:
                 break
-            if not self._runner.computes_later:
-                # Launching is computing, perhaps for long.
-                self._snapshot = self._stats()
+            if not self._runner.is_asynchronous:
+                # On a CPU launching includes computing, which may take long.
+                self._latest_stats = self._stats()
             with self._launch_span(step):
                 handle = self._runner.launch(step.plan)
             if not self._in_flight:
-                self._begun = time.perf_counter()
+                self._step_start = time.perf_counter()
             self._in_flight.append(StepInFlight(step, handle))
 
     def _wait_to_plan(self, events: asyncio.AbstractEventLoop) -> None:
-        """Wait until shortly before the step in flight ends, so that requests which arrive meanwhile are planned for.
+        """Wait until shortly before the step in flight ends, so that the next step includes requests that arrive now.
 
-        Planned at once, the next step would make them wait for one step more. Steps without prompts are too short.
+        Only steps with prompts are long enough for this.
         """
         if len(self._in_flight) != 1:
             return
         step, handle = self._in_flight[0]
-        due = self._begun + PLANNED_SHARE * step.expected_s - PLANNING_LEAD_S
+        due = self._step_start + PLANNED_SHARE * step.expected_s - PLANNING_LEAD_S
         if time.perf_counter() < due:
             self._post_outputs(events)
         while not (handle.ready or self._stopping):
-            self._take_in()
+            self._read_inbox()
             if time.perf_counter() >= due - WAITING_LEAD_S * self._scheduler.num_waiting:
                 break
             time.sleep(POLL_S)
 
     def _schedule(self) -> ScheduledStep | None:
-        # Before each step, for more may have come while the one before it was launched.
-        self._take_in()
+        # Requests may have arrived while the last step was launched.
+        self._read_inbox()
         with self._span("plan", self._scheduler.counters.steps):
             return self._scheduler.schedule()
 
-    def _take_in(self) -> None:
+    def _read_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, Request):
@@ -370,10 +377,10 @@ class EngineLoop:
             else:
                 self._scheduler.abort(message)
 
-    def _complete(self) -> StepOutputs:
+    def _complete_oldest_step(self) -> StepOutputs:
         step, handle = self._in_flight.popleft()
         handle.wait()
-        self._begun = time.perf_counter()
+        self._step_start = time.perf_counter()
         self._scheduler.observe(step, handle.seconds)
         if self._tracer is not None:
             self._tracer.device(step.plan.step, handle)

@@ -1,4 +1,4 @@
-"""A process that must not outlive the process that started it."""
+"""Ends a process when the process that started it has ended."""
 
 import multiprocessing
 import os
@@ -6,16 +6,17 @@ import threading
 import time
 from collections.abc import Callable
 
-# Seconds that a process has to end by itself once it serves: it may have files to write out.
+# Seconds that a serving process has to end by itself, for example to write files.
 GRACE_S = 5.0
 EXIT_CODE = 1
 
 
 def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Event:
-    """End this process once its parent is gone, on a thread, so that a busy main thread makes no difference.
+    """Start a thread that ends this process when its parent has ended, even if the main thread is busy.
 
-    clean_up: called first. The process ends at once, or, after the returned event was set, `GRACE_S` later: then the
-    main thread is expected to end the process itself. Does nothing in a process without a parent.
+    clean_up: called before the process ends.
+    Returns an event. Once it is set, the main thread has `GRACE_S` seconds to end the process itself. Without a parent
+    process this function does nothing.
     """
     ends_itself = threading.Event()
     parent = multiprocessing.parent_process()
@@ -35,6 +36,6 @@ def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Ev
 
 
 def parent_is_gone() -> bool:
-    """Whether the process that started this one has ended."""
+    """Whether the parent process has ended."""
     parent = multiprocessing.parent_process()
     return parent is not None and not parent.is_alive()

@@ -1,8 +1,6 @@
-"""The engine in a process of its own: a loop, and a socket that brings its requests and takes its outputs away.
+"""Runs an engine in a process of its own, which serves any number of clients over a ZeroMQ socket.
 
-Any number of clients may join it. It ends when told to, when its loop fails, or when the process that started it is
-gone. This room must not know what a client does with the outputs. Imports no torch before the process is there, as
-those that start it need none.
+Importing this module does not import torch, because processes that only start an engine do not need it.
 """
 
 import asyncio
@@ -39,16 +37,16 @@ _log = logging.getLogger(__name__)
 
 
 def main(recipe: Recipe, endpoint: str, lifeline: Connection) -> None:
-    """Run what `recipe` makes behind the ZeroMQ `endpoint`, which this process binds, until it is over.
+    """Serve the engine of `recipe` until a client stops it, its loop fails or the parent process ends.
 
-    endpoint: the only file in its directory; when the parent is gone, this process removes both.
-    lifeline: held open as long as this process lives; at its other end one sees it end.
+    endpoint: ZeroMQ endpoint to bind; the only file in its directory. If the parent has ended, both are removed.
+    lifeline: kept open while this process lives, so that clients detect its end.
     """
-    # They reach the whole foreground group or service; the parent decides when this process ends.
+    # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     remove = partial(_remove_socket, endpoint)
-    # Before the model loads, which keeps the event loop from noticing anything for minutes.
+    # Watch the parent before the model loads, because loading blocks the event loop for minutes.
     serving = exit_with_parent(remove)
     with lifeline, contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(recipe, endpoint, serving))
@@ -60,14 +58,14 @@ def _remove_socket(endpoint: str) -> None:
     path = Path(endpoint.removeprefix("ipc://"))
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
-        # Fails where other files are, which are not this process's to remove.
+        # Fails if the directory has other files, which must not be removed.
         path.parent.rmdir()
 
 
 async def _serve(recipe: Recipe, endpoint: str, serving: threading.Event) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
-        # Nothing may be dropped or blocked on while a client is there; when it has gone, sending to it is an error.
+        # No high-water marks: messages are neither dropped nor blocked. Sending to a disconnected client is an error.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -77,13 +75,13 @@ async def _serve(recipe: Recipe, endpoint: str, serving: threading.Event) -> Non
             from nanovllm_core.engine.async_engine import build_loop
 
             engine = await build_loop(*recipe())
-        except Exception as error:  # noqa: BLE001 (told to the clients, who raise it)
+        except Exception as error:  # noqa: BLE001 (sent to the clients, which raise it)
             expected = isinstance(error, ValueError)
             if not expected:
                 _log.exception("the engine could not start")
-            await _tell_all(socket, wire.Failed(_one_line(error), expected))
+            await _send_to_all(socket, wire.Failed(_one_line(error), expected))
             return
-        # What start-up made stays; a collection need not look at it again.
+        # Objects of the start-up live until the end, so exclude them from garbage collections.
         gc.collect()
         gc.freeze()
         serving.set()
@@ -103,8 +101,8 @@ def _stop_with_parent(task: "asyncio.Task[None] | None") -> None:
     loop.add_reader(sentinel, stop)
 
 
-async def _tell_all(socket: zmq.asyncio.Socket, message: wire.ToClient) -> None:
-    """Send `message` to the first client, waiting for it, and to all others that are there by then."""
+async def _send_to_all(socket: zmq.asyncio.Socket, message: wire.ToClient) -> None:
+    """Wait for the first client, then send `message` to all clients that have connected by then."""
     payload = wire.encode(message)
     while True:
         client, _ = await socket.recv_multipart()
@@ -121,7 +119,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(slots=True)
 class Client:
-    """One that said Hello. keys: of its requests that still run."""
+    """A client that sent Hello. keys: keys of its open requests."""
 
     identity: bytes
     keys: set[int] = field(default_factory=set[int])
@@ -133,19 +131,19 @@ class EngineServer:
     def __init__(self, engine: "EngineLoop", socket: zmq.asyncio.Socket):
         self._engine = engine
         self._socket = socket
-        # By number, in the order they came; a number is never used twice.
+        # By client number, in the order of connection. No number is used twice.
         self._clients: dict[int, Client] = {}
         self._numbers = itertools.count()
         self._compiling: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Serve until a client says Stop or the loop fails."""
+        """Serve until a client sends Stop or the loop fails."""
         receiver = asyncio.create_task(self._receive())
-        # Without it the engine would be deaf: better to end, which the clients notice.
+        # If receiving fails, stop the engine: clients detect that, but not an engine that receives nothing.
         receiver.add_done_callback(lambda _: self._engine.stop())
         try:
             await self._engine.run(self._emit)
-        except Exception as error:  # noqa: BLE001 (told to the clients, who raise it)
+        except Exception as error:  # noqa: BLE001 (sent to the clients, which raise it)
             _log.exception("the engine failed")
             for number in tuple(self._clients):
                 self._send(number, wire.Dead(f"the engine failed: {_one_line(error)}"))
@@ -163,7 +161,7 @@ class EngineServer:
                     self._clients[number] = Client(identity)
                     self._send(number, wire.Ready(self._engine.info, number * wire.KEYS_PER_CLIENT))
                 case wire.Submit(key):
-                    # What a client sent that has gone since is nobody's.
+                    # Ignore messages of clients that have disconnected.
                     if (client := self._client_of(key)) is not None:
                         client.keys.add(key)
                         self._engine.submit(message.request())
@@ -178,15 +176,15 @@ class EngineServer:
                 case wire.Stop():
                     self._engine.stop()
 
-    async def _compile(self, asked: wire.Compile) -> None:
+    async def _compile(self, message: wire.Compile) -> None:
         try:
-            await self._engine.compile(asked.grammar)
+            await self._engine.compile(message.grammar)
         except GrammarError as error:
-            answer = wire.Compiled(asked.key, str(error))
+            answer = wire.Compiled(message.key, str(error))
         else:
-            answer = wire.Compiled(asked.key, None)
-        if self._client_of(asked.key) is not None:
-            self._send(asked.key // wire.KEYS_PER_CLIENT, answer)
+            answer = wire.Compiled(message.key, None)
+        if self._client_of(message.key) is not None:
+            self._send(message.key // wire.KEYS_PER_CLIENT, answer)
 
     def _client_of(self, key: int) -> Client | None:
         return self._clients.get(key // wire.KEYS_PER_CLIENT)
@@ -202,16 +200,16 @@ class EngineServer:
 
     def _send(self, number: int, message: wire.ToClient) -> None:
         client = self._clients[number]
-        # The high-water mark is off, so this is done at once, or has failed.
+        # The high-water mark is off, so the future is done at once or has failed.
         sent = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
         if sent.done() and isinstance(error := sent.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
-            # Nobody is left who wants what it wanted.
+            # The client has disconnected: abort its requests.
             for key in self._clients.pop(number).keys:
                 self._engine.abort(key)
 
 
 def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
-    """What each client gets of a step's outputs, by its number; clients that get nothing are left out."""
+    """Split a step's outputs by client number. Clients without outputs are left out."""
     clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
     others = (*outputs.failures, *outputs.prompt_logprobs)
     numbers = set(clients).union(key // wire.KEYS_PER_CLIENT for key, _ in others)

@@ -1,12 +1,9 @@
-"""What an engine says of itself: once at its start, and after every step.
-
-This room must not know how the engine comes by any of it.
-"""
+"""Information that an engine reports: constants at its start, and statistics while it runs."""
 
 from dataclasses import dataclass
 
 NO_GRAMMARS = (
-    "grammars can't be used with this model, as nothing says what its tokens stand for: give its ModelSpec a vocabulary"
+    "grammars can't be used with this model, because its ModelSpec has no vocabulary: set ModelSpec.vocabulary"
 )
 
 
@@ -16,10 +13,12 @@ class EngineDeadError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What stays the same as long as the engine lives.
+    """Properties of an engine that do not change.
 
-    num_blocks: usable blocks, without the null block. num_state_slots: likewise, 0 for a model without recurrent
-    layers. grammars: whether requests may bring one. arithmetic: how products are computed, for people.
+    num_blocks: usable cache blocks, without the null block.
+    num_state_slots: usable state slots, without the null slot; 0 for a model without recurrent layers.
+    grammars: whether requests may have a grammar.
+    arithmetic: how matrix products are computed, as text for users.
     """
 
     model: str
@@ -48,15 +47,17 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot: gauges first, then counters since the start.
+    """A snapshot of gauges, then of counters since the start.
 
-    num_free_blocks: blocks that no request holds, whether empty or cached. num_free_state_slots, num_checkpoints:
-    likewise of the state slots of recurrent layers, and those among them that a prompt can go on from.
-    prefix_cache_queries, prefix_cache_hits: in tokens. iteration_tokens: tokens computed, prompts and decodes alike.
-    graph_steps: steps by what was replayed from CUDA graphs (see `GraphMode`) and whether all requests decoded
-    ("decode") or not ("mixed").
-    step_limit_s: longest time of a step of prompts beside decodes, in seconds. decode_step_s: time of a usual step
-    without prompts. step_time_coefficients: by term, the seconds per unit by which step times are predicted.
+    num_free_blocks: blocks that no request holds, empty or cached.
+    num_free_state_slots: state slots that no request holds.
+    num_checkpoints: free state slots that hold a checkpoint.
+    prefix_cache_queries, prefix_cache_hits: in tokens.
+    iteration_tokens: computed tokens of prompts and decodes.
+    graph_steps: triples (graph mode, "decode" or "mixed", steps).
+    step_limit_s: time limit of a step with prompts and decodes, in seconds.
+    decode_step_s: time of a usual step without prompts, in seconds.
+    step_time_coefficients: pairs (term, seconds per unit) of the step-time model.
     step_time_error: mean relative error of recent predictions.
     """
 

@@ -1,9 +1,4 @@
-"""Hands each request's outputs to whoever reads them, and lets nobody wait for an engine that is gone.
-
-A step's outputs come as columns. They are added, per request, to what its reader has not taken yet, and become a
-`RequestOutput` only when it does: a reader that was busy finds one. This room must not know how requests reach the
-engine.
-"""
+"""Collects each request's outputs until its reader takes them, and fails all readers when the engine dies."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -24,19 +19,19 @@ T = TypeVar("T")
 
 
 class Sink(Protocol):
-    """Who is told of what comes for a request, on the event loop's thread. Neither may raise."""
+    """Receives notifications of one request, on the event loop's thread. Its methods must not raise."""
 
     def wake(self) -> None:
-        """Learn that there is something to take."""
+        """Called when there is output to take."""
         ...
 
     def fail(self, reason: str) -> None:
-        """Learn that the engine died and nothing more will come."""
+        """Called when the engine has died; no further output will come."""
         ...
 
 
 class Backlog:
-    """What was made for one request and nobody has taken yet. What comes is written to the public fields."""
+    """Output of one request that its reader has not taken yet. `RequestStreams` writes the public fields."""
 
     __slots__ = (
         "_num_output_tokens",
@@ -64,9 +59,9 @@ class Backlog:
         self._num_output_tokens = 0
 
     def take(self) -> RequestOutput | None:
-        """Everything since the last call as one output, under the id that the sender chose; None if that is nothing.
+        """Take everything since the last call as one output; None if there is no new token.
 
-        Raises GrammarError when the request's grammar failed and nothing more will come.
+        Raises GrammarError if the request's grammar failed and no further output will come.
         """
         tokens, logprobs, request = self.tokens, self.logprobs, self._request
         if not tokens:
@@ -74,9 +69,9 @@ class Backlog:
                 raise GrammarError(self.failure)
             return None
         self.tokens = []
-        num_top, told = request.sampling.prompt_logprobs, None
+        num_top, prompt_logprobs = request.sampling.prompt_logprobs, None
         if num_top is not None and self._num_output_tokens == 0:
-            told = PromptLogprobs.joined(num_top, self.prompt_logprobs)
+            prompt_logprobs = PromptLogprobs.joined(num_top, self.prompt_logprobs)
             self.prompt_logprobs = []
         self._num_output_tokens += len(tokens)
         if logprobs:
@@ -90,12 +85,12 @@ class Backlog:
             None if request.sampling.logprobs is None else tuple(logprobs),
             self.finish_reason,
             self.stop_token,
-            told,
+            prompt_logprobs,
         )
 
 
 class Reader:
-    """The sink of one reader, who sleeps while there is nothing to take."""
+    """A sink whose reader sleeps while there is nothing to take."""
 
     __slots__ = ("_dead", "_waiter")
 
@@ -104,17 +99,17 @@ class Reader:
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """Let the reader go on, if it waits."""
+        """Wake the reader if it waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, reason: str) -> None:
-        """Let the reader, now or later, get an EngineDeadError."""
+        """Make the current or next `wait` of the reader end with EngineDeadError."""
         self._dead = reason
         self.wake()
 
     def wait(self) -> asyncio.Future[None]:
-        """Something to wait for, there being nothing to take now. Raises EngineDeadError."""
+        """A future that is done when there may be output to take. Raises EngineDeadError if the engine has died."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         self._waiter = waiter = asyncio.get_running_loop().create_future()
@@ -128,21 +123,21 @@ class RequestStreams:
         self._backlogs: dict[int, Backlog] = {}
 
     def open(self, key: int, backlog: Backlog) -> None:
-        """Send the outputs of a new request to `backlog`."""
+        """Direct the outputs of a new request to `backlog`."""
         self._backlogs[key] = backlog
 
     def close(self, key: int) -> bool:
-        """Forget a request, and drop what still comes for it. Returns whether its last output had not come yet."""
+        """Discard further outputs of a request. Returns whether its last output had not come yet."""
         return self._backlogs.pop(key, None) is not None
 
     def dispatch(self, outputs: StepOutputs) -> None:
-        """Give everything in `outputs` to the backlog it is for, if somebody still listens, and wake who reads that."""
+        """Add `outputs` to the backlogs of open requests, and wake their sinks."""
         backlogs = self._backlogs
-        for backlog, num_cached_tokens in self._open_ones(outputs.begins):
+        for backlog, num_cached_tokens in self._with_backlogs(outputs.begins):
             backlog.num_cached_tokens = num_cached_tokens
-        for backlog, prompt_logprobs in self._open_ones(outputs.prompt_logprobs):
+        for backlog, prompt_logprobs in self._with_backlogs(outputs.prompt_logprobs):
             backlog.prompt_logprobs.append(prompt_logprobs)
-        for backlog, logprobs in self._open_ones(outputs.logprobs):
+        for backlog, logprobs in self._with_backlogs(outputs.logprobs):
             backlog.logprobs.append(logprobs)
         for key, reason, stop_token in outputs.ends:
             if (backlog := backlogs.get(key)) is not None:
@@ -158,13 +153,13 @@ class RequestStreams:
                 backlog.failure = failure
                 backlog.sink.wake()
 
-    def _open_ones(self, values: Iterable[tuple[int, T]]) -> Iterator[tuple[Backlog, T]]:
-        """What is in `values`, by keys, for requests that somebody still listens to, and their backlogs."""
+    def _with_backlogs(self, values: Iterable[tuple[int, T]]) -> Iterator[tuple[Backlog, T]]:
+        """Replace the keys in `values` by the backlogs of open requests; entries of closed requests are skipped."""
         for key, value in values:
             if (backlog := self._backlogs.get(key)) is not None:
                 yield backlog, value
 
     def fail_all(self, reason: str) -> None:
-        """Tell every open sink that nothing more will come."""
+        """Fail the sinks of all open requests."""
         for backlog in tuple(self._backlogs.values()):
             backlog.sink.fail(reason)

@@ -1,7 +1,7 @@
-"""What each step spent its time on, as a file that Perfetto and chrome://tracing open.
+"""Writes traces of steps as a file that Perfetto and chrome://tracing open.
 
-One JSON object a line in Chrome's array format, which needs no end, so that the trace of a process that was killed can
-be read too. This room must not know what the spans mean.
+The format is Chrome's JSON array with one object per line. It needs no closing bracket, so a killed process leaves a
+readable trace.
 """
 
 import os
@@ -15,25 +15,25 @@ import msgspec
 import torch
 
 from nanovllm_core.config import ConfigError
-from nanovllm_core.execution.sampler import StepHandle
+from nanovllm_core.execution.step_handle import StepHandle
 
 _encode = msgspec.json.Encoder().encode
 
 
 Track = Literal["plan", "launch", "device", "output"]
-# In the order in which they are to be shown.
+# Tracks in the order in which viewers show them.
 TRACKS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3}
 
 
 class Trace:
-    """A trace file. Tracks show up as threads. Raises ConfigError when it can't be written."""
+    """A trace file. Viewers show tracks as threads. Raises ConfigError if the file can't be written."""
 
     def __init__(self, path: Path):
         try:
             self._file = path.open("wb")
         except OSError as error:
             raise ConfigError(
-                f"trace is {str(path)!r}, which can't be written ({error.strerror}): name a file that can be"
+                f"trace is {str(path)!r}, which can't be written ({error.strerror}): choose another file"
             ) from error
         self._file.write(b"[\n")
         for track, number in TRACKS.items():
@@ -41,7 +41,7 @@ class Trace:
 
     @contextmanager
     def span(self, track: Track, name: str, **args: float) -> Generator[None]:
-        """Record what runs meanwhile, with numbers that describe it."""
+        """Record the time spent in this context. args: numbers that describe it."""
         begin = time.perf_counter()
         try:
             yield
@@ -49,13 +49,13 @@ class Trace:
             self.add(track, name, begin, time.perf_counter(), **args)
 
     def add(self, track: Track, name: str, begin: float, end: float, **args: float) -> None:
-        """Record a span from `begin` to `end`, in seconds of `time.perf_counter`, with numbers that describe it."""
+        """Record a span from `begin` to `end`, in seconds of `time.perf_counter`. args: numbers that describe it."""
         duration = round((end - begin) * 1e6, 1)
         event: dict[str, object] = {"name": name, "tid": TRACKS[track], "ts": round(begin * 1e6, 1), "dur": duration}
         self._write({"ph": "X", **event, "args": args})
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write buffered spans and close the file."""
         self._file.close()
 
     def _write(self, event: dict[str, object]) -> None:
@@ -68,15 +68,16 @@ class Tracer:
     def __init__(self, trace: Trace, device: torch.device):
         self.trace = trace
         self._origin: torch.cuda.Event | None = None
-        self._at = 0.0
+        # Time of `_origin` by `time.perf_counter`.
+        self._origin_s = 0.0
         if device.type == "cuda":
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
             self._origin.synchronize()
-            self._at = time.perf_counter()
+            self._origin_s = time.perf_counter()
 
     def device(self, step: int, handle: StepHandle) -> None:
-        """Record when the device ran a step that has ended. A CPU computes a step while it is launched."""
+        """Record when a GPU ran a finished step. Nothing is recorded on a CPU: launching includes computing there."""
         if self._origin is not None and handle.events is not None:
-            begin, end = (self._at + self._origin.elapsed_time(each) / 1e3 for each in handle.events)
+            begin, end = (self._origin_s + self._origin.elapsed_time(each) / 1e3 for each in handle.events)
             self.trace.add("device", f"step {step}", begin, end)

@@ -1,9 +1,4 @@
-"""What engine and client say to each other: msgspec structs as MessagePack over ZeroMQ.
-
-Client to engine: Hello once, then Submit, Abort and Compile; Stop from the one that owns the engine. Engine to client:
-Ready or Failed once, then one Step for every step that has something for that client (and now and then an empty one), a
-Compiled for every Compile, and Dead when the loop fails. This room must not know who listens.
-"""
+"""Messages between an engine process and its clients: msgspec structs as MessagePack over ZeroMQ."""
 
 import msgspec
 import numpy as np
@@ -11,16 +6,16 @@ import numpy as np
 from nanovllm_core.engine.status import EngineInfo, EngineStats
 from nanovllm_core.request import GrammarSpec, Request, SamplingParams, StepOutputs
 
-# Each client's requests have keys of its own, this many: key // KEYS_PER_CLIENT tells the client.
+# Number of keys per client: key // KEYS_PER_CLIENT is the client's number.
 KEYS_PER_CLIENT = 1 << 32
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A client is there and waits for Ready or Failed."""
+    """The first message of a client, which then waits for Ready or Failed."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request: its sender's part of `Request`. prompt_ids: int32 [num_prompt_tokens], as bytes."""
+    """A new request: the fields of `Request` that the client sets. prompt_ids: int32 [num_prompt_tokens] as bytes."""
 
     key: int
     id: str
@@ -32,7 +27,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, request: Request) -> "Submit":
-        """The message that stands for `request`."""
+        """The message for `request`."""
         return cls(
             request.key,
             request.id,
@@ -44,7 +39,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         )
 
     def request(self) -> Request:
-        """The request that this message stands for."""
+        """The request of this message."""
         prompt_ids = np.frombuffer(self.prompt_ids, np.int32)
         request = Request(self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
         request.key = self.key
@@ -52,52 +47,52 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for this request any more."""
+    """Aborts a request."""
 
     key: int
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """Have a grammar compiled. key: like a request's, for the answer."""
+    """Compiles a grammar. key: a new key of the client, repeated in the answer."""
 
     key: int
     grammar: GrammarSpec
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Let the engine end."""
+    """Stops the engine; sent by the client that owns it."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves from now on. first_key: where the keys begin that are this client's."""
+    """The engine serves from now on. first_key: the client's first key."""
 
     info: EngineInfo
     first_key: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start. expected: the message alone tells the user what to do, no traceback needed."""
+    """The engine could not start. expected: the message tells the user what to do, so no traceback is needed."""
 
     message: str
     expected: bool
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """All that one step made for one client, and now and then the engine's state."""
+    """The outputs of one step for one client, perhaps empty. stats: None in most messages."""
 
     outputs: StepOutputs
     stats: EngineStats | None
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a Compile. error: why it can't be done, None when it is."""
+    """The answer to Compile. error: why the grammar can't be compiled; None if it was compiled."""
 
     key: int
     error: str | None
 
 
 class Dead(msgspec.Struct, frozen=True, tag=True):
-    """The engine failed; no more will come."""
+    """The engine failed; no further message comes."""
 
     reason: str
 

@@ -1,10 +1,7 @@
-"""What some rows may sample: rows with a grammar, and rows whose budget has run out.
+"""Restricts the tokens of rows that have a grammar or an exhausted budget.
 
-A row's next mask depends on the token before it. So a step that such a row samples in is launched up to its logits,
-then waits for the tokens of the step before, and only then chooses: grammars are followed and masks filled while the
-device computes. Steps without such rows pass by. Everything here happens on the thread that launches steps. Grammars
-are followed in one call for all rows: each call gives up the interpreter's lock, and may wait milliseconds to have it
-back. This room must not know how grammars are compiled.
+The mask of such a row depends on its previous token. So the step is launched up to its logits; the host then waits for
+the previous step's tokens and fills the masks while the device computes.
 """
 
 import time
@@ -18,28 +15,33 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm_core.execution.inputs import MaskBuffer
-from nanovllm_core.execution.sampler import Masks, StepHandle
+from nanovllm_core.execution.sampler import Masks
+from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.request import Budget, CompiledGrammar, GrammarMatcher
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-# What following a grammar may take, in seconds: so much at all, and for each token. All others wait meanwhile. JSON
-# takes 10 us a token, and only very ambiguous rules of one's own come near.
-_PATIENCE = 2.0
-_PATIENCE_PER_TOKEN = 0.02
-# A call for all rows that takes longer than this, in seconds, has a row in it that is to blame: for so many steps each
-# row is followed by itself, to find out which.
+# Limit on the seconds that matching may take for one request: a constant plus a part per token. All requests wait
+# meanwhile. JSON takes 10 us per token; only very ambiguous grammars reach the limit.
+_TIME_LIMIT = 2.0
+_TIME_LIMIT_PER_TOKEN = 0.02
+# If one call for all rows takes longer than this, in seconds, the next steps match each row in a call of its own, to
+# find the slow grammar.
 _LONG_CALL = 0.02
-_STEPS_APART = 16
+_SEPARATE_STEPS = 16
 
 
 @dataclass(slots=True, eq=False)
 class Constraint:
-    """What holds one row, whose number is `row`.
+    """The grammar and the budget of one row.
 
-    grammar: None without one. matcher: None without a grammar, and when its end has come. budget: None without one, and
-    when it is closed. num_sampled: outputs that steps were launched for. known: those of them that the host has seen.
-    spent: seconds on its grammar, when that was followed by itself. failure: why there is nothing that the row could
-    sample.
+    row: the row's index in the request table.
+    grammar: None for a request without a grammar.
+    matcher: None without a grammar, and after the grammar has ended.
+    budget: None without a budget, and after it was closed or given up.
+    num_sampled: outputs for which steps were launched.
+    known: the outputs that the host knows.
+    match_s: seconds spent on this grammar in calls of its own.
+    failure: why the row cannot sample any token; None if it can.
     """
 
     row: int
@@ -48,77 +50,80 @@ class Constraint:
     budget: Budget | None
     num_sampled: int = 0
     known: list[int] = field(default_factory=list[int])
-    spent: float = 0.0
+    match_s: float = 0.0
     failure: str | None = None
 
     @classmethod
     def of(cls, new: NewRow) -> "Constraint | None":
-        """What holds a new row, brought to where its output stands; None for a free one."""
+        """The constraint of a new row, advanced by the outputs that it already has; None for an unconstrained row."""
         grammar, budget = new.compiled, new.sampling.budget
         if grammar is None and budget is None:
             return None
         constraint = cls(new.row, grammar, None if grammar is None else grammar.start(), budget)
         for token in new.token_ids[new.num_prompt_tokens :].tolist():
             constraint.num_sampled += 1
-            if constraint.take(token):
-                constraint.follow(token)
+            if constraint.append(token):
+                constraint.advance(token)
         return constraint
 
     @property
-    def is_due(self) -> bool:
-        """Whether the next token may not be free, as far as can be said before the last one is known."""
+    def may_need_mask(self) -> bool:
+        """Whether the next token may be restricted, judged before the last token is known."""
         return self.matcher is not None or (self.budget is not None and self.num_sampled >= self.budget.num_tokens)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the row is free from now on."""
+    def has_ended(self) -> bool:
+        """Whether the row is unconstrained from now on."""
         return self.matcher is None and self.budget is None and self.failure is None
 
-    def take(self, token: int) -> bool:
-        """Take in a token of the row's. Whether there is a grammar to follow it in."""
+    def append(self, token: int) -> bool:
+        """Append a sampled token. Returns whether the matcher must be advanced by it."""
         self.known.append(token)
         budget = self.budget
         if budget is not None and tuple(self.known[-len(budget.end) :]) == budget.end:
             self.budget = None
         return self.matcher is not None and self.failure is None
 
-    def follow(self, token: int) -> None:
-        """Go on in the grammar by the token that was taken in last."""
+    def advance(self, token: int) -> None:
+        """Advance the matcher by the token that was appended last."""
         matcher = self.matcher
         if matcher is not None:
-            with self._following():
-                self.followed(token, accepted=matcher.accept(token))
+            with self._limited_time():
+                self.record_match(token, accepted=matcher.accept(token))
 
-    def followed(self, token: int, *, accepted: bool) -> None:
-        """Note what became of a token in the grammar."""
+    def record_match(self, token: int, *, accepted: bool) -> None:
+        """Record whether the matcher accepted a token."""
         if not accepted:
-            self.failure = f"the grammar took back token {token}, which it had allowed"
+            self.failure = f"the grammar rejected token {token}, which its mask had allowed"
         elif self.matcher is not None and token in self.matcher.end_ids:
-            # The request ends with this token; what is still in flight for it is thrown away.
+            # The request ends with this token; tokens still in flight for it are discarded.
             self.matcher = None
 
-    def follow_again(self) -> None:
-        """Go on from the beginning, for who doesn't know where the matcher stands."""
+    def restart(self) -> None:
+        """Advance a new matcher by all known tokens, because the state of the old one is unknown."""
         if self.grammar is None or self.matcher is None:
             return
         self.matcher = self.grammar.start()
         for token in self.known:
             if self.failure is None:
-                self.follow(token)
+                self.advance(token)
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
-        """Write what the grammar allows to masks[index]."""
+        """Write the tokens that the grammar allows to masks[index]."""
         matcher = self.matcher
         if matcher is not None:
-            with self._following():
+            with self._limited_time():
                 matcher.fill(masks, index)
 
-    def force(self, mask: NDArray[np.int32]) -> bool:
-        """Leave only the token that the budget asks for, if it does and it may come. False when the mask stays."""
-        forced = self._forced()
-        if forced is None:
+    def force_budget_token(self, mask: NDArray[np.int32]) -> bool:
+        """Restrict `mask` to the token that an exhausted budget requires, or give the budget up if it is forbidden.
+
+        Returns whether the mask was changed.
+        """
+        required = self._required_token()
+        if required is None:
             return False
-        word, bit = divmod(forced, 32)
+        word, bit = divmod(required, 32)
         if not mask[word] >> bit & 1:
             self.budget = None
             return False
@@ -127,20 +132,20 @@ class Constraint:
         return True
 
     @contextmanager
-    def _following(self) -> Generator[None]:
-        """Count the time, and let what the matcher raises fail the request, not the engine."""
+    def _limited_time(self) -> Generator[None]:
+        """Measure the time of a matcher call. Errors and excess time fail the request, not the engine."""
         begin = time.perf_counter()
         try:
             yield
-        # The library's own limits, of which it says no more than this.
+        # xgrammar raises RuntimeError when it reaches one of its own limits.
         except RuntimeError as error:
             self.failure = f"the grammar can't be followed further: {' '.join(str(error).split())}"
-        self.spent += time.perf_counter() - begin
-        if self.spent > _PATIENCE + _PATIENCE_PER_TOKEN * len(self.known):
+        self.match_s += time.perf_counter() - begin
+        if self.match_s > _TIME_LIMIT + _TIME_LIMIT_PER_TOKEN * len(self.known):
             self.failure = "the grammar takes too long to follow: make its rules less ambiguous"
 
-    def _forced(self) -> int | None:
-        """The token that the budget asks for, if it has run out."""
+    def _required_token(self) -> int | None:
+        """The next token that closes an exhausted budget; None if the budget is not exhausted."""
         budget, known = self.budget, self.known
         if budget is None or len(known) < budget.num_tokens:
             return None
@@ -149,135 +154,138 @@ class Constraint:
 
 
 class Constraints:
-    """The constraints of all rows, and the steps in flight whose tokens they wait for.
+    """The constraints of all rows, and the steps in flight whose tokens the matchers still need.
 
-    failed: which of the requests that the step at hand samples have nothing to sample, and why; there after `masks`.
-    buffer: where the masks of the step at hand are.
+    All matchers advance in one call, and all masks are filled in one call: each call releases the interpreter lock, and
+    getting it back may take milliseconds.
+    failed: pairs (index among the step's sampling requests, reason) of requests that cannot sample; set by `masks`.
+    buffer: the masks of the current step.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         self.failed: list[tuple[int, str]] = []
-        # By row; and whether a row has one, as a column.
+        # Constraints by row, and bool [rows]: whether a row has one.
         self._constraints: dict[int, Constraint] = {}
-        self._is_held = np.zeros(num_rows, np.bool_)
+        self._is_constrained = np.zeros(num_rows, np.bool_)
         self.buffer = MaskBuffer(num_rows, -(-vocab_size // 32), device)
-        # Of the step at hand: which of the requests that sample are held and by what, and of those whose mask is due.
-        self._held: list[tuple[int, Constraint]] = []
-        self._due: list[tuple[int, Constraint]] = []
+        # Constraints of the current step, by index among its sampling requests; and those that may need a mask.
+        self._constrained: list[tuple[int, Constraint]] = []
+        self._maybe_masked: list[tuple[int, Constraint]] = []
         self._in_flight: deque[tuple[StepHandle, list[tuple[int, Constraint]]]] = deque()
-        # How many more steps each row is followed by itself.
-        self._apart = 0
+        # Steps left in which each row is matched in a call of its own.
+        self._num_separate_steps = 0
 
     def begin(self, plan: StepPlan) -> bool:
-        """Take up a step that is about to be launched; True when it must ask for `masks` before it chooses tokens."""
+        """Begin a step, before it is launched. Returns whether the step must call `masks` before it samples."""
         for new in plan.new_rows:
             self._replace(new)
-        self.failed, self._held, self._due = [], [], []
+        self.failed, self._constrained, self._maybe_masked = [], [], []
         if not self._constraints:
             return False
         rows, _, samples = plan.scheduled
         sampling = rows[samples]
-        for index in np.flatnonzero(self._is_held[sampling]).tolist():
+        for index in np.flatnonzero(self._is_constrained[sampling]).tolist():
             constraint = self._constraints[int(sampling[index])]
-            self._held.append((index, constraint))
-            if constraint.is_due:
-                self._due.append((index, constraint))
+            self._constrained.append((index, constraint))
+            if constraint.may_need_mask:
+                self._maybe_masked.append((index, constraint))
             constraint.num_sampled += 1
-        return bool(self._due)
+        return bool(self._maybe_masked)
 
-    def masks(self, sampled: NDArray[np.int64]) -> Masks | None:
-        """What the step at hand may choose, after waiting for the tokens of those before it; None when anything.
+    def masks(self, sampling_indices: NDArray[np.int64]) -> Masks | None:
+        """The masks of the current step, after waiting for the tokens of earlier steps; None if no row is restricted.
 
-        sampled: int64, which of its requests sample.
+        sampling_indices: int64 [n], indices of the step's requests that sample.
         """
-        self._take_in(wait=True)
-        held = [each for each in self._due if each[1].matcher is not None and each[1].failure is None]
-        others = [each for each in self._due if each[1].matcher is None or each[1].failure is not None]
-        masks = self.buffer.draft(len(self._due))
-        self._fill([constraint for _, constraint in held], masks)
-        leads_on = np.any(masks, axis=1)
+        self._advance_matchers(wait=True)
+        matched = [each for each in self._maybe_masked if each[1].matcher is not None and each[1].failure is None]
+        others = [each for each in self._maybe_masked if each[1].matcher is None or each[1].failure is not None]
+        masks = self.buffer.draft(len(self._maybe_masked))
+        self._fill([constraint for _, constraint in matched], masks)
+        allows_any = np.any(masks, axis=1)
         which: list[int] = []
-        for at, (_, constraint) in enumerate(held):
-            if constraint.failure is None and not leads_on[at]:
-                constraint.failure = "the grammar has come to a place that no token of the model leads on from"
-        for at, (index, constraint) in enumerate([*held, *others]):
-            is_held = False
+        for at, (_, constraint) in enumerate(matched):
+            if constraint.failure is None and not allows_any[at]:
+                constraint.failure = "the grammar allows no token of the vocabulary after the output so far"
+        for at, (index, constraint) in enumerate([*matched, *others]):
+            is_masked = False
             if constraint.failure is not None:
                 self.failed.append((index, constraint.failure))
             else:
-                is_held = constraint.force(masks[at]) or at < len(held)
-            which.append(int(sampled[index]) if is_held else -1)
+                is_masked = constraint.force_budget_token(masks[at]) or at < len(matched)
+            which.append(int(sampling_indices[index]) if is_masked else -1)
         if max(which) < 0:
             return None
         self.buffer.send(which)
         return Masks(self.buffer.which[: len(which)], self.buffer.bits[: len(which)])
 
     def launched(self, handle: StepHandle) -> None:
-        """Remember the step at hand, for the tokens that it will have made, and take in what others have made."""
-        self._take_in(wait=False)
-        if self._held:
-            self._in_flight.append((handle, self._held))
+        """Record that the current step was launched, and advance matchers by the tokens of finished steps."""
+        self._advance_matchers(wait=False)
+        if self._constrained:
+            self._in_flight.append((handle, self._constrained))
 
     def _replace(self, new: NewRow) -> None:
         self._drop(new.row)
         constraint = Constraint.of(new)
         if constraint is not None:
             self._constraints[new.row] = constraint
-            self._is_held[new.row] = True
+            self._is_constrained[new.row] = True
 
     def _drop(self, row: int) -> None:
         self._constraints.pop(row, None)
-        self._is_held[row] = False
+        self._is_constrained[row] = False
 
-    def _take_in(self, *, wait: bool) -> None:
+    def _advance_matchers(self, *, wait: bool) -> None:
+        """Advance matchers by the tokens of steps in flight, in order. wait: also for steps that have not finished."""
         while self._in_flight and (wait or self._in_flight[0][0].ready):
-            handle, held = self._in_flight.popleft()
+            handle, constrained = self._in_flight.popleft()
             handle.wait()
-            tokens = handle.token_ids
-            taken = [(constraint, int(tokens[index])) for index, constraint in held]
-            self._follow([each for each in taken if each[0].take(each[1])])
-            for constraint, _ in taken:
-                # The row may be another request's by now.
-                if constraint.is_over and self._constraints.get(constraint.row) is constraint:
+            token_ids = handle.token_ids
+            new_tokens = [(constraint, int(token_ids[index])) for index, constraint in constrained]
+            self._advance([each for each in new_tokens if each[0].append(each[1])])
+            for constraint, _ in new_tokens:
+                # Another request may hold the row by now.
+                if constraint.has_ended and self._constraints.get(constraint.row) is constraint:
                     self._drop(constraint.row)
 
-    def _follow(self, taken: list[tuple[Constraint, int]]) -> None:
-        """Go on in the grammars of all that have taken in a token."""
-        if self._apart or len(taken) < 2:
-            for constraint, token in taken:
-                constraint.follow(token)
+    def _advance(self, new_tokens: list[tuple[Constraint, int]]) -> None:
+        """Advance the matcher of each constraint by its new token."""
+        if self._num_separate_steps or len(new_tokens) < 2:
+            for constraint, token in new_tokens:
+                constraint.advance(token)
             return
-        matchers = [constraint.matcher for constraint, _ in taken if constraint.matcher is not None]
+        matchers = [constraint.matcher for constraint, _ in new_tokens if constraint.matcher is not None]
         with self._timed():
             try:
-                accepted = matchers[0].accept_all(matchers, [token for _, token in taken])
+                accepted = matchers[0].accept_all(matchers, [token for _, token in new_tokens])
             except RuntimeError:
-                # Of one of them, and nobody knows how far the others have come.
-                for constraint, _ in taken:
-                    constraint.follow_again()
+                # One matcher failed; the others may or may not have advanced.
+                for constraint, _ in new_tokens:
+                    constraint.restart()
                 return
-        for (constraint, token), each in zip(taken, accepted, strict=True):
-            constraint.followed(token, accepted=each)
+        for (constraint, token), each in zip(new_tokens, accepted, strict=True):
+            constraint.record_match(token, accepted=each)
 
-    def _fill(self, held: list[Constraint], masks: NDArray[np.int32]) -> None:
-        """Write what the grammar of each allows to the first of `masks`."""
-        matchers = [constraint.matcher for constraint in held if constraint.matcher is not None]
-        if not self._apart and len(matchers) > 1:
+    def _fill(self, constraints: list[Constraint], masks: NDArray[np.int32]) -> None:
+        """Write the tokens that each grammar allows to the first of `masks`."""
+        matchers = [constraint.matcher for constraint in constraints if constraint.matcher is not None]
+        if not self._num_separate_steps and len(matchers) > 1:
             with self._timed():
                 try:
                     matchers[0].fill_all(matchers, masks)
                 except RuntimeError:
-                    self._apart = _STEPS_APART
+                    self._num_separate_steps = _SEPARATE_STEPS
                 else:
                     return
-        for at, constraint in enumerate(held):
+        for at, constraint in enumerate(constraints):
             constraint.fill(masks, at)
-        self._apart = max(self._apart - 1, 0)
+        self._num_separate_steps = max(self._num_separate_steps - 1, 0)
 
     @contextmanager
     def _timed(self) -> Generator[None]:
-        """Notice when a call for all rows takes long."""
+        """Switch to separate calls per row if a call for all rows takes long."""
         begin = time.perf_counter()
         yield
         if time.perf_counter() - begin > _LONG_CALL:
-            self._apart = _STEPS_APART
+            self._num_separate_steps = _SEPARATE_STEPS

@@ -1,9 +1,6 @@
-"""Steps replayed from CUDA graphs, so that the host launches one thing where the model launches hundreds.
+"""Captures steps as CUDA graphs and replays them, so that the host launches one graph instead of hundreds of kernels.
 
-A captured step has one padded shape: so many requests with as many tokens each (decodes), or any mix within so many
-tokens. It is one graph, or, in the mode "piecewise", pieces between which attention is launched for the true batch, by
-kernels that no graph could hold. The choice of tokens is a graph of its own, in a few variants; the last variant does
-everything that a request may ask for. All graphs share one memory pool, as one step runs at a time.
+A step has one graph for the forward pass (several pieces in the mode "piecewise") and one of several for sampling.
 """
 
 from collections import Counter
@@ -23,20 +20,22 @@ from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
 
 MIN_MIXED_TOKENS = 64
-# Where the products take as long as their rows are many, padding to a power of two would cost up to as much again.
+# Largest step between small sizes: padding large steps to powers of two would nearly double the time of some.
 MIXED_STEP = 256
-# Logits, sampling and attention cost time for each place of a step, also for an empty one. So steps with prompts are
-# captured with few places too, except those of few tokens.
+# Logits, sampling and attention take time for each request slot of a graph, also for an empty one. So steps of at least
+# MANY_TOKENS tokens are captured with FEW_PLACES request slots too.
 FEW_PLACES = 32
 MANY_TOKENS = 256
 
 
 class GraphShape(NamedTuple):
-    """A padded shape: requests, their tokens, and the most tokens that one of them may have.
+    """The padded shape of a captured step.
 
-    mode: as what it is captured and counted: "full_decode_only" (all requests have max_query_len tokens), "full" (any
-    mix, whole) or "piecewise" (any mix, in pieces).
-    whole: whether it is only for steps whose prompts begin in the step, see `BatchShape`.
+    num_reqs, num_tokens: requests and tokens, padding included.
+    max_query_len: most tokens of one request.
+    mode: graph mode under which the shape is captured and counted: "full_decode_only" (every request has max_query_len
+        tokens), "full" (any mix, one graph) or "piecewise" (any mix, several graphs).
+    whole: whether the shape serves only steps whose prompts begin in the step, see `BatchShape`.
     """
 
     num_reqs: int
@@ -46,9 +45,12 @@ class GraphShape(NamedTuple):
     whole: bool = False
 
 
-class Logits(NamedTuple):
-    """What a forward pass leaves: logits [num_reqs, vocab]; the contexts' lengths, int32 [num_reqs], and their block
-    tables, int32 [num_reqs, width].
+class ForwardOutput(NamedTuple):
+    """The result of a forward pass.
+
+    logits: [num_reqs, vocab].
+    seq_lens: int32 [num_reqs], context lengths.
+    block_tables: int32 [num_reqs, width].
     """
 
     logits: Tensor
@@ -56,42 +58,44 @@ class Logits(NamedTuple):
     block_tables: Tensor
 
 
-# The second stands for the attention of each layer, see `ForwardContext.launch`; None where nothing does.
-Forward = Callable[[GraphShape, Launch | None], Logits]
-# Chooses tokens and commits them; the needs that it is captured for are given as a number.
-Draw = Callable[[int, Logits], Tensor]
+# Runs the model for a shape. The second argument replaces the attention of each layer, see `ForwardContext.launch`.
+Forward = Callable[[GraphShape, Launch | None], ForwardOutput]
+# Samples tokens and commits them. The first argument is a combination of `Needs`, as an integer.
+Draw = Callable[[int, ForwardOutput], Tensor]
 
 
 @dataclass(slots=True)
 class CapturedStep:
     """The graphs of one shape.
 
-    pieces: the forward pass. attentions: what is launched after each piece but the last, for a batch of so many tokens.
-    draws: by needs, the graph that chooses and where it leaves its choice; `choice` finds one.
+    pieces: graphs of the forward pass.
+    attentions: functions that launch attention after each piece but the last; they take the batch and its tokens.
+    output: tensors in which the forward pass leaves its result.
+    draws: by needs, the sampling graph and the tensor of its tokens.
     """
 
     pieces: list[torch.cuda.CUDAGraph]
     attentions: list[Callable[[AttentionBatch, int], None]]
-    found: Logits
+    output: ForwardOutput
     draws: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
-    def replay(self, num_tokens: int, plan: Callable[[Logits], AttentionBatch]) -> None:
-        """Run the forward pass for a batch of `num_tokens`. plan: its attention, from lengths and block tables."""
+    def replay(self, num_tokens: int, plan: Callable[[ForwardOutput], AttentionBatch]) -> None:
+        """Run the forward pass for a batch of `num_tokens`. plan: plans attention from `output`."""
         first, *others = self.pieces
         first.replay()
         if others:
-            batch = plan(self.found)
+            batch = plan(self.output)
             for attend, piece in zip(self.attentions, others, strict=True):
                 attend(batch, num_tokens)
                 piece.replay()
 
     def choice(self, needs: int) -> int:
-        """The needs of the first graph in `draws` that does all that `needs` asks for. One of them does everything."""
+        """The key of the first graph in `draws` that covers `needs`. The last graph covers all needs."""
         return needs if needs in self.draws else next(captured for captured in self.draws if not needs & ~captured)
 
 
 class _Alias:
-    """Memory of a captured tensor, seen without holding on to it, so that later captures may use it too."""
+    """A view of a captured tensor's memory that does not own it, so that later captures may reuse the memory."""
 
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -104,7 +108,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """How many requests decode steps are padded to: few steps waste more than an eighth."""
+    """Request counts to which decode steps are padded. Few steps are padded by more than an eighth."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
     size = 16
     while size < max_num_seqs:
@@ -114,8 +118,9 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(most: int) -> list[int]:
-    """How many tokens mixed steps are padded to. Of the large ones a fifth is wasted at most, and of those of `most`
-    tokens, what steps of prompts have, nothing.
+    """Token counts to which mixed steps are padded. Large steps are padded by at most a fifth.
+
+    most: the token budget. Full steps of prompts have exactly this size and no padding.
     """
     sizes: list[int] = []
     size = MIN_MIXED_TOKENS
@@ -132,10 +137,10 @@ def graph_shapes(
     query_lens: Sequence[int] = (1,),
     whole_tokens: int | None = None,
 ) -> list[GraphShape]:
-    """All shapes to capture, largest first, so that the smaller ones find their memory there.
+    """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger ones.
 
-    query_lens: how many tokens the requests of a uniform decode may have: 1, or 1 + k when k drafts are verified.
-    whole_tokens: the tokens from which on steps of few whole prompts are captured by themselves; None if they are not.
+    query_lens: tokens per request of uniform decodes: 1, or 1 + k to verify k drafted tokens.
+    whole_tokens: least tokens of the separate graphs for steps of few whole prompts; None for no such graphs.
     """
     if mode == "none":
         return []
@@ -149,7 +154,7 @@ def graph_shapes(
         shapes.extend(GraphShape(max_num_seqs, size, size, mode) for size in sizes)
         if max_num_seqs > FEW_PLACES:
             shapes.extend(GraphShape(FEW_PLACES, size, size, mode) for size in sizes if size >= MANY_TOKENS)
-        # Pieces between which attention is launched do not keep the keys and values that it would read.
+        # Piecewise graphs do not keep the keys and values that whole prompts would be read from.
         if mode == "full" and whole_tokens is not None:
             places = min(FEW_PLACES, max_num_seqs)
             shapes.extend(GraphShape(places, size, size, mode, whole=True) for size in sizes if size >= whole_tokens)
@@ -157,12 +162,12 @@ def graph_shapes(
 
 
 def _size(shape: GraphShape) -> tuple[int, int, bool]:
-    # Of two shapes of one size the one for whole prompts is faster.
+    # Of two shapes of the same size, the one for whole prompts is faster and comes first.
     return shape.num_tokens, shape.num_reqs, not shape.whole
 
 
 class StepGraphs:
-    """The captured steps of one device, and which of them answers for a batch."""
+    """The captured steps of one device. `dispatch` selects the one for a batch."""
 
     def __init__(self, shapes: Sequence[GraphShape]):
         self.counts: Counter[tuple[GraphMode, str]] = Counter()
@@ -180,9 +185,9 @@ class StepGraphs:
         return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed))
 
     def dispatch(self, batch: BatchShape, *, launched: bool = False) -> CapturedStep | None:
-        """The smallest captured step that holds this batch; None when it must be launched kernel by kernel.
+        """The smallest captured step that fits the batch; None if the batch must be launched without a graph.
 
-        launched: it must be, for what no captured step leaves behind.
+        launched: launch without a graph in any case, because the step needs tensors that graphs do not keep.
         """
         decodes = None if batch.query_len is None else self._decodes.get(batch.query_len)
         kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
@@ -195,10 +200,9 @@ class StepGraphs:
         return None
 
     def capture(self, forward: Forward, draw: Draw, needs: Sequence[int], *, progress: bool) -> None:
-        """Capture every shape. Each is run once first, so that everything compiled or allocated at first use is there.
+        """Capture every shape. Each shape runs once before, so that first-use compilation is done.
 
-        forward and draw must find their inputs where they were when captured, and leave the tables as they are when all
-        requests are without tokens.
+        forward, draw: must read inputs at fixed addresses, and must not change tables for requests without tokens.
         """
         if not self._shapes:
             return
@@ -211,7 +215,7 @@ class StepGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def measure(self, forward: Forward, draw: Draw, needs: Sequence[int]) -> int:
-        """Bytes that `capture` will take: the two largest of each mode are captured for it, and dropped again."""
+        """Estimate the bytes that `capture` takes, by capturing and freeing the two largest shapes of each mode."""
         if not self._shapes:
             return 0
         pool = torch.cuda.graph_pool_handle()
@@ -225,11 +229,11 @@ class StepGraphs:
             return before - torch.cuda.mem_get_info()[0]
 
         with torch.cuda.stream(stream):
-            # The first brings the pool and what the libraries keep, the others the cost of one more.
+            # The first capture also counts the pool and the libraries' buffers; later ones count one more graph.
             total = cost(self._shapes[0])
             for mode in {shape.mode for shape in self._shapes}:
-                alike = [shape for shape in self._shapes if shape.mode == mode]
-                total += len(alike) * max(cost(shape) for shape in alike[:2])
+                same_mode = [shape for shape in self._shapes if shape.mode == mode]
+                total += len(same_mode) * max(cost(shape) for shape in same_mode[:2])
         torch.cuda.current_stream().wait_stream(stream)
         steps.clear()
         torch.cuda.synchronize()
@@ -244,24 +248,22 @@ def _capture(shape: GraphShape, forward: Forward, draw: Draw, needs: Sequence[in
     del warm
     torch.cuda.current_stream().synchronize()
     with _Capture(pool) as capture:
-        found = forward(shape, capture.launch if shape.mode == "piecewise" else None)
-    step = CapturedStep(capture.pieces, capture.attentions, Logits(*map(_alias, found)))
-    # `found` keeps the logits' memory from the graphs that read it; other shapes may have it.
+        output = forward(shape, capture.launch if shape.mode == "piecewise" else None)
+    step = CapturedStep(capture.pieces, capture.attentions, ForwardOutput(*map(_alias, output)))
+    # While `output` is alive, the sampling graphs cannot reuse the logits' memory. Other shapes may.
     for need in needs:
         with _Capture(pool) as capture:
-            tokens = draw(need, found)
+            tokens = draw(need, output)
         step.draws[need] = capture.pieces[0], tokens
     return step
 
 
 class _Capture:
-    """What `torch.cuda.graph` does, without a garbage collection and a synchronisation for every graph, and in pieces:
-    one more for each `launch`.
+    """Captures like `torch.cuda.graph`, but in pieces, and without garbage collection and synchronisation.
 
-    Memory across pieces: all take theirs from one pool on one stream, as a single capture would. A tensor that a later
-    piece reads (the residual stream, the rotation, the lengths) is held by the forward pass that is being captured, and
-    so is a layer's attention's result until it has been used: no piece in between gets its memory. Queries and result
-    are only aliased here. What the pool gives their memory to was captured later, and is replayed later too.
+    All pieces use one memory pool on one stream, as a single capture would. The forward pass that is being captured
+    holds every tensor that a later piece reads, so no piece in between reuses its memory. Queries and results of
+    attention are only aliased here: the pool may reuse their memory, but only for work captured and replayed later.
     """
 
     def __init__(self, pool: _POOL_HANDLE):
@@ -281,10 +283,10 @@ class _Capture:
         self.pieces[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def launch(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
-        """End a piece, remember `attention` of these queries, begin the next piece; returns where the result will be.
+        """End the piece, record `attention` of these queries, and begin the next piece. Returns the result's tensor.
 
-        At a replay the rows of padding hold whatever was there. No row reads another's, but through the cache, where
-        padding goes to the null block.
+        At a replay, padding rows hold stale data. That is harmless: rows read each other only through the cache, and
+        padding is written to the null block.
         """
         out = q.new_empty((*q.shape[:-1], q.shape[-1] if value_dim is None else value_dim))
         self.pieces[-1].capture_end()

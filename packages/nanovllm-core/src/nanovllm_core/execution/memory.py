@@ -1,4 +1,4 @@
-"""The device's memory for caches: its size and its allocation. And a check that the host never waits for the device."""
+"""Sizes and allocates cache memory, and checks that the host does not wait for the device."""
 
 import gc
 import math
@@ -16,8 +16,9 @@ _ALIGNMENT = 64
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros for a cache. On a CPU the system provides each page on its first use: start-up does not fill gigabytes, and
-    the process takes memory only for what it caches.
+    """Zeros for a cache.
+
+    On a CPU the system provides each page at its first use, so the process takes memory only for pages it writes.
     """
     if device.type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -27,10 +28,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.from_numpy(pages[start : start + num_bytes]).view(dtype).view(tuple(shape))
 
 
-def free_for_cache(config: ResolvedConfig, device: torch.device, rehearse: Callable[[], object]) -> int:
-    """Bytes for the KV cache: an option's value on the CPU, on a GPU what a rehearsal of the largest step leaves.
+def free_for_cache(config: ResolvedConfig, device: torch.device, run_largest_step: Callable[[], object]) -> int:
+    """Bytes for the KV cache: on a CPU a configured value, on a GPU the memory that the largest step leaves free.
 
-    rehearse: runs such a step, with everything else that will be allocated already there.
+    run_largest_step: runs that step. Everything but the cache must be allocated before.
     """
     if device.type == "cpu":
         return int(config.cpu_cache_gib * GIB)
@@ -38,12 +39,12 @@ def free_for_cache(config: ResolvedConfig, device: torch.device, rehearse: Calla
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    rehearse()
+    run_largest_step()
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - before
     gc.collect()
     torch.cuda.empty_cache()
-    # What others use of this GPU, and what the driver and libraries took beside the allocator, counts as used too.
+    # Memory of other processes, and memory that the driver and libraries allocate themselves, counts as used.
     free, total = torch.cuda.mem_get_info(device)
     budget = int(total * config.gpu_memory_utilization) - (total - free) - activations
     if budget <= 0:
@@ -57,9 +58,9 @@ def free_for_cache(config: ResolvedConfig, device: torch.device, rehearse: Calla
 
 @contextmanager
 def forbidden_waiting() -> Generator[None]:
-    """Make it an error that the host waits for the device, in this process, meanwhile. Raises RuntimeError.
+    """While this context is active, an operation that makes the host wait for the device raises RuntimeError.
 
-    Waiting for an event is none: it is how one says what is waited for, and that it is meant.
+    Waiting for an event is allowed, because it is explicit.
     """
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,7 +1,6 @@
-"""The device's memory of running requests: one row each, changed only by the differences that a plan brings.
+"""Device tables of running requests, one row per request, updated with the differences that each plan carries.
 
-Tokens, lengths, block tables and sampling settings live on the device, so that a step can start from the tokens of one
-that has not reached the host yet. This room must not know how rows are chosen or what a model does with them.
+A step can thus start from tokens of the previous step that have not reached the host yet.
 """
 
 from collections.abc import Sequence
@@ -27,12 +26,12 @@ from nanovllm_core.scheduling.plan import NewBlocks, NewRow, ScheduledRows, Step
 from nanovllm_kernels.sampling import IN_PROMPT
 
 _FOREVER = np.iinfo(np.int32).max
-# Below this a softmax over bf16 logits has one outcome anyway, and dividing by it would overflow.
+# Below this temperature a softmax over bf16 logits has one outcome, and dividing by it would overflow.
 _GREEDY_BELOW = 1e-5
 
 
 class Needs(IntFlag):
-    """What sampling a row takes beyond an argmax. The host keeps this, to leave out what nobody in a batch needs."""
+    """Sampling operations that a row needs beyond an argmax. A step skips operations that none of its rows needs."""
 
     NOTHING = 0
     RANDOM = 1
@@ -45,35 +44,40 @@ class Needs(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A plan as the device sees it.
+    """Device inputs of a step.
 
-    rows, query_start_loc, samples: see `StepBuffer`, whose whole is `buffer`; here without what comes behind the step's
-    requests. sampled: int64, which of them sample. needs: of all that do, together, as a number (what a step does with
-    flags of Python's enum would take 16 us on an H200's host). num_logprobs: int64, of each that does, -1 for none.
-    most_logprobs: the largest of these. restored: state slots to read and to overwrite before the step, int64 [n] each,
-    in the order of the copies; None without any.
+    buffer: the step's rows with padding.
+    rows, query_start_loc, samples: those of `buffer` without padding.
+    sampling_indices: int64 [n], indices of the step's requests that sample.
+    needs: `Needs` of these requests combined. An integer, because operations on Python's enum flags are slow.
+    num_logprobs: int64 [n], alternatives that each of these requests wants; -1 for no log-probabilities.
+    max_num_logprobs: the largest of `num_logprobs`.
+    restored: state slots to copy from and to before the step, int64 [m] each, in copy order; None for no copies.
     """
 
     buffer: StepBuffer
     rows: Tensor
     query_start_loc: Tensor
     samples: Tensor
-    sampled: NDArray[np.int64]
+    sampling_indices: NDArray[np.int64]
     needs: int
     num_logprobs: NDArray[np.int64]
-    most_logprobs: int
+    max_num_logprobs: int
     restored: tuple[Tensor, Tensor] | None = None
 
 
 class RequestTable:
-    """Rows 0..num_rows-1, and in `buffer` those that take part in a step.
+    """Tables with rows 0..num_rows-1. `buffer` holds the rows of the current step.
 
-    Tensors: tokens int32 [rows, max_model_len + 1]; num_computed int32 [rows]; block_table int32 [rows, max_blocks];
-    temperature, top_p, min_p, presence, frequency, repetition float32 [rows]; top_k int32 [rows]; seeds int64 [rows];
-    counts int32 [rows, vocab] as `nanovllm_kernels.sampling.apply_penalties` reads them; bias_ids, bias_values,
-    bias_until [rows, entries] as `apply_bias_` does; forbidden int32 [rows, sequences, length] and num_prompt int32
-    [rows] as `forbid_` does; state_slots int32 [rows] and saves int32 [rows, MAX_CHECKPOINTS, 2] as
-    `nanovllm_kernels.linear_attention.plan_states` does.
+    tokens: int32 [rows, max_model_len + 1].
+    num_computed: int32 [rows].
+    block_table: int32 [rows, max_blocks].
+    temperature, top_p, min_p, presence, frequency, repetition: float32 [rows].
+    top_k: int32 [rows]. seeds: int64 [rows].
+    counts: int32 [rows, vocab], token counts for `apply_penalties`.
+    bias_ids, bias_until: int32 [rows, entries]. bias_values: float32 [rows, entries]. See `apply_bias_`.
+    forbidden: int32 [rows, sequences, length]. num_prompt: int32 [rows]. See `forbid_`.
+    state_slots: int32 [rows]. saves: int32 [rows, MAX_CHECKPOINTS, 2]. See `plan_states`.
     """
 
     def __init__(
@@ -94,13 +98,13 @@ class RequestTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # One column more than a request can have, for the token that a finished one still samples in flight.
+        # The extra column takes the token that a finished request still samples in flight.
         self.tokens = zeros(num_rows, max_model_len + 1)
         self.num_computed = zeros(num_rows)
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         self._floats = zeros(6, num_rows, dtype=torch.float32)
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
-        # Off, for rows that no request has had: padding reads them.
+        # Padding reads rows that were never assigned: 1 turns the penalty off.
         self.repetition.fill_(1)
         self.top_k = zeros(num_rows)
         self.seeds = zeros(num_rows, dtype=torch.int64)
@@ -115,14 +119,14 @@ class RequestTable:
         self.saves = zeros(num_rows, MAX_CHECKPOINTS, 2)
         self.buffer = StepBuffer(num_rows, device)
         self._needs = np.zeros(num_rows, np.uint8)
-        # What the special tables hold of each row, be it over.
+        # `Needs` whose tables still hold entries for each row, perhaps of a finished request.
         self._written = np.zeros(num_rows, np.uint8)
         self._num_logprobs = np.full(num_rows, -1, np.int64)
-        # Steady decodes are scheduled alike, and need nothing but new blocks then.
+        # If the same requests decode again, only new blocks are uploaded.
         self._last: tuple[ScheduledRows, StepInputs] | None = None
 
     def apply(self, plan: StepPlan) -> StepInputs:
-        """Bring the rows up to date with `plan`, and return what its step works on."""
+        """Update the tables with `plan`, and return the inputs of its step."""
         if self._last is not None and plan.scheduled is self._last[0] and not plan.new_rows:
             if plan.new_blocks.rows:
                 self._write_diffs(plan)
@@ -133,18 +137,18 @@ class RequestTable:
             self._write_diffs(plan)
         restored = self._write_states(plan.new_rows) if self._has_states and plan.new_rows else None
         self.buffer.write(rows, lengths, samples)
-        sampled = np.flatnonzero(samples)
-        sample_rows = rows[sampled]
+        sampling_indices = np.flatnonzero(samples)
+        sample_rows = rows[sampling_indices]
         num_logprobs = self._num_logprobs[sample_rows]
         inputs = StepInputs(
             buffer=self.buffer,
             rows=self.buffer.rows[:count],
             query_start_loc=self.buffer.query_start_loc[: count + 1],
             samples=self.buffer.samples[:count],
-            sampled=sampled,
+            sampling_indices=sampling_indices,
             needs=int(np.bitwise_or.reduce(self._needs[sample_rows], initial=0)),
             num_logprobs=num_logprobs,
-            most_logprobs=int(num_logprobs.max(initial=-1)),
+            max_num_logprobs=int(num_logprobs.max(initial=-1)),
             restored=restored,
         )
         self._last = (plan.scheduled, inputs) if restored is None else None
@@ -177,24 +181,24 @@ class RequestTable:
     def _write_diffs(self, plan: StepPlan) -> None:
         arrays = self._block_diffs(plan.new_blocks)
         if plan.new_rows:
-            self._remember(plan.new_rows)
+            self._record_options(plan.new_rows)
             arrays += self._row_diffs(plan.new_rows)
-        at, values, *rest = upload(arrays, self.device)
+        indices, block_ids, *row_tensors = upload(arrays, self.device)
         if plan.new_blocks.rows:
-            self.block_table.view(-1).index_copy_(0, at.view(torch.int64), values)
+            self.block_table.view(-1).index_copy_(0, indices.view(torch.int64), block_ids)
         if plan.new_rows:
-            self._write_rows(rest)
-            self._write_special(plan.new_rows)
+            self._write_rows(row_tensors)
+            self._write_optional_tables(plan.new_rows)
 
-    def _remember(self, new_rows: Sequence[NewRow]) -> None:
+    def _record_options(self, new_rows: Sequence[NewRow]) -> None:
         for new in new_rows:
             logprobs = new.sampling.logprobs
             self._needs[new.row] = _needs_of(new.sampling)
             self._num_logprobs[new.row] = -1 if logprobs is None else logprobs
 
     def _block_diffs(self, new: NewBlocks) -> list[Int32Array]:
-        at = np.array(new.rows, np.int64) * self.block_table.shape[1] + np.array(new.entries, np.int64)
-        return [at.view(np.int32), np.array(new.block_ids, np.int32)]
+        indices = np.array(new.rows, np.int64) * self.block_table.shape[1] + np.array(new.entries, np.int64)
+        return [indices.view(np.int32), np.array(new.block_ids, np.int32)]
 
     def _row_diffs(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
         width = self.tokens.shape[1]
@@ -220,18 +224,19 @@ class RequestTable:
             np.concatenate([new.token_ids for new in new_rows]),
         ]
 
-    def _write_rows(self, there: Sequence[Tensor]) -> None:
-        rows, num_computed, top_k, seeds, floats, token_at, token_ids = there
+    def _write_rows(self, row_tensors: Sequence[Tensor]) -> None:
+        rows, num_computed, top_k, seeds, floats, token_indices, token_ids = row_tensors
         rows = rows.long()
         self.num_computed[rows] = num_computed
         self.top_k[rows] = top_k
         self.seeds[rows] = seeds.view(torch.int64)
         self._floats[:, rows] = floats.view(torch.float32).view(6, -1)
-        self.tokens.view(-1)[token_at.long()] = token_ids
+        self.tokens.view(-1)[token_indices.long()] = token_ids
 
-    def _write_special(self, new_rows: Sequence[NewRow]) -> None:
-        """The tables that few requests need: token counts, biases, forbidden sequences. One upload for each that does,
-        at its start; who needs none must not get those of the row's last request.
+    def _write_optional_tables(self, new_rows: Sequence[NewRow]) -> None:
+        """Write token counts, biases and forbidden sequences, which few requests need, with one upload per request.
+
+        Entries of the row's previous request are removed.
         """
         for new in new_rows:
             needs, stale = self._needs[new.row], self._written[new.row]
@@ -251,8 +256,8 @@ class RequestTable:
         sequences = np.full((MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH), -1, np.int32)
         for index, tokens in enumerate(new.sampling.forbidden):
             sequences[index, -len(tokens) :] = tokens
-        (there,) = upload([sequences.reshape(-1)], self.device)
-        self.forbidden[new.row] = there.view(MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH)
+        (uploaded,) = upload([sequences.reshape(-1)], self.device)
+        self.forbidden[new.row] = uploaded.view(MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH)
         self.num_prompt[new.row].fill_(new.num_prompt_tokens)
 
     def _write_counts(self, new: NewRow) -> None:
@@ -269,11 +274,11 @@ class RequestTable:
         values = np.array([*bias.values(), *(-np.inf for _ in stop)], np.float32)
         until = np.full(len(ids), _FOREVER, np.int32)
         until[len(bias) :] = new.num_prompt_tokens + new.sampling.min_tokens
-        there = upload([ids, values.view(np.int32), until], self.device)
+        uploaded = upload([ids, values.view(np.int32), until], self.device)
         self.bias_until[new.row].zero_()
-        self.bias_ids[new.row, : len(ids)] = there[0]
-        self.bias_values[new.row, : len(ids)] = there[1].view(torch.float32)
-        self.bias_until[new.row, : len(ids)] = there[2]
+        self.bias_ids[new.row, : len(ids)] = uploaded[0]
+        self.bias_values[new.row, : len(ids)] = uploaded[1].view(torch.float32)
+        self.bias_until[new.row, : len(ids)] = uploaded[2]
 
 
 def _needs_of(sampling: SamplingParams) -> Needs:

@@ -1,4 +1,4 @@
-"""Runs plans on one device, on the one thread that drives it: model, cache and request table in one place."""
+"""Executes step plans on one device: holds the model, the caches and the request table."""
 
 import sys
 import time
@@ -15,12 +15,13 @@ from tqdm import tqdm
 from nanovllm_core.cache.planner import bytes_per_block, bytes_per_slot, choose_block_size, plan_cache, slot_shape
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.constraints import Constraints
-from nanovllm_core.execution.graphs import CapturedStep, GraphShape, Logits, StepGraphs, graph_shapes
-from nanovllm_core.execution.landing import Landing, Place
+from nanovllm_core.execution.graphs import CapturedStep, ForwardOutput, GraphShape, StepGraphs, graph_shapes
+from nanovllm_core.execution.host_copy import HostCopyRing, HostCopySlot
 from nanovllm_core.execution.memory import forbidden_waiting, free_for_cache, zeros
 from nanovllm_core.execution.request_table import Needs, RequestTable, StepInputs
-from nanovllm_core.execution.sampler import Masks, Sampled, Scored, StepHandle, draw, gather, score, with_logprobs
+from nanovllm_core.execution.sampler import Masks, PromptScores, Sampled, draw, gather, score, with_logprobs
 from nanovllm_core.execution.state_memory import StateMemory
+from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.layers.compiled import compiled
 from nanovllm_core.model import BuildContext, ForwardContext, Launch, MLASpec, ModelSpec, PagedSpec, StateSpec
 from nanovllm_core.parallel import ParallelContext
@@ -38,10 +39,9 @@ from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 from nanovllm_kernels.platform import describe
-from nanovllm_kernels.spinning import SpinControl, can_limit
 
-# What the choice of tokens is captured for, least work first. The last takes every step that fits no other: penalties,
-# biases, forbidden sequences and masks leave rows without them as they are, and greedy rows stay greedy.
+# The `Needs` for which sampling graphs are captured, least work first. The last graph serves every other combination:
+# it does not change rows without penalties, biases, forbidden sequences or masks, and greedy rows stay greedy.
 CAPTURED_NEEDS = (
     *(
         int(needs | mask)
@@ -51,12 +51,12 @@ CAPTURED_NEEDS = (
     int(~Needs.NOTHING),
 )
 _MASK = int(Needs.MASK)
-# Rows that the compiler is shown; what it makes takes any number, but is laid out with this one in mind.
+# Rows of the batch with which torch.compile is run; the code takes any number of rows but is tuned for this one.
 COMPILED_ROWS = 1024
 
 
 class _Bounds(NamedTuple):
-    """What the host knows of a batch's lengths, see `plan_batch`."""
+    """Bounds of a batch's lengths that the host knows; see `plan_batch`."""
 
     num_decodes: int | None
     max_query_len: int
@@ -70,27 +70,25 @@ def _bounds(plan: StepPlan) -> _Bounds:
 
 
 class Runner:
-    """One rank's model and memory.
+    """The model and the memory of one rank. All calls come from one thread.
 
-    Raises, when made: ConfigError when the cache does not fit; ValueError for a model whose attention layers aren't all
-    alike; whatever `spec.build` raises.
+    Raises ConfigError if the cache does not fit, ValueError if attention layers differ, and what `spec.build` raises.
     """
 
     @torch.inference_mode()
     def __init__(self, spec: ModelSpec, config: ResolvedConfig):
         self.device = torch.device(config.device)
         self.device_name = describe(self.device).name
-        self.computes_later = self.device.type != "cpu"
-        self._spins = SpinControl(is_on=not self.computes_later and can_limit())
+        self.is_asynchronous = self.device.type != "cpu"
         self._config = config
         self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))
         specs = self._model.cache_specs()
         self._paged_specs = [spec for spec in specs if not isinstance(spec, StateSpec)]
         self._state_specs = [spec for spec in specs if isinstance(spec, StateSpec)]
-        self._landing: Landing | None = None
+        self._host_copies: HostCopyRing | None = None
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
-            self._landing = Landing(config.max_num_seqs, config.depth, stream)
+            self._host_copies = HostCopyRing(config.max_num_seqs, config.depth, stream)
         self._constraints = Constraints(config.max_num_seqs, spec.vocab_size, self.device)
         attention, *others = dict.fromkeys(self._paged_specs)
         if others:
@@ -121,9 +119,9 @@ class Runner:
         limits = (config.max_num_seqs, config.max_num_batched_tokens)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, *limits, whole_tokens=whole_tokens))
         if self.device.type == "cpu":
-            # What it has for few rows is compiled when first used.
-            self._rehearse([1], SamplingParams(temperature=0.0))
-        free_bytes = free_for_cache(config, self.device, self._rehearse_most)
+            # Kernels for few rows are compiled at their first use: use them before the first request.
+            self._run_dummy_step([1], SamplingParams(temperature=0.0))
+        free_bytes = free_for_cache(config, self.device, self._run_largest_step)
         self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
         block_bytes = bytes_per_block(self._paged_specs, self.block_size, config.kv_cache_dtype)
@@ -134,119 +132,114 @@ class Runner:
         self._kv_caches, self._kv_scales = self._allocate(self.num_blocks)
         self._states = self._allocate_states(self.num_slots)
         if self._state_specs:
-            # Compiles the kernel for tensors of this size: the first prefix hit would wait for it.
-            nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self._states.copy(nowhere, nowhere)
+            # Compile the copy kernel for tensors of this size now, not at the first prefix hit.
+            null_slot = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._states.copy(null_slot, null_slot)
         self.kv_cache_bytes = block_bytes * (self.num_blocks + 1)
         self.state_bytes = slot_bytes * (self.num_slots + 1)
         self.graphs.capture(self._forward_padded, self._draw_padded, CAPTURED_NEEDS, progress=show)
 
-    def close(self) -> None:
-        """Undo what the process's other threads would notice; no step may follow."""
-        self._spins.close()
-
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context: int = 0) -> float:
-        """Seconds of a step of one prompt chunk: `num_tokens` tokens after `context` computed ones.
-
-        To be called before the first request. The chunk reads and writes the null block only. The first of two runs may
-        compile or allocate.
-        """
+        """Seconds of a step with one chunk of `num_tokens` after `context` computed tokens. Call before any request."""
+        # The first of two runs may compile or allocate.
         greedy = SamplingParams(temperature=0.0)
-        seconds = [self._rehearse([num_tokens], greedy, context=context) for _ in range(2)]
+        seconds = [self._run_dummy_step([num_tokens], greedy, context=context) for _ in range(2)]
         self._table.buffer.clear()
         self.graphs.counts.clear()
         return min(seconds)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Start a step. On CUDA it returns as soon as everything is queued; nothing here waits for the device, but for
-        the tokens of the step before where what a row may sample depends on its own.
+        """Launch a step. On CUDA this waits only for tokens of the previous step that masks depend on.
 
-        Raises RuntimeError when something does wait and the config forbids it.
+        Raises RuntimeError if another operation waits for the device and `config.forbid_sync` is set.
         """
-        self._spins.look()
         begin = time.perf_counter()
         with self._no_waiting():
-            place = None if self._landing is None else self._landing.take()
-            if place is not None:
-                place.begin.record(place.stream)
+            host_slot = None if self._host_copies is None else self._host_copies.take()
+            if host_slot is not None:
+                host_slot.begin.record(host_slot.stream)
             step = self._table.apply(plan)
             if self._constraints.begin(plan):
                 step = replace(step, needs=step.needs | _MASK)
             if step.restored is not None:
                 self._states.copy(*step.restored)
-            handle = self._start(plan, step, place)
+            handle = self._run_model(plan, step, host_slot)
             self._constraints.launched(handle)
             handle.launch_s = time.perf_counter() - begin
             return handle
 
-    def _start(self, plan: StepPlan, step: StepInputs, place: Place | None) -> StepHandle:
+    def _run_model(self, plan: StepPlan, step: StepInputs, host_slot: HostCopySlot | None) -> StepHandle:
         captured = self.graphs.dispatch(plan.shape, launched=bool(plan.prompt_logprobs))
         if captured is not None:
-            return self._replay(plan, step, captured, place)
+            return self._replay(plan, step, captured, host_slot)
         hidden, batch = self._forward(
             step.rows, step.query_start_loc, num_tokens=plan.shape.num_tokens, bounds=_bounds(plan)
         )
-        # First, as the choice of tokens may have to wait.
-        scored = [self._score(part, hidden) for part in plan.prompt_logprobs]
-        logits = self._logits(hidden, batch) if step.sampled.size else hidden[:0]
-        return self._choose(step, Logits(logits, batch.seq_lens, batch.block_tables), place, scored)
+        # Before sampling, which may have to wait for the previous step.
+        prompt_scores = [self._score(part, hidden) for part in plan.prompt_logprobs]
+        logits = self._last_logits(hidden, batch) if step.sampling_indices.size else hidden[:0]
+        return self._sample(step, ForwardOutput(logits, batch.seq_lens, batch.block_tables), host_slot, prompt_scores)
 
-    def _score(self, part: PromptPart, hidden: Tensor) -> Scored:
-        # A copy, so that pieces of it begin where kernels like it.
+    def _score(self, part: PromptPart, hidden: Tensor) -> PromptScores:
+        # A copy is aligned, as the kernels expect of its pieces.
         tokens = self._table.tokens[part.row, part.start : part.start + part.num_tokens].clone()
         return score(hidden[part.at : part.at + part.num_tokens], tokens, part.num_top, self._model.compute_logits)
 
-    def _replay(self, plan: StepPlan, step: StepInputs, captured: CapturedStep, place: Place | None) -> StepHandle:
+    def _replay(
+        self, plan: StepPlan, step: StepInputs, captured: CapturedStep, host_slot: HostCopySlot | None
+    ) -> StepHandle:
         count = len(step.rows)
 
-        def plan_attention(found: Logits) -> AttentionBatch:
-            # The pieces have not kept the keys and values of whole prompts.
+        def plan_attention(output: ForwardOutput) -> AttentionBatch:
+            # Piecewise graphs do not keep the keys and values that whole prompts would be read from.
             bounds = _bounds(plan)._replace(whole=False)
-            block_tables = found.block_tables[:count, : -(-bounds.max_seq_len // self.block_size)]
-            lengths = (found.seq_lens[:count], step.query_start_loc)
+            block_tables = output.block_tables[:count, : -(-bounds.max_seq_len // self.block_size)]
+            lengths = (output.seq_lens[:count], step.query_start_loc)
             return self._plan_attention(block_tables, *lengths, bounds, plan.shape.num_tokens)
 
         captured.replay(plan.shape.num_tokens, plan_attention)
         needs = step.needs
-        if needs & _MASK and self._constraints.masks(step.sampled) is None:
+        if needs & _MASK and self._constraints.masks(step.sampling_indices) is None:
             needs &= ~_MASK
-        choice = captured.choice(needs)
-        if choice & ~needs & _MASK:
+        graph_needs = captured.choice(needs)
+        if graph_needs & ~needs & _MASK:
             self._constraints.buffer.clear()
-        graph, tokens = captured.draws[choice]
+        graph, tokens = captured.draws[graph_needs]
         graph.replay()
         sampled = Sampled(tokens, None, None, None)
-        if step.most_logprobs >= 0:
-            # Launched, not captured: few ask, and only their rows are computed.
-            logits = captured.found.logits[:count]
-            sampled = with_logprobs(tokens[:count], logits, step.sampled, step.num_logprobs, step.most_logprobs)
-        return StepHandle(sampled, step.sampled, step.num_logprobs, place, self._constraints.failed)
+        if step.max_num_logprobs >= 0:
+            # Not captured: few requests ask for log-probabilities, and only their rows are computed.
+            logits = captured.output.logits[:count]
+            sampled = with_logprobs(
+                tokens[:count], logits, step.sampling_indices, step.num_logprobs, step.max_num_logprobs
+            )
+        return StepHandle(sampled, step.sampling_indices, step.num_logprobs, host_slot, self._constraints.failed)
 
-    def _choose(
-        self, step: StepInputs, found: Logits, place: Place | None, scored: Sequence[Scored] = ()
+    def _sample(
+        self,
+        step: StepInputs,
+        output: ForwardOutput,
+        host_slot: HostCopySlot | None,
+        prompt_scores: Sequence[PromptScores] = (),
     ) -> StepHandle:
-        if not step.sampled.size:
-            # What is passed for the tokens isn't read.
+        if not step.sampling_indices.size:
+            # No token is sampled, so the kernel does not read the argument passed as tokens.
             self._commit(step.rows, step.query_start_loc, step.samples, step.rows, Needs.NOTHING)
-            return StepHandle(None, step.sampled, step.num_logprobs, place, scored=scored)
-        masks = self._constraints.masks(step.sampled) if step.needs & _MASK else None
-        tokens = draw(found.logits, step.rows, found.seq_lens, self._table, step.needs, self._gather_settings, masks)
+            return StepHandle(None, step.sampling_indices, step.num_logprobs, host_slot, prompt_scores=prompt_scores)
+        masks = self._constraints.masks(step.sampling_indices) if step.needs & _MASK else None
+        tokens = draw(output.logits, step.rows, output.seq_lens, self._table, step.needs, self._gather_settings, masks)
         self._commit(step.rows, step.query_start_loc, step.samples, tokens, step.needs)
-        sampled = with_logprobs(tokens, found.logits, step.sampled, step.num_logprobs, step.most_logprobs)
-        return StepHandle(sampled, step.sampled, step.num_logprobs, place, self._constraints.failed, scored)
+        sampled = with_logprobs(tokens, output.logits, step.sampling_indices, step.num_logprobs, step.max_num_logprobs)
+        return StepHandle(
+            sampled, step.sampling_indices, step.num_logprobs, host_slot, self._constraints.failed, prompt_scores
+        )
 
     def _forward(
-        self,
-        rows: Tensor,
-        query_start_loc: Tensor,
-        *,
-        num_tokens: int,
-        bounds: _Bounds,
-        launch: Launch | None = None,
+        self, rows: Tensor, query_start_loc: Tensor, *, num_tokens: int, bounds: _Bounds, launch: Launch | None = None
     ) -> tuple[Tensor, BatchInputs]:
-        """Hidden states [num_tokens, size], and what they are of."""
+        """Run the model. Returns the hidden states [num_tokens, size] and the inputs of the batch."""
         table, block_size = self._table, self.block_size
         batch = build_inputs(
             rows,
@@ -258,7 +251,7 @@ class Runner:
             num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # Attention that is launched is planned at each replay: the less of it in the graph, the better.
+        # Attention between graph pieces is planned at each replay, so the graph plans as little as possible.
         planned = bounds if launch is None else bounds._replace(num_decodes=0)
         attention = self._plan_attention(batch.block_tables, batch.seq_lens, query_start_loc, planned, num_tokens)
         states = self._plan_states(rows, batch.seq_lens, query_start_loc, num_tokens, bounds)
@@ -267,7 +260,7 @@ class Runner:
         )
         return self._model.forward(batch.input_ids, batch.positions, ctx), batch
 
-    def _logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
+    def _last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
         return self._model.compute_logits(hidden.index_select(0, batch.last))
 
     def _plan_attention(
@@ -311,7 +304,7 @@ class Runner:
 
     def _forward_padded(
         self, shape: GraphShape, launch: Launch | None = None, *, num_decodes: int | None = None
-    ) -> Logits:
+    ) -> ForwardOutput:
         buffer = self._table.buffer
         hidden, batch = self._forward(
             buffer.rows[: shape.num_reqs],
@@ -320,27 +313,25 @@ class Runner:
             bounds=_Bounds(num_decodes, shape.max_query_len, self._config.max_model_len, shape.whole),
             launch=launch,
         )
-        return Logits(self._logits(hidden, batch), batch.seq_lens, batch.block_tables)
+        return ForwardOutput(self._last_logits(hidden, batch), batch.seq_lens, batch.block_tables)
 
-    def _draw_padded(self, needs: int, found: Logits) -> Tensor:
-        buffer, count = self._table.buffer, found.logits.shape[0]
+    def _draw_padded(self, needs: int, output: ForwardOutput) -> Tensor:
+        buffer, count = self._table.buffer, output.logits.shape[0]
         rows = buffer.rows[:count]
-        there = self._constraints.buffer
-        masks = Masks(there.which[:count], there.bits[:count]) if needs & Needs.MASK else None
-        tokens = draw(found.logits, rows, found.seq_lens, self._table, needs, self._gather_settings, masks)
+        mask_buffer = self._constraints.buffer
+        masks = Masks(mask_buffer.which[:count], mask_buffer.bits[:count]) if needs & Needs.MASK else None
+        tokens = draw(output.logits, rows, output.seq_lens, self._table, needs, self._gather_settings, masks)
         self._commit(rows, buffer.query_start_loc[: count + 1], buffer.samples[:count], tokens, needs)
         return tokens
 
     def _compile(self, *, progress: bool) -> None:
-        """Run what is compiled when first used, for each kind of step that has kernels of its own: many rows, rows of
-        whole prompts and one row, each with attention for lengths that the host doesn't know and for known ones.
-        """
+        """Compile kernels by running a step of each kind: many rows, whole prompts, one row; each with both plans."""
         if self._config.attention_backend == "torch":
             return
         self._table.buffer.clear()
         num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
-        several = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
-        shapes = (several, several._replace(whole=True), GraphShape(1, 1, 1, "none"))
+        many_rows = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
+        shapes = (many_rows, many_rows._replace(whole=True), GraphShape(1, 1, 1, "none"))
         for shape in tqdm(shapes, desc="compiling", disable=not progress):
             self._draw_padded(Needs.RANDOM, self._forward_padded(shape))
             self._forward_padded(shape, num_decodes=0)
@@ -348,8 +339,8 @@ class Runner:
     def _no_waiting(self) -> AbstractContextManager[None]:
         return forbidden_waiting() if self._config.forbid_sync else nullcontext()
 
-    def _rehearse_most(self) -> None:
-        """The step that takes the most memory: a full budget of tokens, all rows sampling with all that one can ask."""
+    def _run_largest_step(self) -> None:
+        """Run the step that takes the most memory: a full token budget, and all rows sample with all options."""
         config = self._config
         budget, num_rows = config.max_num_batched_tokens, config.max_num_seqs
         longest = min(budget - (num_rows - 1), config.max_model_len)
@@ -361,23 +352,17 @@ class Runner:
             top_k=50, top_p=0.9, min_p=0.1, presence_penalty=1.0, forbidden=((0, 0),), logprobs=MAX_TOP_LOGPROBS
         )
         lengths.sort()
-        # Logits of a prompt's tokens take the same memory however many they are, from some number on.
+        # Prompt tokens are scored in pieces, so one long part takes as much memory as several.
         last, *others = reversed(lengths)
         part = PromptPart(len(others), 1, last - 1, MAX_TOP_LOGPROBS, sum(others))
-        self._rehearse(lengths, sampling, [part] if part.num_tokens else [])
+        self._run_dummy_step(lengths, sampling, [part] if part.num_tokens else [])
 
-    def _rehearse(
-        self,
-        lengths: list[int],
-        sampling: SamplingParams,
-        prompt_logprobs: Sequence[PromptPart] = (),
-        *,
-        context: int = 0,
+    def _run_dummy_step(
+        self, lengths: list[int], sampling: SamplingParams, prompt_parts: Sequence[PromptPart] = (), *, context: int = 0
     ) -> float:
-        """Run a step of prompts and return its seconds.
+        """Run a step of prompts that reads and writes the null block only. Returns its seconds.
 
         lengths: tokens to compute of each prompt, rising. context: tokens before these that count as computed.
-        Block tables are empty, so that the step reads and writes the null block only.
         """
         new_rows = [
             NewRow(row, np.zeros(context + length, np.int32), context + length, context, sampling, seed=0, stop_ids=())
@@ -386,13 +371,13 @@ class Runner:
         count = len(lengths)
         scheduled = ScheduledRows(np.arange(count), np.array(lengths), np.ones(count, np.bool_))
         shape = BatchShape(count, sum(lengths), None, whole=context == 0)
-        plan = StepPlan(0, new_rows, NewBlocks(), scheduled, shape, context + max(lengths), [*prompt_logprobs])
+        plan = StepPlan(0, new_rows, NewBlocks(), scheduled, shape, context + max(lengths), [*prompt_parts])
         handle = self.launch(plan)
         handle.wait()
         return handle.seconds
 
     def _allocate(self, num_blocks: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """A cache of `num_blocks` blocks and the null block for every layer that wants one, and its scales, if any."""
+        """Allocate a cache of `num_blocks` blocks and the null block per attention layer, and FP8 scales if needed."""
         config = self._config
         caches = tuple(
             zeros((num_blocks + 1, self.block_size, *slot_shape(spec)), config.kv_cache_dtype, self.device)
@@ -401,7 +386,7 @@ class Runner:
         return caches, tuple(map(fp8.make_scales, caches)) if config.kv_cache_dtype == fp8.DTYPE else ()
 
     def _allocate_states(self, num_slots: int) -> StateMemory:
-        """State slots for every recurrent layer, and the null slot."""
+        """Allocate `num_slots` state slots and the null slot for the recurrent layers."""
         config = self._config
         return StateMemory(
             self._state_specs, num_slots, state_dtype=config.state_dtype, dtype=config.dtype, device=self.device

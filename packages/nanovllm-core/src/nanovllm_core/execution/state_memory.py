@@ -14,14 +14,14 @@ from nanovllm_kernels.linear_attention import copy_states
 
 
 class _Group(NamedTuple):
-    """Layers that want the same: recurrent [layers, slots, ...], conv [layers, slots, ...]."""
+    """States of the layers that share a spec: recurrent [layers, slots, ...], conv [layers, slots, ...]."""
 
     recurrent: Tensor
     conv: Tensor
 
 
 class StateMemory:
-    """Slots 0..num_slots, the first of which is the null slot. caches: one a spec, in their order."""
+    """Slots 0..num_slots; slot 0 is the null slot. caches: one entry per spec, in the order of `specs`."""
 
     def __init__(
         self,

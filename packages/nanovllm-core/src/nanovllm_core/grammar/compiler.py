@@ -1,7 +1,7 @@
-"""From a GrammarSpec to what matchers run on, by xgrammar (Dong et al. 2024, https://arxiv.org/abs/2411.15100).
+"""Compiles grammars and matches outputs with xgrammar (Dong et al. 2024, https://arxiv.org/abs/2411.15100).
 
-Everything here takes as long and as much memory as the grammar's author likes and can't be interrupted: see `vetting`.
-xgrammar is imported on first use, as it brings transformers. This room must not know requests, processes or devices.
+Compiling may take any time and memory and can't be interrupted, see `vetting`. xgrammar is imported on first use,
+because it imports transformers.
 """
 
 import json
@@ -21,23 +21,25 @@ from nanovllm_core.request import GrammarError, GrammarMatcher, GrammarSpec
 if TYPE_CHECKING:
     import xgrammar
 
-# Whitespace characters in a row between the parts of a JSON text. With nine small models write as many tokens, as line
-# breaks and indentation are one, and a grammar takes 1.2 MB rather than 0.2.
+# Most consecutive whitespace characters between the parts of a JSON text. With nine, small models write as many tokens,
+# but a grammar takes 1.2 MB instead of 0.2.
 MAX_WHITESPACE = 1
-# Of what xgrammar says, which may quote the grammar. Characters.
+# Most characters of an error message of xgrammar, which may quote the grammar.
 _MAX_REASON = 500
-# What a structural tag's formats hold further formats in.
+# Fields of a structural tag's formats that contain further formats.
 _INNER = ("content", "elements", "tags")
-# "[12:00:00] /project/cpp/grammar_parser.cc:83: "
-_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+# The prefix of xgrammar's messages: "[12:00:00] /project/cpp/grammar_parser.cc:83: ".
+_SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matcher:
-    """Where an answer stands in its grammar; see `nanovllm_core.request.GrammarMatcher`.
+    """The state of an output in its grammar, see `nanovllm_core.request.GrammarMatcher`.
 
-    possible: int32 [words], the mask of tokens that can come at all: those that are text, and ends. xgrammar allows
-    more, of which it takes none. terminator: ends strings, numbers and nesting of JSON; None for grammars without JSON.
+    possible: int32 [words], mask of the tokens that have text or end an answer. xgrammar's masks also allow others,
+        which it then rejects.
+    end_ids: token ids that end an answer.
+    terminator: ends strings, numbers and nesting in JSON; None for grammars without JSON.
     """
 
     inner: "xgrammar.GrammarMatcher"
@@ -46,14 +48,14 @@ class Matcher:
     terminator: JsonTerminator | None
 
     def accept(self, token: int) -> bool:
-        """Go on by one token. False, and nothing changed, when the grammar doesn't allow it here."""
+        """Advance by one token. Returns False, without any change, if the grammar does not allow the token here."""
         accepted = self.inner.accept_token(token)
         if accepted and self.terminator is not None:
             self.terminator.accept(token)
         return accepted
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
-        """Write which tokens may come next to masks[index]."""
+        """Write the mask of allowed next tokens to masks[index]."""
         self.inner.fill_next_token_bitmask(masks, index)
         masks[index] &= self.possible
         if self.terminator is not None:
@@ -61,23 +63,23 @@ class Matcher:
 
     @staticmethod
     def accept_all(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
-        """`accept` of each."""
+        """Call `accept` of each matcher."""
         import xgrammar
 
         each = cast("Sequence[Matcher]", matchers)
         accepted = xgrammar.BatchGrammarMatcher.batch_accept_token([matcher.inner for matcher in each], list(tokens))
-        for matcher, token, took in zip(each, tokens, accepted, strict=True):
-            if took and matcher.terminator is not None:
+        for matcher, token, is_accepted in zip(each, tokens, accepted, strict=True):
+            if is_accepted and matcher.terminator is not None:
                 matcher.terminator.accept(token)
         return accepted
 
     @staticmethod
     def fill_all(matchers: Sequence[GrammarMatcher], masks: NDArray[np.int32]) -> None:
-        """`fill` of each. All are one engine's, and the same tokens possible."""
+        """Call `fill` of each matcher. All matchers belong to one engine and share `possible`."""
         import xgrammar
 
         each = cast("Sequence[Matcher]", matchers)
-        # One thread: what an error in another would do is not known.
+        # One thread, because the effect of an error in another thread is unknown.
         xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
             [matcher.inner for matcher in each], masks
         )
@@ -89,21 +91,20 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar; see `nanovllm_core.request.CompiledGrammar`."""
+    """A compiled grammar, see `nanovllm_core.request.CompiledGrammar`. token_classes: None without JSON."""
 
     inner: "xgrammar.CompiledGrammar"
     possible: NDArray[np.int32]
     end_ids: frozenset[int]
-    # None where there is no JSON in it.
     token_classes: JsonTokenClasses | None
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate memory of the grammar in bytes."""
         return self.inner.memory_size_bytes
 
     def start(self) -> Matcher:
-        """A matcher that stands at the beginning."""
+        """A matcher in the initial state."""
         import xgrammar
 
         terminator = None if self.token_classes is None else JsonTerminator(self.token_classes)
@@ -111,7 +112,7 @@ class Grammar:
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary of `vocab_size` tokens; those beyond `tokens` are no text."""
+    """Compiles grammars for one vocabulary of `vocab_size` tokens. Tokens beyond `tokens` have no text."""
 
     def __init__(self, tokens: Sequence[bytes], end_ids: Sequence[int], vocab_size: int):
         self._tokens = tokens
@@ -122,14 +123,14 @@ class Compiler:
     def _inner(self) -> "xgrammar.GrammarCompiler":
         import xgrammar
 
-        # Bytes are given as they are: nothing in them is read as an escape.
+        # RAW: no escapes in the tokens' bytes.
         info = xgrammar.TokenizerInfo(
             list(self._tokens),
             xgrammar.VocabType.RAW,
             vocab_size=self._vocab_size,
             stop_token_ids=list(self._end_ids),
         )
-        # One thread: what compiles beside it is other grammars. No cache: `Grammars` is one, and knows its size.
+        # One thread, because other grammars compile in parallel. No cache, because `Grammars` is a bounded one.
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     @cached_property
@@ -144,11 +145,11 @@ class Compiler:
         return JsonTokenClasses(self._tokens, len(self._possible))
 
     def warm(self) -> None:
-        """Import and build what every grammar needs, which takes seconds."""
+        """Import xgrammar and build the data that all grammars share. This takes seconds."""
         _ = self._inner, self._possible, self._token_classes
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile. Raises GrammarError."""
+        """Compile a grammar. Raises GrammarError."""
         inner = self._inner
         try:
             match spec.kind:
@@ -162,11 +163,11 @@ class Compiler:
             grammar = Grammar(compiled, self._possible, self._end_ids, token_classes)
             first = np.zeros((1, len(self._possible)), np.int32)
             grammar.start().fill(first, 0)
-        # What C++ throws comes as one of these, by its kind; only its text tells what is wrong.
+        # C++ exceptions arrive as one of these types. Only the text says what is wrong.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise GrammarError(f"this {_NAMES[spec.kind]} can't be compiled: {_reason(error)}") from error
         if not first.any():
-            raise GrammarError(f"this {_NAMES[spec.kind]} can't be met: no token of the model begins what it asks for")
+            raise GrammarError(f"this {_NAMES[spec.kind]} can't be met: no token of the model can begin an answer")
         return grammar
 
 
@@ -179,7 +180,7 @@ _NAMES = {
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(_PLACE.sub("", str(error)).split()) or type(error).__name__
+    text = " ".join(_SOURCE_LOCATION.sub("", str(error)).split()) or type(error).__name__
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."
 
 
@@ -200,11 +201,12 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
 
 
 def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
-    """A JSON schema or a structural tag as xgrammar is to have it, and the bounded strings that are only marked there.
+    """Prepare a JSON schema or a structural tag for xgrammar.
 
-    Raises ValueError when it is no JSON, or no object where it must be one.
+    Returns the source with marks in place of bounded strings, and the bounded strings.
+    Raises ValueError for invalid JSON, and for a structural tag that is not an object.
     """
-    # What is no JSON is said in fewer words here than by xgrammar, which quotes all of it.
+    # Parsing here gives a short error message; xgrammar's message quotes the whole source.
     source: Any = json.loads(spec.source)
     bounded_strings = BoundedStrings(spec.source)
     if spec.kind == "json_schema":
@@ -213,7 +215,7 @@ def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     if not isinstance(source, dict):
         raise ValueError("a structural tag must be a JSON object")
     for part in _json_parts(cast("dict[str, Any]", source).get("format")):
-        # In other styles patterns are written out letter by letter, and a mark would stay.
+        # In other styles xgrammar writes patterns out letter by letter, so marks could not be replaced.
         if part.get("style", "json") == "json":
             part["json_schema"] = bounded_strings.mark_patterns(part.get("json_schema"))
         if part.get("max_whitespace_cnt") is None:
@@ -222,8 +224,7 @@ def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
 
 
 def _json_parts(part: Any) -> Iterator[dict[str, Any]]:
-    """The formats within a structural tag's that are JSON of a schema."""
-    # What is no format is left for xgrammar to complain of.
+    """All formats of type "json_schema" within a structural tag's format. Invalid formats are left to xgrammar."""
     if isinstance(part, list):
         for each in cast("list[Any]", part):
             yield from _json_parts(each)

@@ -1,7 +1,4 @@
-"""The grammars that are ready, and those on their way: compiled once each, on threads, after `vetting` has passed them.
-
-All methods belong to the event loop's thread. This room must not know requests.
-"""
+"""A cache of compiled grammars, which compiles each grammar once, after `vetting` has accepted it."""
 
 import asyncio
 import logging
@@ -20,42 +17,42 @@ from nanovllm_core.request import GrammarError, GrammarSpec
 
 _log = logging.getLogger(__name__)
 
-# At once: each has a process of its own, so that few slow ones don't hold up a quick one.
+# Grammars compiled at once. Each is vetted in a process of its own, so slow grammars do not delay quick ones.
 NUM_COMPILING = 8
-# Of all that are kept, and of one.
+# Most bytes of all cached grammars, and of one grammar.
 MAX_KEPT_BYTES = 256 << 20
 MAX_BYTES = 64 << 20
-# Characters that one may be written in.
+# Most characters of a grammar's source.
 MAX_SOURCE = 1 << 20
 _STOPPED = "the engine was stopped before this grammar was compiled"
-# Compiling gives way to serving.
+# Niceness of compiling threads, so that serving has priority.
 _NICE = 5
 
 
 class Grammars:
-    """A cache of compiled grammars, the least recently used given up first."""
+    """A cache of compiled grammars; the least recently used is evicted first. Call it on the event loop's thread."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
         self._tools = _Tools(vocabulary, vocab_size, eos_token_ids)
         self._kept: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self._kept_bytes = 0
         self._compiling: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
-        self._pool = ThreadPoolExecutor(NUM_COMPILING, "nanovllm-grammar", initializer=_give_way)
+        self._pool = ThreadPoolExecutor(NUM_COMPILING, "nanovllm-grammar", initializer=_lower_priority)
 
     @property
     def num_kept(self) -> int:
-        """Grammars in the cache."""
+        """Number of cached grammars."""
         return len(self._kept)
 
     def get(self, spec: GrammarSpec) -> Grammar | None:
-        """A grammar that is ready."""
+        """A cached grammar, or None."""
         grammar = self._kept.get(spec)
         if grammar is not None:
             self._kept.move_to_end(spec)
         return grammar
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
-        """A grammar, once it is ready; it is compiled once, whoever else waits for it. Raises GrammarError."""
+        """Compile a grammar or return the cached one. Concurrent calls compile it once. Raises GrammarError."""
         grammar = self.get(spec)
         if grammar is not None:
             return grammar
@@ -63,14 +60,14 @@ class Grammars:
         if task is None:
             self._compiling[spec] = task = asyncio.create_task(self._compile(spec))
             task.add_done_callback(lambda done: self._settle(spec, done))
-        # Not awaited itself: whoever gives up doesn't end it for the others.
+        # `wait` does not cancel the task if this caller is cancelled: other callers may wait for it.
         await asyncio.wait((task,))
         if task.cancelled():
             raise GrammarError(_STOPPED)
         return task.result()
 
     def close(self) -> None:
-        """Give up what is being compiled."""
+        """Cancel compilations and end the vetting process."""
         for task in tuple(self._compiling.values()):
             task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -78,14 +75,12 @@ class Grammars:
 
     async def _compile(self, spec: GrammarSpec) -> Grammar:
         if len(spec.source) > MAX_SOURCE:
-            raise GrammarError(
-                f"this grammar is written in {len(spec.source)} characters, but may take at most {MAX_SOURCE}"
-            )
+            raise GrammarError(f"this grammar has {len(spec.source)} characters, but may have at most {MAX_SOURCE}")
         try:
             grammar = await asyncio.get_running_loop().run_in_executor(self._pool, self._tools.compile, spec)
         except GrammarError:
             raise
-        # No process to be had, no vocabulary to be read: who waits must hear of it, and so must who runs the engine.
+        # For example no vocabulary or no new process: report it to the callers and in the log.
         except Exception as error:
             _log.exception("a grammar could not be compiled")
             raise GrammarError(f"grammars can't be compiled now: {type(error).__name__}: {error}") from error
@@ -98,7 +93,7 @@ class Grammars:
 
     def _settle(self, spec: GrammarSpec, done: asyncio.Task[Grammar]) -> None:
         del self._compiling[spec]
-        # Asked in any case, as a failure that everyone gave up waiting for is nobody's.
+        # `exception` must be called in any case, or asyncio logs that it was never retrieved.
         if done.cancelled() or done.exception() is not None:
             return
         self._kept[spec] = grammar = done.result()
@@ -109,7 +104,7 @@ class Grammars:
 
 
 class _Tools:
-    """Vetter and compiler, made on first use; any thread may call."""
+    """The vetter and the compiler, created on first use. Any thread may call this."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
         self._make_vocabulary = vocabulary
@@ -120,14 +115,14 @@ class _Tools:
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Vet and compile. Raises GrammarError."""
         with self._lock:
-            # At the first grammar both get ready at the same time. The vetter takes longer: it has torch to import.
+            # At the first grammar both start up at the same time. The vetter takes longer, because it imports torch.
             vetter, compiler = self._vetter, self._compiler
             compiler.warm()
         vetter.vet(spec)
         return compiler.compile(spec)
 
     def close(self) -> None:
-        """End the vetter's process, if there is one."""
+        """End the vetter's process if it was started."""
         with self._lock:
             if "_vetter" in vars(self):
                 self._vetter.close()
@@ -140,8 +135,8 @@ class _Tools:
             vocabulary = Vocabulary(tokens[: self._vocab_size], end_ids)
         if not end_ids or not set(end_ids) <= set(self._eos_token_ids):
             raise GrammarError(
-                f"the model's vocabulary ends answers with {sorted(end_ids)}, which must be some of its end-of-sequence"
-                f" tokens, {sorted(self._eos_token_ids)}"
+                f"the end_ids of the model's vocabulary are {sorted(end_ids)}, but must be some of its end-of-sequence "
+                f"tokens {sorted(self._eos_token_ids)}"
             )
         return vocabulary
 
@@ -156,7 +151,7 @@ class _Tools:
         return Compiler(self._vocabulary.tokens, self._vocabulary.end_ids, self._vocab_size)
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     if sys.platform == "linux":
-        # There a thread has a niceness of its own.
+        # Only on Linux a thread has a niceness of its own.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

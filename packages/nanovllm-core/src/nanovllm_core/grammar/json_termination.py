@@ -1,8 +1,7 @@
-"""Ends strings, numbers and nesting of JSON that would never end, where the grammar lets them end.
+"""Ends strings, numbers and nesting of JSON that small models repeat without end, where the grammar allows an end.
 
-Small models, once they repeat themselves, do so until no token is left. A grammar that counts would stop them at a
-length that suits nobody, and xgrammar takes half a second a token to count to 16,384; so it is looked at what was
-written. What ends is still what the grammar allows."""
+The decision depends on the output so far, because length limits in the grammar are slow in xgrammar.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,50 +9,50 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# Tokens over which a string repeats itself, and how often it does at least: then it is closed.
+# A string is closed when a pattern repeats over this many tokens and at least this many times.
 MAX_REPEATED = 96
 MIN_TIMES = 4
-# Of what is repeated, in tokens.
+# Longest repeated pattern, in tokens.
 MAX_PERIOD = 64
-# Tokens of any string that its grammar lets end.
+# Tokens after which any string is closed, where the grammar allows it.
 MAX_STRING = 8_192
-# Tokens of one that its grammar doesn't let end, after which it may not go on repeating itself.
+# Tokens after which a string that the grammar does not let end may not repeat the same token sequence.
 MAX_STUCK = 512
-# Characters of a number: of an integer, which are those that 64 bits need, and of any; and digits of its exponent.
+# Characters of an integer (as many as 64 bits need) and of any number, and digits of its exponent.
 MAX_INTEGER = 20
 MAX_NUMBER = 40
 MAX_EXPONENT = 2
-# Arrays and objects inside one another.
+# Depth of nested arrays and objects.
 MAX_DEPTH = 32
-# Tokens that may be too long a number together.
+# Numbers are checked from this many numeric tokens on.
 MIN_NUMERIC = 2
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
 _MARKS = frozenset((_QUOTE, _BACKSLASH)) | _OPENING | _CLOSING
 _NUMBER = frozenset(b"0123456789+-.eE")
-# What is long enough, of the end of a text that a number may be made of.
-_END = re.compile(rb"[-+.0-9eE]*$")
-_LONG = re.compile(rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER - 1, MAX_NUMBER, MAX_EXPONENT))
+# The end of a text that may be a number, and numbers that have reached a limit.
+_TRAILING_NUMBER = re.compile(rb"[-+.0-9eE]*$")
+_LONG_NUMBER = re.compile(rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER - 1, MAX_NUMBER, MAX_EXPONENT))
 
 
 class JsonTokenClasses:
-    """Tokens of a vocabulary, classified by what they do in a JSON text.
+    """Tokens of a vocabulary, classified by their effect in a JSON text.
 
-    Computed at construction, since a step waits for the first use.
+    Computed at construction, because a step would wait for it at the first use.
 
     tokens: the bytes of each token.
-    marked: ids of tokens in which a string, an array or an object may begin or end.
-    numeric: ids of tokens of which a number may consist.
+    marked: ids of tokens that contain a quotation mark, backslash, bracket or brace.
+    numeric: ids of tokens that consist of characters of numbers.
 
-    All others are masks, int32 [num_words]:
-    blank: whitespace, which changes nothing.
-    opening: tokens in which an array or an object may begin.
-    quote: the token that closes a string.
-    letter: a token that begins no value.
-    bracket: the token that begins an array.
-    line_break: a token that no string contains.
-    number: tokens with which a number may continue.
+    The other fields are masks, int32 [num_words]:
+    blank: tokens of whitespace.
+    opening: tokens that contain an opening bracket or brace.
+    quote: the token `"`, which closes a string.
+    letter: the token `a`, which can't begin a JSON value.
+    bracket: the token `[`, which begins an array.
+    line_break: a line break, which no string contains.
+    number: tokens that begin with a character of numbers.
     """
 
     def __init__(self, tokens: Sequence[bytes], num_words: int):
@@ -76,10 +75,10 @@ class JsonTokenClasses:
 
 
 class JsonTerminator:
-    """Follows the tokens of one answer, and narrows masks to what ends a string, a number or nesting that is too long.
+    """Follows the tokens of one output, and restricts masks to tokens that end an overlong string, number or nesting.
 
-    Keeps the tokens since the last quotation mark and the depth of nesting. Quotation marks in text before the JSON can
-    only make the depth wrong.
+    It tracks the tokens since the last quotation mark and the depth of nesting. Quotation marks in text before the JSON
+    can only make the depth wrong.
     """
 
     def __init__(self, token_classes: JsonTokenClasses):
@@ -88,13 +87,13 @@ class JsonTerminator:
         self._in_string = False
         self._depth = 0
         self._written: list[int] = []
-        # How many tokens at the end may be of one number.
-        self._numeric = 0
+        # Trailing tokens that may belong to one number.
+        self._num_numeric = 0
 
     def accept(self, token: int) -> None:
-        """Take in the next token."""
+        """Append the next token."""
         self._written.append(token)
-        self._numeric = self._numeric + 1 if token in self._token_classes.numeric else 0
+        self._num_numeric = self._num_numeric + 1 if token in self._token_classes.numeric else 0
         if token not in self._token_classes.marked and not self._escaped:
             return
         for byte in self._token_classes.tokens[token]:
@@ -111,12 +110,12 @@ class JsonTerminator:
                 self._depth = max(self._depth - 1, 0)
 
     def narrow(self, mask: NDArray[np.int32]) -> None:
-        """Leave in a mask, int32 [words], only what ends what has to end and may."""
+        """Restrict a mask, int32 [words], to ending tokens where something must end and the mask allows an end."""
         if self._depth >= MAX_DEPTH:
             flat = mask & ~self._token_classes.opening
             if (flat & ~self._token_classes.blank).any():
                 mask[:] = flat
-        if self._numeric >= MIN_NUMERIC:
+        if self._num_numeric >= MIN_NUMERIC:
             self._end_number(mask)
         if len(self._written) >= MAX_REPEATED:
             period = self._period()
@@ -127,27 +126,27 @@ class JsonTerminator:
         token_classes = self._token_classes
         if (mask & (token_classes.letter | token_classes.quote)).any():
             return
-        # With what stands before it in the same token.
-        last = self._written[-min(self._numeric, MAX_NUMBER) - 1 :]
+        # One more token, because the number may begin inside it.
+        last = self._written[-min(self._num_numeric, MAX_NUMBER) - 1 :]
         text = b"".join([token_classes.tokens[token] for token in last])[-MAX_NUMBER:]
-        number = _END.search(text)
+        number = _TRAILING_NUMBER.search(text)
         ends = mask & ~token_classes.number
-        if number is not None and _LONG.fullmatch(number[0]) and ends.any():
+        if number is not None and _LONG_NUMBER.fullmatch(number[0]) and ends.any():
             mask[:] = ends
 
     def _end_string(self, mask: NDArray[np.int32], period: int) -> None:
         token_classes = self._token_classes
         if (mask & token_classes.line_break).any():
             return
-        # Where a value may begin a quotation mark would open a string.
-        within = (mask & token_classes.letter).any() or not (mask & token_classes.bracket).any()
+        # Where a value may begin, a quotation mark would open a string instead of closing one.
+        is_in_string = (mask & token_classes.letter).any() or not (mask & token_classes.bracket).any()
         ends = mask & token_classes.quote
-        if not within:
+        if not is_in_string:
             return
         if ends.any():
             mask[:] = ends
         elif period and self._in_string and len(self._written) >= MAX_STUCK:
-            # A pattern wants something else first, which is not what comes all the time.
+            # The pattern requires another character before the end: forbid the token that continues the repetition.
             word, bit = divmod(self._written[-period], 32)
             others = mask.copy()
             others[word] &= ~np.uint32(1 << bit).view(np.int32)
@@ -155,7 +154,7 @@ class JsonTerminator:
                 mask[:] = others
 
     def _period(self) -> int:
-        """Of how many tokens is what the end repeats; 0 when it doesn't."""
+        """Length in tokens of the pattern that the output repeats at its end; 0 if it does not repeat."""
         written = self._written
         for period in range(1, MAX_PERIOD + 1):
             if written[-1] == written[-1 - period] and written[-2] == written[-2 - period]:

@@ -1,11 +1,7 @@
-"""Tries grammars where they can do no harm: in processes that are killed when they take too long or too much memory.
+"""Vets grammars: compiles them in separate processes that are killed if they take too much time or memory.
 
-A compiled grammar could come back from there, but serialised it is up to fifty times as large and takes up to a hundred
-times as long as compiling does (200 fields with enumerations: 31 ms, against 1.4 s and 44 MB). So only the verdict
-comes back, and what passed is compiled again here, which takes what it took there.
-
-One process imports and builds what all grammars need, once, and forks another for each. This room must not know what a
-grammar means.
+Only the verdict comes back, and the engine compiles an accepted grammar again, because serialising a compiled grammar
+takes far longer than compiling it.
 """
 
 import os
@@ -26,10 +22,10 @@ from nanovllm_core.request import GrammarError, GrammarSpec
 if TYPE_CHECKING:
     from nanovllm_core.model import Vocabulary
 
-# Of one grammar. It may take this long by the clock, and add this much to its process's memory.
+# Limits on the wall-clock time and the additional memory of compiling one grammar.
 MAX_SECONDS = 10.0
 MAX_BYTES = 512 << 20
-# For the process to start, which imports torch, and to notice that a child must be killed.
+# Time for the vetting process to start, which includes importing torch, and to kill a child at its deadline.
 _START_SECONDS = 60.0
 
 PASSED, REFUSED, TOO_LONG, DIED = b"+", b"-", b"t", b"x"
@@ -37,7 +33,7 @@ _HEADER = struct.Struct("<I")
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What the process is told first: the vocabulary and the limits."""
+    """The first message to the vetting process: the vocabulary and the limits."""
 
     tokens: list[bytes]
     end_ids: tuple[int, ...]
@@ -46,36 +42,36 @@ class Setup(msgspec.Struct, frozen=True):
     max_bytes: int
 
 
-def send_message(there: socket.socket, message: msgspec.Struct, descriptors: list[int]) -> None:
-    """Send a message, and open files with it."""
+def send_message(connection: socket.socket, message: msgspec.Struct, descriptors: list[int]) -> None:
+    """Send a message together with file descriptors."""
     payload = msgspec.msgpack.encode(message)
-    socket.send_fds(there, [_HEADER.pack(len(payload))], descriptors)
-    there.sendall(payload)
+    socket.send_fds(connection, [_HEADER.pack(len(payload))], descriptors)
+    connection.sendall(payload)
 
 
-def receive_message(there: socket.socket) -> tuple[bytes, list[int]] | None:
-    """The next message, and the files that came with it; None when there will be no more."""
-    header, descriptors, _, _ = socket.recv_fds(there, _HEADER.size, 1)
-    header += _receive(there, _HEADER.size - len(header)) if header else b""
+def receive_message(connection: socket.socket) -> tuple[bytes, list[int]] | None:
+    """The next message and the file descriptors sent with it; None if the connection was closed."""
+    header, descriptors, _, _ = socket.recv_fds(connection, _HEADER.size, 1)
+    header += _receive(connection, _HEADER.size - len(header)) if header else b""
     if len(header) < _HEADER.size:
         return None
     (length,) = _HEADER.unpack(header)
-    payload = _receive(there, length)
+    payload = _receive(connection, length)
     return (payload, list(descriptors)) if len(payload) == length else None
 
 
-def _receive(there: socket.socket, length: int) -> bytes:
+def _receive(connection: socket.socket, length: int) -> bytes:
     parts: list[bytes] = []
-    while length and (part := there.recv(length)):
+    while length and (part := connection.recv(length)):
         parts.append(part)
         length -= len(part)
     return b"".join(parts)
 
 
 class Vetter:
-    """The process that tries grammars, started when there is one to try and again when it has died.
+    """Owns the vetting process. The process starts with the first grammar and is restarted if it dies.
 
-    Any thread may call it. It ends with this process, and when closed.
+    The vetting process imports xgrammar once and forks a child per grammar. Any thread may call this.
     """
 
     def __init__(self, vocabulary: "Callable[[], Vocabulary]", vocab_size: int):
@@ -84,27 +80,27 @@ class Vetter:
         self._max_seconds, self._max_bytes = MAX_SECONDS, MAX_BYTES
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._there: socket.socket | None = None
+        self._connection: socket.socket | None = None
         self._is_set_up = False
         self._closed = False
 
     @property
     def pid(self) -> int | None:
-        """The process's id, while there is one."""
+        """The id of the vetting process; None while there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Have the process get ready, which takes seconds, and needs no vocabulary yet."""
+        """Start the vetting process, which takes seconds. The vocabulary is not needed yet."""
         with self._lock:
             self._start()
 
     def vet(self, spec: GrammarSpec) -> None:
-        """Try a grammar, and wait for the verdict. Raises GrammarError."""
-        # Whoever killed the process, it was not this grammar.
-        said = self._ask(spec) or self._ask(spec)
-        verdict = said[-1:]
+        """Compile a grammar in the vetting process, and wait for the verdict. Raises GrammarError."""
+        # No reply means that the vetting process died. The grammar's own child can't cause that, so try again.
+        reply = self._ask(spec) or self._ask(spec)
+        verdict = reply[-1:]
         if verdict == REFUSED:
-            raise GrammarError(said[:-1].decode(errors="replace"))
+            raise GrammarError(reply[:-1].decode(errors="replace"))
         if verdict == TOO_LONG:
             raise GrammarError(
                 f"this grammar takes more than {self._max_seconds:g} s to compile: make it smaller, or its "
@@ -119,65 +115,65 @@ class Vetter:
             raise GrammarError("the process that compiles grammars was stopped: try again")
 
     def _ask(self, spec: GrammarSpec) -> bytes:
-        """What the process says of a grammar; b"" when it ended, or was ended, before it said anything."""
-        ours, theirs = os.pipe()
+        """The reply of the vetting process: a message and the verdict; b"" if the process ended without a reply."""
+        read_end, write_end = os.pipe()
         try:
             try:
-                self._send(spec, theirs)
+                self._send(spec, write_end)
             finally:
-                os.close(theirs)
-            return _read_all(ours, time.monotonic() + _START_SECONDS + MAX_SECONDS)
+                os.close(write_end)
+            return _read_all(read_end, time.monotonic() + _START_SECONDS + MAX_SECONDS)
         finally:
-            os.close(ours)
+            os.close(read_end)
 
     def close(self) -> None:
-        """End the process, and with it whatever it tries."""
+        """End the vetting process and its children."""
         with self._lock:
             self._closed = True
             self._stop()
 
-    def _send(self, spec: GrammarSpec, theirs: int) -> None:
+    def _send(self, spec: GrammarSpec, reply_fd: int) -> None:
         with self._lock:
             if self._closed:
                 raise GrammarError("the engine was stopped")
             try:
-                self._send_to(self._there or self._start(), spec, theirs)
+                self._send_to(self._connection or self._start(), spec, reply_fd)
             except OSError:
-                # It has died: nothing else closes the other end.
+                # The vetting process has died: restart it.
                 self._stop()
-                self._send_to(self._start(), spec, theirs)
+                self._send_to(self._start(), spec, reply_fd)
 
-    def _send_to(self, there: socket.socket, spec: GrammarSpec, theirs: int) -> None:
+    def _send_to(self, connection: socket.socket, spec: GrammarSpec, reply_fd: int) -> None:
         if not self._is_set_up:
             tokens, end_ids = self._vocabulary()
             setup = Setup(list(tokens), end_ids, self._vocab_size, self._max_seconds, self._max_bytes)
-            # Megabytes, which wait for the other end's imports. If it never reads, an OSError says so.
-            there.settimeout(_START_SECONDS)
-            send_message(there, setup, [])
-            there.settimeout(None)
+            # Sending megabytes blocks until the process has finished its imports. A timeout raises OSError.
+            connection.settimeout(_START_SECONDS)
+            send_message(connection, setup, [])
+            connection.settimeout(None)
             self._is_set_up = True
-        send_message(there, spec, [theirs])
+        send_message(connection, spec, [reply_fd])
 
     def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # Single-threaded, as it forks: numpy's linear algebra would start threads.
+        connection, child_end = socket.socketpair()
+        with child_end:
+            # The process forks, so it must be single-threaded: numpy's linear algebra would start threads.
             self._process = subprocess.Popen(  # noqa: S603 - our own code
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", _PROGRAM, str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
-        self._there = ours
+        self._connection = connection
         self._is_set_up = False
-        return ours
+        return connection
 
     def _stop(self) -> None:
-        if self._there is not None:
-            self._there.close()
-            self._there = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         if self._process is not None:
-            # At the end of its input it kills its children and ends; while it still imports it has none.
+            # When the connection closes, the process kills its children and ends. During its imports it has none.
             try:
                 self._process.wait(2)
             except subprocess.TimeoutExpired:
@@ -190,13 +186,13 @@ _PROGRAM = "from nanovllm_core.grammar.vetting_process import main; main()"
 
 
 def _read_all(descriptor: int, deadline: float) -> bytes:
-    """Everything until the other end is closed, or the deadline has passed."""
-    said = b""
+    """Read until the other end is closed or the deadline has passed."""
+    data = b""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
         part = os.read(descriptor, 1 << 16)
         if not part:
             break
-        said += part
-    return said
+        data += part
+    return data

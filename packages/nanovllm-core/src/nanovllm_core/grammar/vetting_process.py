@@ -1,6 +1,6 @@
-"""The process that tries grammars: it forks a child for each, and kills those that take too long.
+"""The program of the vetting process: forks a child per grammar, and kills children that take too long.
 
-A socket, inherited, leads to the engine's process; see `vetting`. It never has more than one thread, as it forks.
+An inherited socket connects it to the engine's process, see `vetting`. It must stay single-threaded, because it forks.
 """
 
 import contextlib
@@ -21,31 +21,31 @@ from nanovllm_core.grammar.compiler import Compiler
 from nanovllm_core.grammar.vetting import DIED, PASSED, REFUSED, TOO_LONG, Setup, receive_message
 from nanovllm_core.request import GrammarError, GrammarSpec
 
-# Compiling gives way to serving.
+# Niceness of the children, so that serving has priority.
 _NICE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A child that tries a grammar: when its time is up, and where the verdict goes."""
+    """A child that compiles a grammar until `deadline` (`time.monotonic`); the verdict is written to `reply_fd`."""
 
     deadline: float
-    verdict: int
+    reply_fd: int
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the one argument until its other end is closed."""
-    # They reach the whole foreground group; this process ends with the engine's.
+    """Serve the socket whose descriptor is the only argument, until its other end is closed."""
+    # Terminals and service managers send these signals to all processes. This process ends with the engine's.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, _notice)
-    # A byte for each signal, so that waiting for the next grammar ends when a child does.
-    woken, waker = os.pipe()
-    os.set_blocking(woken, False)
-    os.set_blocking(waker, False)
-    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, _ignore_signal)
+    # Every signal writes a byte to this pipe, so that `poll` returns when a child ends.
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_read, False)
+    os.set_blocking(wakeup_write, False)
+    signal.set_wakeup_fd(wakeup_write)
     with socket.socket(fileno=int(sys.argv[1])) as engine:
-        # While the engine reads its vocabulary.
+        # Import while the engine reads its vocabulary.
         import_module("xgrammar")
 
         if (first := receive_message(engine)) is None:
@@ -55,30 +55,30 @@ def main() -> None:
         compiler.warm()
         trials: dict[int, Trial] = {}
         try:
-            _serve(engine, woken, setup, compiler, trials)
+            _serve(engine, wakeup_read, setup, compiler, trials)
         finally:
             for pid in trials:
                 os.kill(pid, signal.SIGKILL)
-    # Nothing is left to write, and torch takes a second to go.
+    # Nothing is left to write, and an ordinary exit takes a second with torch.
     os._exit(0)
 
 
-def _notice(_signal: int, _frame: object) -> None:
-    """What the wakeup descriptor needs: a handler, whatever it does."""
+def _ignore_signal(_signal: int, _frame: object) -> None:
+    """Do nothing. The wakeup descriptor only works for signals with a handler."""
 
 
-def _serve(engine: socket.socket, woken: int, setup: Setup, compiler: Compiler, trials: dict[int, Trial]) -> None:
+def _serve(engine: socket.socket, wakeup_read: int, setup: Setup, compiler: Compiler, trials: dict[int, Trial]) -> None:
     poll = select.poll()
     poll.register(engine, select.POLLIN)
-    poll.register(woken, select.POLLIN)
+    poll.register(wakeup_read, select.POLLIN)
     while True:
         next_deadline = min((trial.deadline for trial in trials.values()), default=None)
-        # Rounded up, so that the deadline has passed by then.
+        # One millisecond more, so that the deadline has passed when `poll` returns.
         timeout = None if next_deadline is None else max(next_deadline - time.monotonic(), 0) * 1000 + 1
         ready = {descriptor for descriptor, _ in poll.poll(timeout)}
-        if woken in ready:
+        if wakeup_read in ready:
             with contextlib.suppress(BlockingIOError):
-                os.read(woken, 1 << 12)
+                os.read(wakeup_read, 1 << 12)
         _reap(trials)
         for pid, trial in trials.items():
             if trial.deadline <= time.monotonic():
@@ -86,14 +86,14 @@ def _serve(engine: socket.socket, woken: int, setup: Setup, compiler: Compiler, 
         if engine.fileno() in ready:
             if (message := receive_message(engine)) is None:
                 return
-            payload, (verdict,) = message
+            payload, (reply_fd,) = message
             pid = os.fork()
             if pid == 0:
-                # Whoever waits for another verdict reads until nobody can write to it.
+                # Readers of the other replies wait until every copy of the descriptor is closed.
                 for trial in trials.values():
-                    os.close(trial.verdict)
-                _try(compiler, msgspec.msgpack.decode(payload, type=GrammarSpec), setup, verdict)
-            trials[pid] = Trial(time.monotonic() + setup.max_seconds, verdict)
+                    os.close(trial.reply_fd)
+                _compile_and_exit(compiler, msgspec.msgpack.decode(payload, type=GrammarSpec), setup, reply_fd)
+            trials[pid] = Trial(time.monotonic() + setup.max_seconds, reply_fd)
 
 
 def _reap(trials: dict[int, Trial]) -> None:
@@ -104,18 +104,18 @@ def _reap(trials: dict[int, Trial]) -> None:
         trial = trials.pop(pid)
         exit_code = os.waitstatus_to_exitcode(status)
         if exit_code == 0:
-            said = PASSED
+            verdict = PASSED
         elif exit_code == 1:
-            said = REFUSED
+            verdict = REFUSED
         else:
-            said = TOO_LONG if trial.deadline <= time.monotonic() or exit_code == -signal.SIGXCPU else DIED
+            verdict = TOO_LONG if trial.deadline <= time.monotonic() or exit_code == -signal.SIGXCPU else DIED
         with contextlib.suppress(BrokenPipeError):
-            os.write(trial.verdict, said)
-        os.close(trial.verdict)
+            os.write(trial.reply_fd, verdict)
+        os.close(trial.reply_fd)
 
 
-def _try(compiler: Compiler, spec: GrammarSpec, setup: Setup, verdict: int) -> None:
-    """In the child: compile, say what is wrong if something is, and end."""
+def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: Setup, reply_fd: int) -> None:
+    """Compile in the child process, write an error message to `reply_fd`, and exit."""
     exit_code = 2
     try:
         os.nice(_NICE)
@@ -123,21 +123,21 @@ def _try(compiler: Compiler, spec: GrammarSpec, setup: Setup, verdict: int) -> N
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if (address_space := _address_space()) is not None:
-            most = address_space + setup.max_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        # What C++ warns of would fill the engine's log with what its users write.
+            limit = address_space + setup.max_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        # Warnings of the C++ code quote the grammars of clients: keep them out of the engine's log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         compiler.compile(spec)
         exit_code = 0
     except GrammarError as error:
         if "bad_alloc" not in str(error):
-            os.write(verdict, str(error).encode())
+            os.write(reply_fd, str(error).encode())
             exit_code = 1
     finally:
         os._exit(exit_code)
 
 
 def _address_space() -> int | None:
-    """Bytes of this process's address space; None where the system doesn't say."""
+    """Bytes of this process's address space; None on systems without /proc."""
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[0]) * resource.getpagesize() if path.exists() else None

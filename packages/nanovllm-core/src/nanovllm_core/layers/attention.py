@@ -1,7 +1,4 @@
-"""Causal self-attention over the paged cache, grouped query heads or not.
-
-This room must not know how queries, keys and values were made, nor how cache blocks are given out.
-"""
+"""Causal self-attention over the paged cache, with or without grouped query heads."""
 
 from dataclasses import dataclass
 
@@ -16,7 +13,7 @@ from nanovllm_kernels.elementwise import QKNorm, Rotation, rope_and_cache
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """This rank's heads: how one row of a joint query, key and value projection is laid out."""
+    """This rank's heads: the layout of one row of a joint query, key and value projection."""
 
     num_heads: int
     num_kv_heads: int
@@ -24,7 +21,7 @@ class Heads:
 
     @staticmethod
     def of_rank(num_heads: int, num_kv_heads: int, head_dim: int, parallel: ParallelContext) -> "Heads":
-        """The share that `parallel` has of a whole layer's heads. Raises ValueError when it is uneven."""
+        """This rank's share of a layer's heads. Raises ValueError if the heads can't be split evenly."""
         return Heads(
             parallel.share(num_heads, "num_attention_heads"),
             parallel.share(num_kv_heads, "num_key_value_heads"),
@@ -33,16 +30,16 @@ class Heads:
 
     @property
     def cache_spec(self) -> PagedSpec:
-        """What these heads want cached."""
+        """The cache spec of these heads."""
         return PagedSpec(self.num_kv_heads, self.head_dim, self.num_heads)
 
     def split(self, qkv: Tensor) -> Tensor:
-        """The heads [T, query, key and value heads, head_dim] of `qkv` [T, all heads * head_dim], as a view."""
+        """A view of `qkv` [T, all heads * head_dim] as [T, query, key and value heads, head_dim]."""
         return qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
 
 def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> tuple[Part, ...]:
-    """The parts of the joint projection of a whole layer, named as checkpoints do."""
+    """The parts of a layer's joint projection, over all ranks, with the usual checkpoint names."""
     sizes = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     return tuple(Part(name, heads * head_dim, bias) for name, heads in sizes.items())
 
@@ -50,21 +47,24 @@ def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -
 def attend(
     qkv: Tensor, rotation: Rotation, ctx: ForwardContext, cache_index: int, qk_norm: QKNorm | None = None
 ) -> Tensor:
-    """Rotate queries and keys, write keys and values to the cache, attend to everything there: [T, heads * head_dim].
+    """Rotate queries and keys, write keys and values to the cache, and attend to the cached context.
 
-    qkv: [T, num_heads + 2 * num_kv_heads, head_dim], overwritten. rotation: this step's. cache_index: which of
-    `ctx.kv_caches` is this layer's. qk_norm: what query and key heads go through before their rotation.
+    qkv: [T, num_heads + 2 * num_kv_heads, head_dim], overwritten.
+    rotation: rotation of this step's positions.
+    cache_index: index of this layer in `ctx.kv_caches`.
+    qk_norm: norm of query and key heads before the rotation; None without one.
+    Returns [T, num_heads * head_dim].
     """
     kv_cache = ctx.kv_caches[cache_index]
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
-    # Attention that is launched between captured pieces reads the cache.
+    # Attention that is launched between graph pieces reads keys and values from the cache.
     keep_keys = ctx.launch is None and ctx.attention.reads_own_keys
     q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, keep_keys=keep_keys)
-    own = qkv[:, q.shape[1] :] if keep_keys else None
+    step_keys_values = qkv[:, q.shape[1] :] if keep_keys else None
     scale = q.shape[-1] ** -0.5
 
     def attention(q: Tensor, batch: AttentionBatch) -> Tensor:
-        return paged_attention(q, kv_cache, batch, scale=scale, kv_scales=kv_scales, own_keys_values=own)
+        return paged_attention(q, kv_cache, batch, scale=scale, kv_scales=kv_scales, own_keys_values=step_keys_values)
 
-    found = attention(q, ctx.attention) if ctx.launch is None else ctx.launch(attention, q)
-    return found.flatten(1)
+    result = attention(q, ctx.attention) if ctx.launch is None else ctx.launch(attention, q)
+    return result.flatten(1)

@@ -1,8 +1,4 @@
-"""torch.compile for what lies between attention operators: one function for any number of rows, shared by all layers.
-
-Inductor fuses what is elementwise with the norms around it, and leaves products to cuBLAS. This room must not know what
-a compiled function computes.
-"""
+"""torch.compile for the code between attention operators: one compiled function for all layers and row counts."""
 
 import os
 from collections.abc import Callable
@@ -19,19 +15,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 BACKEND = "inductor"
-# Fewer rows have kernels of their own, where their weight has the shape for it, with norm, gate or residual in them.
+# For fewer rows our own kernels, which fuse norm, gate and residual with the product, are faster.
 LEAST_ROWS = OWN_ROWS + 1
 
 
 def compiled(function: Callable[Concatenate[Tensor, P], R], least_rows: int) -> Callable[Concatenate[Tensor, P], R]:
-    """A module's `function`, compiled for calls whose first argument has `least_rows` rows or more; for fewer as it is.
+    """Compile `function` for calls with at least `least_rows` rows; calls with fewer rows run it uncompiled.
 
-    Every argument that is a tensor has that number of rows, which may be any from call to call. Of all others (modules,
-    tuples) only the contents of tensors may differ. It compiles at the first call with several rows, and where
-    `least_rows` is 1 at the first with one: both belong before anything is served.
+    All tensor arguments have the same number of rows, which may change between calls. Other arguments (modules, tuples)
+    may differ only in the contents of their tensors. Compilation happens at the first call with several rows, and if
+    `least_rows` is 1 also at the first call with one row. Make these calls before serving.
     """
-    _keep_what_is_compiled()
-    # What is compiled is kept by code object: with one of its own, this function knows nothing of another model's.
+    _set_cache_directory()
+    # torch.compile caches by code object. A copy of the code object keeps models separate.
     plain = cast(FunctionType, function)
     own = FunctionType(plain.__code__.replace(), plain.__globals__)
     fast = torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
@@ -51,11 +47,11 @@ def compiled(function: Callable[Concatenate[Tensor, P], R], least_rows: int) -> 
     return call
 
 
-def _keep_what_is_compiled() -> None:
-    """Have Inductor keep its results; where that can't be, it takes the system's directory for temporary files."""
+def _set_cache_directory() -> None:
+    """Let Inductor keep its results in our cache directory; if that does not exist, it uses a temporary one."""
     directory = kept_directory("inductor")
     if directory is None:
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
-    # A handful of kernels is no work for a pool of processes, each with a torch of its own.
+    # A few kernels do not need a pool of processes, each of which would import torch.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -1,7 +1,4 @@
-"""Token ids to vectors and vectors to logits, the vocabulary split over ranks.
-
-This room must not know what the tokens mean.
-"""
+"""The embedding of token ids and the projection to logits, with the vocabulary split over ranks."""
 
 from collections.abc import Iterator
 
@@ -16,11 +13,10 @@ from nanovllm_kernels.platform import residual_dtype
 
 
 class VocabEmbedding(WeightedModule):
-    """A table of one vector a token: [T] -> [T, hidden_size], each rank holding an even share of the tokens.
+    """A table with one vector per token: [T] -> [T, hidden_size]. Each rank holds an even share of the tokens.
 
-    What it gives begins the residual stream, and has its dtype.
-
-    Raises ValueError when the ranks can't share the vocabulary evenly.
+    The result is the start of the residual stream and has the stream's dtype.
+    Raises ValueError if the ranks can't share the vocabulary evenly.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext):
@@ -46,15 +42,15 @@ class VocabEmbedding(WeightedModule):
         yield f"{name}.weight", Slot(self._shape, copy_share(self.weight, slice(first, first + self._share)))
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Normal vectors."""
+        """Draw normal vectors."""
         fill_normal(self.weight, generator)
 
 
 class LMHead(WeightedModule):
     """Hidden states to logits: [n, hidden_size] -> float32 [n, vocab_size], gathered over ranks.
 
-    tied: the embedding whose table this head uses, if it has none of its own. Storage is shared, save on a CPU where
-    a packed copy beside it is worth its memory: the whole of it is read for every step.
+    tied: the embedding whose table this head uses; None for a table of its own. The storage is shared, except on a CPU,
+        where a packed copy is faster and worth its memory.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabEmbedding | None = None):
@@ -73,14 +69,14 @@ class LMHead(WeightedModule):
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, unless it is the embedding's."""
         if not self._is_tied:
-            mine = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
-            yield f"{name}.weight", Slot(self._shape, copy_share(self.weight, mine))
+            own_rows = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
+            yield f"{name}.weight", Slot(self._shape, copy_share(self.weight, own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights, unless they are the embedding's."""
+        """Draw normal weights, unless they are the embedding's."""
         if not self._is_tied:
             fill_normal(self.weight, generator)
 
     def finish(self) -> None:
-        """Pack the weight where that pays."""
+        """Pack the weight where that is faster."""
         self._packed = pack_linear(self.weight)

@@ -1,7 +1,4 @@
-"""Attention whose result goes through a gate (Qiu et al. 2025, https://arxiv.org/abs/2505.06708).
-
-This room must not know what the gate is of, only that queries' projection makes it beside them.
-"""
+"""The projection of gated attention (Qiu et al. 2025, https://arxiv.org/abs/2505.06708)."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,9 +17,9 @@ GATE = "q_gate"
 class GatedQKVLinear(ColumnParallelLinear):
     """Queries, keys, values and gates in one matmul: [T, hidden_size] -> [T, shares of all heads * head_dim].
 
-    Checkpoints hold the gates in `q_proj`: of each head the queries' rows, then the gate's. Here they come last, so
-    that what attention takes lies together. If quantised, `head_dim` is a multiple of a block, 128.
-    Raises ValueError when the ranks can't share the heads evenly.
+    Checkpoints hold the gates in `q_proj`: per head the rows of the query, then those of the gate. Here the gates come
+    last, so that queries, keys and values are contiguous. If quantised, `head_dim` must be a multiple of 128.
+    Raises ValueError if the ranks can't share the heads evenly.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class GatedQKVLinear(ColumnParallelLinear):
         self._num_heads = num_heads
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """As of queries, keys and values; those of queries also fill the gates."""
+        """The slots of queries, keys and values. The slots of queries also fill the gates."""
         prefix = name[: name.rfind(".") + 1]
         queries, gates = f"{prefix}q_proj.", f"{prefix}{GATE}."
         slots = dict(super().slots(name))

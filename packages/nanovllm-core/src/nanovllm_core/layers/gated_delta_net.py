@@ -1,8 +1,6 @@
-"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464): what takes attention's place in most layers of
-Qwen3-Next.
+"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464), used in most layers of Qwen3-Next.
 
-Each rank has an even share of the key heads, each with its value heads. This room must not know how the states of
-requests are given out.
+Each rank has an even share of the key heads, with the value heads of each.
 """
 
 from collections.abc import Iterator
@@ -18,13 +16,17 @@ from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share
 from nanovllm_core.model import BuildContext, ForwardContext, StateSpec
 from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net
 
-# As decays begin: A between so much and so much.
+# Range of the decay A in random weights.
 LEAST_DECAY, MOST_DECAY = 0.01, 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """A whole layer's: key heads, value heads (a multiple), their sizes, taps of the convolution, the norm's eps."""
+    """The shape of a layer over all ranks.
+
+    num_v_heads: a multiple of num_k_heads. k_dim, v_dim: head sizes.
+    width: taps of the convolution. eps: of the norm.
+    """
 
     num_k_heads: int
     num_v_heads: int
@@ -35,18 +37,18 @@ class DeltaShape:
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Value heads per key head."""
         return self.num_v_heads // self.num_k_heads
 
 
 class GatedDeltaNet(WeightedModule):
-    """A recurrent layer but for its residual: [T, hidden_size] -> [T, hidden_size] by way of a state a request.
+    """A recurrent layer without its residual: [T, hidden_size] -> [T, hidden_size], with a state per request.
 
-    In three parts, as what lies between those of two layers may be compiled as one: `project`, `forward` and
-    `out_proj`. The checkpoint's joint projections stay as they are, interleaved by key head.
-    index: which of the context's state caches is its own. in_quantization, out_quantization: how `in_proj_qkvz` and
-    `out_proj` are stored, if not in the model's dtype.
-    Raises ValueError when the ranks can't share the heads evenly.
+    It has three parts, `project`, `forward` and `out_proj`, so that the code between the recurrences of two layers can
+    be compiled as one function. The checkpoint's joint projections stay interleaved by key head.
+    index: index of the layer in `ForwardContext.state_caches`.
+    in_quantization, out_quantization: how `in_proj_qkvz` and `out_proj` are stored; None for the model's dtype.
+    Raises ValueError if the ranks can't share the heads evenly.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class GatedDeltaNet(WeightedModule):
         qkvz = Part("in_proj_qkvz", 2 * shape.num_k_heads * shape.k_dim + 2 * shape.num_v_heads * shape.v_dim)
         ba = Part("in_proj_ba", 2 * shape.num_v_heads)
         self._sizes = (channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
-        # Where only one of them is quantised, they can't be one.
+        # Both projections share one matmul unless one of them is quantised.
         joint = in_quantization is None
         self.in_proj = ColumnParallelLinear(
             hidden_size, (qkvz, ba) if joint else (qkvz,), build, quantization=in_quantization
@@ -88,13 +90,13 @@ class GatedDeltaNet(WeightedModule):
 
     @property
     def cache_spec(self) -> StateSpec:
-        """What it keeps of a sequence."""
+        """The spec of the layer's state per sequence."""
         width, channels = self.weights.conv.shape
         shape = self._whole
         return StateSpec((self._share * shape.group, shape.v_dim, shape.k_dim), (width, channels))
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """What `forward` is done with, of what `norm` makes of x [T, hidden_size]: see `gated_delta_net`."""
+        """The inputs of `forward`, projected from norm(x) with x [T, hidden_size]; see `gated_delta_net`."""
         if self.in_proj_ba is None:
             qkvz, ba = self.in_proj.forward(x, norm).split(self._sizes, -1)
             return qkvz, ba
@@ -102,14 +104,14 @@ class GatedDeltaNet(WeightedModule):
         return self.in_proj.forward(x), self.in_proj_ba.forward(x)
 
     def forward(self, qkvz: Tensor, ba: Tensor, ctx: ForwardContext) -> Tensor:
-        """From the projections to what goes into `out_proj`: [T, value heads * size]; the states go on."""
+        """The input of `out_proj`, [T, value heads * v_dim], from the projections. Updates the states."""
         if ctx.states is None:
             raise ValueError("ctx.states is None: a model with recurrent layers needs its requests' states")
         cache = ctx.state_caches[self._index]
         return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv, ctx.states)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """The convolution, the gates' parameters and the norm; the projections have their own."""
+        """The convolution, the parameters of the gates and the norm. The projections have slots of their own."""
         shape, weights = self._whole, self.weights
         channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
         yield f"{name}.conv1d.weight", Slot((channels, 1, shape.width), self._copy_conv)
@@ -123,16 +125,16 @@ class GatedDeltaNet(WeightedModule):
         return decay.copy_(log.narrow(0, self._rank * len(decay), len(decay)).float().exp())
 
     def _copy_conv(self, weight: Tensor) -> object:
-        """Its channels come as all queries, all keys, all values, and go key head by key head."""
+        """Copy the convolution. Channels are ordered queries, keys, values in the checkpoint; here by key head."""
         shape, width = self._whole, self._whole.width
         keys = shape.num_k_heads * shape.k_dim
         parts = weight.split((keys, keys, shape.num_v_heads * shape.v_dim))
         by_head = torch.cat([part.reshape(shape.num_k_heads, -1, width) for part in parts], 1)
-        mine = by_head.narrow(0, self._rank * self._share, self._share)
-        return self.weights.conv.copy_(mine.reshape(-1, width).t())
+        own_heads = by_head.narrow(0, self._rank * self._share, self._share)
+        return self.weights.conv.copy_(own_heads.reshape(-1, width).t())
 
     def randomize(self, generator: torch.Generator) -> None:
-        """As they begin: decays of all lengths, taps that add up to about 1."""
+        """Draw decays over their whole range, and convolution taps whose sum is about 1."""
         weights = self.weights
         weights.conv.uniform_(-1.0, 1.0, generator=generator).mul_(self._whole.width**-0.5)
         weights.decay.uniform_(LEAST_DECAY, MOST_DECAY, generator=generator)

@@ -1,6 +1,6 @@
-"""Linear layers whose weights are split over ranks, by output (column) or by input (row) as in Megatron-LM.
+"""Linear layers whose weights are split over ranks by output (column) or by input (row), as in Megatron-LM.
 
-Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053. This room must not know what the features mean.
+Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 
 
 class Part(NamedTuple):
-    """One of the linears that a ColumnParallelLinear does at once: its name in the checkpoint and what it gives."""
+    """One of the linears that a ColumnParallelLinear joins: its name in the checkpoint and its number of outputs."""
 
     name: str
     out_features: int
@@ -26,47 +26,42 @@ class Part(NamedTuple):
 
 
 class _Linear(WeightedModule):
-    """One weight, quantised or not: `weight` is as the kernels take it."""
+    """A layer with one weight, quantised or not, in the form that the kernels take."""
 
     weight: PackedWeight | BlockFP8Weight
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights; biases are 0."""
+        """Draw normal weights. Biases stay 0."""
         if isinstance(self.weight, BlockFP8Weight):
             randomize_blocks(self.weight, generator)
         else:
             fill_normal(self.weight.data, generator)
 
     def finish(self) -> None:
-        """Pack the weight where that pays."""
+        """Pack the weight where that is faster."""
         if isinstance(self.weight, PackedWeight):
             self.weight = pack_linear(self.weight.data)
 
     def _weight_slots(
-        self, name: str, shape: tuple[int, int], rows: slice, mine: slice, columns: slice
+        self, name: str, shape: tuple[int, int], rows: slice, source_rows: slice, columns: slice
     ) -> Iterator[tuple[str, Slot]]:
-        """Of the module `name`, whose whole weight is of `shape`, rows `mine` and `columns` go to `rows` of ours."""
+        """Slots that copy `source_rows` and `columns` of the checkpoint's weight `name` to `rows` of this weight."""
         if isinstance(self.weight, BlockFP8Weight):
-            yield from block_slots(name, shape, self.weight, rows, mine, columns)
+            yield from block_slots(name, shape, self.weight, rows, source_rows, columns)
         else:
-            yield f"{name}.weight", Slot(shape, copy_share(self.weight.data[rows], mine, columns))
+            yield f"{name}.weight", Slot(shape, copy_share(self.weight.data[rows], source_rows, columns))
 
 
 class ColumnParallelLinear(_Linear):
-    """Several linears of one input in one matmul: [T, in_features] -> [T, sum of every part's share].
+    """Several linears of the same input in one matmul: [T, in_features] -> [T, sum of every part's share].
 
-    Each rank has an even share of every part's outputs. The checkpoint knows the parts as siblings of this module.
-    quantization: how all their weights are stored, if not in the model's dtype.
-    Raises ValueError when the ranks can't share a part evenly.
+    Each rank has an even share of every part's outputs. In the checkpoint the parts are siblings of this module.
+    quantization: how all weights are stored; None for the model's dtype.
+    Raises ValueError if the ranks can't share a part evenly.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        parts: tuple[Part, ...],
-        build: BuildContext,
-        *,
-        quantization: BlockFP8 | None = None,
+        self, in_features: int, parts: tuple[Part, ...], build: BuildContext, *, quantization: BlockFP8 | None = None
     ):
         super().__init__(build)
         self._parts = parts
@@ -78,35 +73,35 @@ class ColumnParallelLinear(_Linear):
         else:
             starts = [self._rank * share for share in self._shares]
             self.weight = joint_weight(starts, self._shares, in_features, build.device)
-        # Parts without a bias share the vector of those that have one, and add nothing.
+        # Parts without a bias have zeros in the joint bias.
         self.bias = self.allocate(sum(self._shares)).zero_() if any(part.bias for part in parts) else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """The parts' outputs, one after another, of x or of what `norm` makes of it: [T, in_features] -> [T, out]."""
+        """The concatenated outputs of all parts for norm(x), or for x without `norm`: [T, in_features] -> [T, out]."""
         if norm is None:
             return linear(x, self.weight, self.bias)
         return norm_linear(x, norm.packed, norm.eps, self.weight, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """One weight, with its scales if it is quantised, and where it has one a bias, a part."""
+        """Per part the weight, its scales if it is quantised, and its bias if it has one."""
         prefix = name[: name.rfind(".") + 1]
         columns = slice(0, self._in_features)
         begin = 0
         for part, share in zip(self._parts, self._shares, strict=True):
             rows = slice(begin, begin + share)
-            mine = slice(self._rank * share, (self._rank + 1) * share)
+            own_rows = slice(self._rank * share, (self._rank + 1) * share)
             shape = (part.out_features, self._in_features)
-            yield from self._weight_slots(f"{prefix}{part.name}", shape, rows, mine, columns)
+            yield from self._weight_slots(f"{prefix}{part.name}", shape, rows, own_rows, columns)
             if part.bias and self.bias is not None:
-                yield f"{prefix}{part.name}.bias", Slot(shape[:1], copy_share(self.bias[rows], mine))
+                yield f"{prefix}{part.name}.bias", Slot(shape[:1], copy_share(self.bias[rows], own_rows))
             begin += share
 
 
 class RowParallelLinear(_Linear):
     """A linear whose input is split over ranks: [T, share of in_features] -> [T, out_features], the same on every rank.
 
-    quantization: how the weight is stored, if not in the model's dtype.
-    Raises ValueError when the ranks can't share the input evenly, or a quantised weight's blocks.
+    quantization: how the weight is stored; None for the model's dtype.
+    Raises ValueError if the ranks can't share the input, or a quantised weight's blocks, evenly.
     """
 
     def __init__(
@@ -127,24 +122,24 @@ class RowParallelLinear(_Linear):
             self.weight = PackedWeight(self.allocate(out_features, self._share), blocked=False)
         elif build.parallel.size > 1 and self._share % GROUP:
             ranks = build.parallel.size
-            raise ValueError(f"in_features is {in_features}, whose FP8 blocks of {GROUP} {ranks} ranks can't split")
+            raise ValueError(f"in_features is {in_features}, but {ranks} ranks can't split its FP8 blocks of {GROUP}")
         else:
             self.weight = joint_weight([0], [out_features], self._share, build.device)
-        # Added on one rank only, since the ranks' results are summed.
+        # Added on one rank only, because the ranks' results are summed.
         self.bias = self._stored_bias if build.parallel.rank == 0 else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, share of in_features] -> [T, out_features], plus `residual` of that shape, which may be overwritten."""
-        # Like the bias, a residual that every rank holds is added on one only.
-        mine = residual if self._parallel.rank == 0 else None
-        part = linear(x, self.weight, self.bias, mine)
-        # A product alone need not have the residual's dtype.
+        # Every rank holds the residual, so it is added on one rank only, like the bias.
+        own_residual = residual if self._parallel.rank == 0 else None
+        part = linear(x, self.weight, self.bias, own_residual)
+        # Without a residual the product may have another dtype than the residual stream.
         return self._parallel.all_reduce(part if residual is None else part.to(residual.dtype))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """The weight, with its scales if it is quantised, and the bias if there is one."""
-        mine = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
+        columns = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
         rows = slice(0, self._shape[0])
-        yield from self._weight_slots(name, self._shape, rows, rows, mine)
+        yield from self._weight_slots(name, self._shape, rows, rows, columns)
         if self._stored_bias is not None:
             yield f"{name}.bias", Slot(self._shape[:1], self._stored_bias.copy_)

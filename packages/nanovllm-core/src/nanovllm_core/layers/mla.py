@@ -1,7 +1,6 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), as DeepSeek-V3 has it.
+"""Multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), as in DeepSeek-V3.
 
-Heads are split over ranks; what makes latents is the same on every rank, and so is the cache. This room must not know
-how cache blocks are given out.
+Heads are split over ranks. The projection to latents and the cache are the same on every rank.
 """
 
 from collections.abc import Iterator
@@ -32,11 +31,12 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, dequantize
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """The sizes of one layer: its heads; of each the numbers of a key that aren't rotated, of those that are, and of a
-    value; the ranks of queries, None where they are projected at once, and of keys and values, that is the latent.
+    """The sizes of one layer over all ranks.
 
-    scale: what products are multiplied by before the softmax. interleaved: checkpoints hold the two numbers that are
-    rotated together side by side. eps: of the norms within.
+    key_dim, rope_dim, value_dim: numbers per head of a key's unrotated and rotated parts, and of a value.
+    query_rank: size of compressed queries; None if queries are projected directly.
+    scale: multiplies the attention scores before the softmax.
+    interleaved: in checkpoints the two numbers that are rotated together are adjacent.
     """
 
     num_heads: int
@@ -52,10 +52,10 @@ class LatentShape:
 
 
 class LatentExpansion(WeightedModule):
-    """What makes of a latent every head's key and value: [H, key_dim + value_dim, latent_dim].
+    """The weight that expands a latent to every head's key and value: [H, key_dim + value_dim, latent_dim].
 
-    Queries and results are multiplied by it in place of the latents, and by columns where linears have rows: so it is
-    never packed, and if it is quantised it is brought back to the model's dtype once it is there.
+    Absorbed attention multiplies queries and results by it, along other dimensions than a linear layer does. So it is
+    never packed, and a quantised weight is dequantised after loading.
     """
 
     def __init__(self, shape: LatentShape, build: BuildContext, quantization: BlockFP8 | None):
@@ -64,42 +64,43 @@ class LatentExpansion(WeightedModule):
         self._rows = shape.key_dim + shape.value_dim
         self._shape = (shape.num_heads * self._rows, shape.latent_dim)
         size = self._share * self._rows
-        self._mine = slice(build.parallel.rank * size, (build.parallel.rank + 1) * size)
+        self._own_rows = slice(build.parallel.rank * size, (build.parallel.rank + 1) * size)
         self._blocks = None
         if quantization is not None:
-            self._blocks = joint_weight([self._mine.start], [size], shape.latent_dim, build.device)
+            self._blocks = joint_weight([self._own_rows.start], [size], shape.latent_dim, build.device)
         self.weight = self.allocate(self._share if quantization is None else 0, self._rows, shape.latent_dim)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """One weight, head after head, with its scales if it is quantised."""
+        """The weight, head after head, and its scales if it is quantised."""
         if self._blocks is not None:
             rows, columns = slice(0, self._blocks.data.shape[0]), slice(0, self._shape[1])
-            yield from block_slots(name, self._shape, self._blocks, rows, self._mine, columns)
+            yield from block_slots(name, self._shape, self._blocks, rows, self._own_rows, columns)
         else:
-            yield f"{name}.weight", Slot(self._shape, copy_share(self.weight.flatten(0, 1), self._mine))
+            yield f"{name}.weight", Slot(self._shape, copy_share(self.weight.flatten(0, 1), self._own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights."""
+        """Draw normal weights."""
         if self._blocks is not None:
             randomize_blocks(self._blocks, generator)
         else:
             fill_normal(self.weight, generator)
 
     def finish(self) -> None:
-        """Dequantise the weight."""
+        """Dequantise the weight if it is quantised."""
         if self._blocks is not None:
             self.weight = dequantize(self._blocks).to(self.dtype).view(self._share, self._rows, -1)
             self._blocks = None
 
 
 class LatentAttention(WeightedModule):
-    """Attention to latents, with its projections: named as checkpoints do.
+    """Latent attention with its projections. Attributes have the usual checkpoint names.
 
-    `finish` brings the rows that are rotated from the checkpoint's order into the one that kernels rotate in, before
-    the projections that have them are packed: a module is finished before the modules within it.
+    `finish` reorders the rotated rows for the kernels. It runs before the projections are packed, because a module is
+    finished before the modules within it.
 
-    quantization: how the model's weights are stored, if not in its dtype; name: this module's in the checkpoint, by
-    which that is looked up. Raises ValueError when blocks of FP8 cut the rows that are to change places.
+    quantization: how the model's weights are stored; None for the model's dtype.
+    name: this module's name in the checkpoint, to look up its quantisation.
+    Raises ValueError if FP8 blocks cut the rows that are reordered.
     """
 
     def __init__(
@@ -120,37 +121,39 @@ class LatentAttention(WeightedModule):
         whole = replace(build, parallel=ParallelContext())
         latent = Part("kv_a_proj_with_mqa", shape.latent_dim + shape.rope_dim, shape.bias)
         heads = shape.num_heads * self._head_dim
-        # What makes queries of what `before` has left: heads of their own rank, or nothing.
+        # The expansion of compressed queries; None if queries are projected directly.
         self.q_b_proj: ColumnParallelLinear | None = None
         self.q_a_layernorm: RMSNorm | None = None
-        how = partial(quantization_of, quantization, name)
+        scheme = partial(quantization_of, quantization, name)
         if shape.query_rank is None:
-            self.q_proj = ColumnParallelLinear(hidden_size, (Part("q_proj", heads),), build, quantization=how("q_proj"))
-            self.kv_a_proj = ColumnParallelLinear(hidden_size, (latent,), whole, quantization=how(latent.name))
+            self.q_proj = ColumnParallelLinear(
+                hidden_size, (Part("q_proj", heads),), build, quantization=scheme("q_proj")
+            )
+            self.kv_a_proj = ColumnParallelLinear(hidden_size, (latent,), whole, quantization=scheme(latent.name))
         else:
             parts = (Part("q_a_proj", shape.query_rank, shape.bias), latent)
-            self.kv_a_proj = ColumnParallelLinear(hidden_size, parts, whole, quantization=how("q_a_proj", latent.name))
+            self.kv_a_proj = ColumnParallelLinear(
+                hidden_size, parts, whole, quantization=scheme("q_a_proj", latent.name)
+            )
             self.q_a_layernorm = RMSNorm(shape.query_rank, shape.eps, build)
             self.q_b_proj = ColumnParallelLinear(
-                shape.query_rank, (Part("q_b_proj", heads),), build, quantization=how("q_b_proj")
+                shape.query_rank, (Part("q_b_proj", heads),), build, quantization=scheme("q_b_proj")
             )
         self.kv_a_layernorm = RMSNorm(shape.latent_dim, shape.eps, build)
-        self.kv_b_proj = LatentExpansion(shape, build, how("kv_b_proj"))
+        self.kv_b_proj = LatentExpansion(shape, build, scheme("kv_b_proj"))
         self.o_proj = RowParallelLinear(
-            shape.num_heads * shape.value_dim, hidden_size, build, bias=shape.bias, quantization=how("o_proj")
+            shape.num_heads * shape.value_dim, hidden_size, build, bias=shape.bias, quantization=scheme("o_proj")
         )
         if quantization is not None and shape.interleaved:
             _require_whole_blocks(shape)
 
     @property
     def cache_spec(self) -> MLASpec:
-        """What this layer wants cached."""
+        """The cache spec of this layer."""
         return MLASpec(self._shape.latent_dim, self._shape.rope_dim, self._num_heads)
 
     def before(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Queries [T, heads * head_dim], and latents with their key parts [T, latent_dim + rope_dim], of what `norm`
-        makes of x [T, hidden].
-        """
+        """Queries [T, heads * head_dim] and latents [T, latent_dim + rope_dim] of norm(x), with x [T, hidden]."""
         latents = self.kv_a_proj.forward(x, norm)
         if self.q_b_proj is None:
             return self.q_proj.forward(x, norm), latents
@@ -159,7 +162,7 @@ class LatentAttention(WeightedModule):
         return self.q_b_proj.forward(compressed, self.q_a_layernorm), latents
 
     def forward(self, q: Tensor, latents: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Of what `before` made, overwritten: rotate, cache, attend to everything there; [T, heads * value_dim]."""
+        """Rotate, write to the cache and attend to the cached context: [T, heads * value_dim]. Overwrites inputs."""
         kv_cache = ctx.kv_caches[self._index]
         kv_scales = ctx.kv_scales[self._index] if ctx.kv_scales else None
         q = q.view(-1, self._num_heads, self._head_dim)
@@ -171,16 +174,16 @@ class LatentAttention(WeightedModule):
         return ctx.launch(attention, q, self._shape.value_dim).flatten(1)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """None of its own."""
+        """This module has no weights of its own."""
         del name
         yield from ()
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Nothing of its own."""
+        """This module has no weights of its own."""
         del generator
 
     def finish(self) -> None:
-        """Put the rotated rows into the order of GPT-NeoX: first those of the pairs' first numbers."""
+        """Reorder the rotated rows as in GPT-NeoX: the first numbers of all pairs, then the second numbers."""
         shape = self._shape
         if not shape.interleaved:
             return
@@ -195,12 +198,12 @@ class LatentAttention(WeightedModule):
 
 
 def _bytes(weight: Tensor) -> Tensor:
-    """A weight whose rows torch moves everywhere: of float8 it moves none on a CPU, but of bytes."""
+    """A view of a float8 weight as bytes, because torch can't index float8 on a CPU; other weights unchanged."""
     return weight.view(torch.uint8) if weight.dtype == DTYPE else weight
 
 
 def _require_whole_blocks(shape: LatentShape) -> None:
-    """Raises ValueError when rows that are to change places lie in blocks with different scales."""
+    """Raise ValueError if rows that are reordered lie in FP8 blocks with different scales."""
     head_dim = shape.key_dim + shape.rope_dim
     begins = [shape.latent_dim, *(head * head_dim + shape.key_dim for head in range(shape.num_heads))]
     for begin in begins:

@@ -1,7 +1,4 @@
-"""The gated feed-forward layer (SwiGLU, Shazeer 2020, https://arxiv.org/abs/2002.05202).
-
-This room must not know what is around it.
-"""
+"""The gated feed-forward layer (SwiGLU, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
 from torch import Tensor, nn
 
@@ -14,9 +11,9 @@ from nanovllm_kernels.gemm import norm_gate_up
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one matmul, named as checkpoints do.
+    """down(silu(gate(x)) * up(x)), with gate and up in one matmul. Weights have the usual checkpoint names.
 
-    quantization: how their weights are stored, if not in the model's dtype.
+    quantization: how the weights are stored; None for the model's dtype.
     """
 
     def __init__(
@@ -34,7 +31,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, build, bias=bias, quantization=quantization)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """Of x or of what `norm` makes of it, plus `residual`, which may be overwritten; all [T, hidden_size]."""
+        """The MLP of norm(x), or of x without `norm`, plus `residual`, which may be overwritten; [T, hidden_size]."""
         gate_up = self.gate_up_proj
         if norm is None:
             hidden = silu_and_mul(gate_up.forward(x))

@@ -1,8 +1,6 @@
-"""Mixtures of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): a router, all experts in two tensors.
+"""Mixtures of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): a router, and experts in two tensors.
 
-Experts are split over ranks by their width. An expert that every token goes to lies behind the others where
-`runs_among` says so; any other is a family's business. This room must not know how experts are chosen, only what is
-asked of each.
+Experts are split over ranks by their width. A shared expert is stored behind the routed ones if `runs_among` allows.
 """
 
 from collections.abc import Iterator
@@ -34,25 +32,24 @@ __all__ = [
     "runs_among",
 ]
 
-# Of wider ones weights take so long that launches don't matter, and one more doesn't come for free: for one token an
-# H200 takes 102 us for eight experts of DeepSeek-R1, 2048 wide, and 151 for nine. With one of 512 among the others a
-# step of Qwen3-Next takes 3.0 ms rather than 4.0.
+# Widest shared expert that runs among the routed ones. For wider experts reading weights takes so long that a saved
+# launch does not matter.
 NARROW = 1024
-# So that each token's logits begin at a multiple of 16 bytes, which cuBLAS's fastest kernels ask for.
+# Rows are padded to this multiple, so that each token's logits are aligned to 16 bytes for cuBLAS's fastest kernels.
 COLUMN_STEP = 8
 
 
 class ExpertNames(NamedTuple):
-    """What a checkpoint calls the three linears of an expert."""
+    """The checkpoint's names of the three linears of an expert."""
 
     gate: str
     up: str
     down: str
 
     def quantization_of(self, quantization: BlockFP8 | None, prefix: str) -> BlockFP8 | None:
-        """How the experts of the module `prefix` are quantised, if at all: as the first of them is.
+        """The quantisation of the experts of the module `prefix`, taken from the first expert; None if not quantised.
 
-        Raises ValueError when some of its linears are and others aren't.
+        Raises ValueError if only some of its linears are quantised.
         """
         return quantization_of(quantization, f"{prefix}.0", *self)
 
@@ -61,9 +58,10 @@ STANDARD_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 
 
 class SharedExpert(NamedTuple):
-    """An expert that every token goes to: what checkpoints call it, and its gate, beside the router and the experts.
+    """An expert that every token uses.
 
-    gate: None where it has the weight 1.
+    name: its name in the checkpoint, next to the router and the experts.
+    gate: the name of its gate there; None for the weight 1.
     """
 
     name: str
@@ -71,17 +69,20 @@ class SharedExpert(NamedTuple):
 
 
 def runs_among(width: int, shared_width: int, build: BuildContext, *, alike: bool) -> bool:
-    """Whether a shared expert is run as one of the others: as wide as they are, stored `alike`, and narrow."""
+    """Whether a shared expert is computed as one of the routed ones. alike: both are stored in the same format."""
     return alike and shared_width == width and width // build.parallel.size <= NARROW
 
 
 class Router(WeightedModule):
-    """Says which experts a token goes to: [T, hidden_size] -> weights float32 [T, k], ids int32 [T, k].
+    """Chooses the experts of each token: [T, hidden_size] -> weights float32 [T, k], ids int32 [T, k].
 
-    The same on every rank. routing: of those that are chosen. shared: one that every token goes to besides; then it is
-    k + 1 experts, and its gate a row more of the one product. correction_bias: where the checkpoint has one, its name
-    beside this module, that is, "gate.name" for a tensor within a module "gate" and "name" for one next to it.
-    in_float32: the checkpoint keeps the weight in float32 whatever the model's dtype.
+    The router is the same on every rank.
+    routing: how the routed experts are chosen.
+    shared: a shared expert that is computed among the routed ones, or None. With it the results are [T, k + 1], and its
+        gate is one more row of the router's weight.
+    correction_bias: the name of the checkpoint's bias next to this module, for example "gate.name" for a tensor within
+        the module "gate"; None without a bias.
+    in_float32: the checkpoint keeps the weight in float32 for every dtype of the model.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Router(WeightedModule):
             routing = replace(routing, shared="always" if shared.gate is None else "gated")
         self._routing = routing
         self._bias_name = correction_bias
-        # So few numbers decide so much that a CPU, whose bf16 products are rounded, keeps them in float32 anyway.
+        # On a CPU bf16 products are rounded, which could change the choice of experts, so the weight is float32 there.
         dtype = torch.float32 if in_float32 or build.device.type == "cpu" else build.dtype
         self._num_logits = num_experts + (self._gate_name is not None)
         num_rows = num_experts if self._gate_name is None else -(-self._num_logits // COLUMN_STEP) * COLUMN_STEP
@@ -112,7 +113,7 @@ class Router(WeightedModule):
         self._thirds: Tensor | None = None
 
     def finish(self) -> None:
-        """Split a float32 weight where rows are bfloat16 and tensor cores want both so."""
+        """Split a float32 weight into bfloat16 parts for tensor cores, if activations are bfloat16."""
         if self._rows.dtype == torch.float32 and self._rows.is_cuda and self.dtype == torch.bfloat16:
             self._thirds = split_float32(self._rows)
 
@@ -122,7 +123,7 @@ class Router(WeightedModule):
         return route(scores, self._routing, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """The weight, and the shared expert's gate and the bias if there are any, whole on every rank."""
+        """The weight, the shared expert's gate and the bias if they exist; the same on every rank."""
         prefix = name[: name.rfind(".") + 1]
         yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
         if self._gate_name is not None:
@@ -131,17 +132,17 @@ class Router(WeightedModule):
             yield f"{prefix}{self._bias_name}", Slot(tuple(self.bias.shape), self.bias.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights; the bias is 0."""
+        """Draw normal weights. The bias stays 0."""
         fill_normal(self._rows, generator)
 
 
 class Experts(WeightedModule):
-    """Gated feed-forward layers, of which each token goes through a few: [T, hidden_size] -> [T, hidden_size].
+    """Gated feed-forward experts, a few of which each token uses: [T, hidden_size] -> [T, hidden_size].
 
-    Each rank has an even share of every expert's width. The checkpoint has three linears an expert, each copied
-    straight to its place. shared: one that every token goes to, the last. quantization: how their weights are stored,
-    if not in the model's dtype.
-    Raises ValueError when the ranks can't share the width evenly, or a quantised weight's blocks.
+    Each rank has an even share of every expert's width. The checkpoint has three linears per expert.
+    shared: a shared expert that is stored as the last one; None without one.
+    quantization: how the weights are stored; None for the model's dtype.
+    Raises ValueError if the ranks can't share the width, or a quantised weight's blocks, evenly.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Experts(WeightedModule):
         if quantization is not None and build.parallel.size > 1 and self._share % GROUP:
             ranks = build.parallel.size
             raise ValueError(
-                f"an expert is {intermediate_size} wide, whose FP8 blocks of {GROUP} {ranks} ranks can't split"
+                f"an expert is {intermediate_size} wide, but {ranks} ranks can't split its FP8 blocks of {GROUP}"
             )
         dtype = build.dtype if quantization is None else DTYPE
         w13 = torch.empty((num_experts, 2 * self._share, hidden_size), dtype=dtype, device=build.device)
@@ -178,17 +179,17 @@ class Experts(WeightedModule):
         self.weights = pack_experts(w13, w2, scales13, scales2)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The experts `ids` of x, weighted and summed, plus `residual` [T, hidden_size], which may be overwritten.
+        """The weighted sum of the experts `ids` of x, plus `residual` [T, hidden_size], which may be overwritten.
 
-        weights, ids: as the router gives them.
+        weights, ids: the results of the router.
         """
-        # A residual that every rank holds is added on one only, since the ranks' results are summed.
-        mine = residual if self._parallel.rank == 0 else None
-        part = fused_experts(x, self.weights, weights, ids, mine)
+        # Every rank holds the residual. It is added on one rank only, because the ranks' results are summed.
+        own_residual = residual if self._parallel.rank == 0 else None
+        part = fused_experts(x, self.weights, weights, ids, own_residual)
         return self._parallel.all_reduce(part if residual is None else part.to(residual.dtype))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """Three weights an expert, each with its scales if it is quantised."""
+        """Three weights per expert, each with its scales if it is quantised."""
         w13, w2, scales13, scales2, _ = self.weights
         halves = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
@@ -208,12 +209,12 @@ class Experts(WeightedModule):
                 yield f"{down}_scale_inv", self._slot(column_blocks, scales2, (expert,), 1)
 
     def _slot(self, shape: tuple[int, int], target: Tensor, index: tuple[int, ...], dim: int) -> Slot:
-        """For a tensor of `shape`, of which this rank's share along `dim` goes to `target[index]`."""
+        """A slot that copies this rank's share along `dim` of a tensor of `shape` to `target[index]`."""
         copy = partial(_copy_share, target, index, dim, self._parallel.rank)
         return Slot(shape, copy, DTYPE if target.dtype == DTYPE else None)
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights, or what they come to when they are quantised."""
+        """Draw normal weights, quantised if the weights are."""
         w13, w2, scales13, scales2, _ = self.weights
         if scales13 is None or scales2 is None:
             fill_normal(w13, generator)
@@ -226,10 +227,10 @@ class Experts(WeightedModule):
 
 
 def _copy_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int, tensor: Tensor) -> None:
-    # Of many thousands of slots each makes its view when its tensor comes.
-    own = target[index]
-    size = own.shape[dim]
-    own.copy_(tensor.narrow(dim, rank * size, size))
+    # The view is created when the tensor is loaded, because there are thousands of slots.
+    view = target[index]
+    size = view.shape[dim]
+    view.copy_(tensor.narrow(dim, rank * size, size))
 
 
 def _num_groups(size: int) -> int:
@@ -241,7 +242,7 @@ def _blocks(shape: tuple[int, int]) -> tuple[int, int]:
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts in place of a gated feed-forward layer, named as most checkpoints do."""
+    """A router and its experts, in place of a gated feed-forward layer. Attributes have the usual checkpoint names."""
 
     def __init__(self, gate: Router, experts: Experts):
         super().__init__()
@@ -249,14 +250,14 @@ class SparseMLP(nn.Module):
         self.experts = experts
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """Of x or of what `norm` makes of it, plus `residual`, which may be overwritten; all [T, hidden_size]."""
+        """The experts' sum for norm(x), or for x without `norm`, plus `residual`, which may be overwritten."""
         if norm is not None:
             x = norm.forward(x)
         return self.experts.forward(x, *self.gate.forward(x), residual)
 
 
 class TokenGate(WeightedModule):
-    """How much of something each token gets: [T, hidden] -> float32 [T, 1] from 0 to 1, the same on every rank."""
+    """A sigmoid gate per token: [T, hidden] -> float32 [T, 1], the same on every rank."""
 
     def __init__(self, hidden_size: int, build: BuildContext):
         super().__init__(build)
@@ -267,9 +268,9 @@ class TokenGate(WeightedModule):
         return linear(x, self.weight).float().sigmoid()
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """The weight, whole on every rank."""
+        """The weight; the same on every rank."""
         yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Normal weights."""
+        """Draw normal weights."""
         fill_normal(self.weight, generator)

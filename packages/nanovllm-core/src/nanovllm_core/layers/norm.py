@@ -1,7 +1,4 @@
-"""Normalisation.
-
-This room must not know what it normalises.
-"""
+"""Normalisation layers."""
 
 from collections.abc import Iterator
 
@@ -16,8 +13,8 @@ from nanovllm_kernels.elementwise import pack_norm, rms_norm
 class RMSNorm(WeightedModule):
     """Root mean square normalisation over the last dimension (Zhang and Sennrich 2019).
 
-    packed: the weight in the form that runs fastest, once it is there. zero_centred: checkpoints hold the weight less
-    1; as a sum it keeps float32, or the small numbers that are stored would be rounded.
+    packed: the weight in the form that the kernels read fastest; set by `finish`.
+    zero_centred: checkpoints hold the weight minus 1. The sum is kept in float32, so that it is not rounded.
     """
 
     def __init__(self, size: int, eps: float, build: BuildContext, *, zero_centred: bool = False):
@@ -39,10 +36,10 @@ class RMSNorm(WeightedModule):
         return self.weight.copy_(weight.float() + 1.0 if self._zero_centred else weight)
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Ones, as norms begin."""
+        """Set the weight to ones."""
         del generator
         self.weight.fill_(1.0)
 
     def finish(self) -> None:
-        """Pack the weight where that pays."""
+        """Pack the weight where that is faster."""
         self.packed = pack_norm(self.weight)

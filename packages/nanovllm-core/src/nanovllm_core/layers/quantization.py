@@ -1,7 +1,4 @@
-"""Quantised weights: which modules have them, and how a checkpoint's blocks get into a layer that holds several.
-
-This room must not know which layers there are.
-"""
+"""Block FP8 weights: which modules have them, and the slots that load them, also into joint weights."""
 
 import math
 from collections.abc import Iterator
@@ -14,28 +11,28 @@ from nanovllm_core.layers.weights import INITIAL_STD, Slot, copy_share
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, empty_weight, quantize_blocks
 
-# Of a random weight so many rows are drawn at once.
+# Rows of a random weight that are drawn at once, to bound memory.
 ROWS_DRAWN = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFP8:
-    """Linear weights are e4m3, with a float32 scale a block of 128 x 128 beside them (`weight_scale_inv`).
+    """Linear weights in e4m3, with a float32 scale per block of 128 x 128 (`weight_scale_inv`).
 
-    kept: modules that are not: a name, or the beginning or the end of one, as `modules_to_not_convert` has them.
+    kept: modules that are not quantised (`modules_to_not_convert`): a name, or the beginning or the end of a name.
     """
 
     kept: tuple[str, ...] = ()
 
     def keeps(self, name: str) -> bool:
-        """Whether the module of that name stays as it is."""
+        """Whether the module of that name is not quantised."""
         return any(name == kept or name.startswith(f"{kept}.") or name.endswith(kept) for kept in self.kept)
 
 
 def quantization_of(quantization: BlockFP8 | None, prefix: str, *names: str) -> BlockFP8 | None:
-    """How the modules `names` of `prefix`, which are multiplied as one, are quantised, if at all.
+    """The quantisation of the modules `names` of `prefix`, which share one matmul; None if they are not quantised.
 
-    Raises ValueError when some of them are and others aren't.
+    Raises ValueError if only some of them are quantised.
     """
     if quantization is None:
         return None
@@ -49,26 +46,29 @@ def quantization_of(quantization: BlockFP8 | None, prefix: str, *names: str) -> 
 
 
 def joint_weight(starts: list[int], shares: list[int], width: int, device: torch.device) -> BlockFP8Weight:
-    """Room for parts of `shares` rows each, of which the first is row `starts[i]` of the checkpoint's tensor.
+    """An empty weight for several parts in one matmul.
 
-    Rows of one block of 128 stay under one scale; where parts or starts are no multiples of 128, a block is cut.
+    shares: rows of each part. starts: per part, the row of the checkpoint's tensor at which its share begins.
+    width: columns.
+    If shares or starts are no multiples of 128, scales cover fewer than 128 rows each.
     """
     begins = [sum(shares[:index]) for index in range(len(shares))]
     return empty_weight(sum(shares), width, math.gcd(GROUP, *begins, *starts), device)
 
 
 def block_slots(
-    name: str, shape: tuple[int, int], weight: BlockFP8Weight, rows: slice, mine: slice, columns: slice
+    name: str, shape: tuple[int, int], weight: BlockFP8Weight, rows: slice, source_rows: slice, columns: slice
 ) -> Iterator[tuple[str, Slot]]:
     """Slots for the weight [N, K] of the module `name` and for its scales.
 
-    rows: of `weight`, where its share goes. mine, columns: what of the whole is this share; columns from a multiple of
-    128 on.
+    shape: [N, K] in the checkpoint.
+    rows: rows of `weight` that are filled.
+    source_rows, columns: this rank's part of the checkpoint's tensor. Columns begin at a multiple of 128.
     """
-    yield f"{name}.weight", Slot(shape, copy_share(weight.data[rows], mine, columns), DTYPE)
+    yield f"{name}.weight", Slot(shape, copy_share(weight.data[rows], source_rows, columns), DTYPE)
     size = weight.block_rows
     target = weight.scales[rows.start // size : -(-rows.stop // size)]
-    blocks = torch.arange(mine.start, mine.stop, size) // GROUP
+    blocks = torch.arange(source_rows.start, source_rows.stop, size) // GROUP
     groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
 
     def copy(scales: Tensor) -> object:
@@ -78,7 +78,7 @@ def block_slots(
 
 
 def randomize_blocks(weight: BlockFP8Weight, generator: torch.Generator) -> None:
-    """Fill `weight` with what normal numbers come to when they are quantised."""
+    """Fill `weight` with quantised normal numbers."""
     size = weight.block_rows
     for begin in range(0, weight.data.shape[0], ROWS_DRAWN):
         numbers = weight.data[begin : begin + ROWS_DRAWN]

@@ -1,7 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864) as one table.
-
-This room must not know who rotates by it.
-"""
+"""Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864) as one table."""
 
 import math
 from dataclasses import dataclass
@@ -14,10 +11,10 @@ from nanovllm_kernels.elementwise import Rotation, plan_rotation
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """How Llama 3.1 stretches its context: slow frequencies by `factor`, fast ones not, those between smoothly.
+    """Context extension of Llama 3.1: divides slow frequencies by `factor`, and interpolates towards fast ones.
 
-    A frequency is slow when its wavelength exceeds original_max_position / low_freq_factor, fast when it is below
-    original_max_position / high_freq_factor. (Llama team 2024, https://arxiv.org/abs/2407.21783, and its model code.)
+    A frequency is slow if its wavelength exceeds original_max_position / low_freq_factor, and fast if it is below
+    original_max_position / high_freq_factor. Source: Llama team 2024, https://arxiv.org/abs/2407.21783, and its code.
     """
 
     factor: float
@@ -28,12 +25,13 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """How YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071) stretches a context: dimensions that turn more than
-    `beta_fast` times within the original one keep their frequency, those that turn less than `beta_slow` times have it
-    divided by `factor`, and those between in part, by a ramp over dimensions.
+    """Context extension of YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
 
-    attention_factor: what cosines and sines are multiplied by. mscale_all_dim: the weight, see `yarn_mscale`, by which
-    some families multiply whole heads as well; 0 for none. truncate: the ramp begins and ends at whole dimensions.
+    factor: divides the frequency of dimensions with less than `beta_slow` turns within the original context. Dimensions
+        with more than `beta_fast` turns keep theirs; a linear ramp connects both.
+    attention_factor: multiplies cosines and sines.
+    mscale_all_dim: weight for `yarn_mscale`, by which some families multiply whole heads too; 0 for off.
+    truncate: round the ramp's ends to whole dimensions.
     """
 
     factor: float
@@ -46,38 +44,38 @@ class YarnScaling:
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """By what YaRN multiplies queries and keys where a context is stretched by `factor`."""
+    """The factor by which YaRN multiplies queries and keys if a context is extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
-    """theta: the base of the frequencies. scaling: None for none. fraction: how much of each head is rotated."""
+    """theta: base of the frequencies. scaling: None for no extension. fraction: rotated share of each head."""
 
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
     fraction: float = 1.0
 
     def rotated(self, head_dim: int) -> int:
-        """How many dimensions of a head of `head_dim` are rotated, the first ones."""
+        """Number of leading dimensions of a head of `head_dim` that are rotated."""
         return round(head_dim * self.fraction)
 
 
 class RotaryEmbedding:
-    """The table of one kind of rotation, float32 [max_position, rotary_dim], and each step's look-up in it."""
+    """A table of rotations, float32 [max_position, rotary_dim], and its lookup for each step."""
 
     def __init__(self, config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device):
         self._table = rotary_table(config, rotary_dim, max_position, device)
 
     def plan(self, positions: Tensor) -> Rotation:
-        """What every layer of a step rotates by; positions: int64 [T]."""
+        """The rotation for all layers of a step. positions: int64 [T]."""
         return plan_rotation(self._table, positions)
 
 
 def rotary_table(config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device) -> Tensor:
     """Cosines, then sines, of every position's angles: float32 [max_position, rotary_dim] on `device`.
 
-    Computed on the CPU whatever the device, so that all ranks and all machines rotate by the same table.
+    Computed on the CPU for every device, so that all ranks and machines have the same table.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / config.theta**exponents
@@ -106,7 +104,7 @@ def _ramped(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     rotary_dim = 2 * frequencies.shape[0]
 
     def dimension(turns: float) -> float:
-        """Which one turns so often within the original context."""
+        """The dimension that makes `turns` turns within the original context."""
         position = scaling.original_max_position / (turns * 2 * math.pi)
         return rotary_dim * math.log(position) / (2 * math.log(theta))
 
@@ -115,7 +113,7 @@ def _ramped(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
         begin, end = math.floor(begin), math.ceil(end)
     begin, end = max(begin, 0), min(end, rotary_dim - 1)
     if begin == end:
-        # The least ramp that there is.
+        # Avoid a division by zero.
         end += 0.001
     slowed = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - begin) / (end - begin)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * slowed + frequencies * (1.0 - slowed)

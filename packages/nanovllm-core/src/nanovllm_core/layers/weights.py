@@ -1,8 +1,4 @@
-"""How weights get into a model: strictly, by name, each rank taking its share.
-
-A layer with weights is a `WeightedModule`: it offers slots, which say what a checkpoint calls a tensor, how large the
-whole of it is, and how this rank's share is copied. This room must not know where tensors come from.
-"""
+"""Loads weights into a model by name, strictly. Each layer offers slots for the tensors of the checkpoint."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -18,13 +14,15 @@ INITIAL_STD = 0.02
 
 
 class WeightError(ValueError):
-    """A checkpoint that is not the model's; the message, one line, names the tensor and what was expected of it."""
+    """A checkpoint that does not fit the model. The message is one line with the tensor and the expectation."""
 
 
 class Slot(NamedTuple):
-    """A place for one tensor: the shape of the whole of it, and what copies this rank's share out of it.
+    """The target of one tensor of the checkpoint.
 
-    dtype: what it must be stored as; None for any floating-point numbers of 16 bits or more.
+    shape: shape of the tensor, over all ranks.
+    copy: copies this rank's share of the tensor into the layer.
+    dtype: required dtype of the tensor; None for any floating-point dtype of 16 bits or more.
     """
 
     shape: tuple[int, ...]
@@ -32,15 +30,15 @@ class Slot(NamedTuple):
     dtype: torch.dtype | None = None
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether the tensor may be stored so."""
+        """Whether the tensor may have this dtype."""
         return dtype == self.dtype if self.dtype is not None else dtype.is_floating_point and dtype.itemsize > 1
 
 
 class WeightedModule(nn.Module, ABC):
     """A layer that owns weights.
 
-    They are plain attributes rather than parameters: no gradient is ever taken, `finish` may swap them for another
-    form, and looking one up is then a dictionary access in a path that runs hundreds of times a step.
+    Weights are plain attributes, not parameters: they need no gradients, `finish` may replace them, and reading a plain
+    attribute is faster.
     """
 
     def __init__(self, build: BuildContext):
@@ -49,52 +47,51 @@ class WeightedModule(nn.Module, ABC):
         self.dtype = build.dtype
 
     def allocate(self, *shape: int) -> Tensor:
-        """Uninitialised memory of this layer's dtype on its device."""
+        """An uninitialised tensor of this layer's dtype on its device."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @abstractmethod
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """Names in the checkpoint and their slots; `name` is the dotted path of this module within the model."""
+        """Pairs (name in the checkpoint, slot). name: dotted path of this module within the model."""
 
     @abstractmethod
     def randomize(self, generator: torch.Generator) -> None:
-        """Fill the weights with numbers that keep activations in range, on the device they are on."""
+        """Fill the weights with random numbers that keep activations in range."""
 
     def finish(self) -> None:
-        """Called once the weights are there: bring them into the form that runs fastest."""
+        """Bring the weights into the form that runs fastest. Called once all weights are loaded."""
         return
 
 
 def load_weights(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]], ignore: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Fill every slot of `module` and of its parts exactly once from `tensors`, then finish them.
+    """Fill every slot of `module` and its submodules exactly once from `tensors`, then finish them.
 
-    tensors: names and whole tensors, in any order, on any device. No more than one is held at a time.
-    ignore: says of a name without a slot whether that is all right.
-    Raises WeightError for a tensor that is missing, unexpected, there twice, of another shape, quantised where the
-    model's is not or the other way round.
+    tensors: pairs (name, whole tensor) in any order, on any device. Only one tensor is held at a time.
+    ignore: returns whether a tensor without a slot may be skipped, by its name.
+    Raises WeightError for a tensor that is missing, unexpected, repeated, or of another shape or kind of dtype.
     """
     layers = _weighted(module)
     slots = dict(slot for name, layer in layers for slot in layer.slots(name))
     filled: set[str] = set()
     for name, tensor in tensors:
         slot = slots.get(name)
-        found = tuple(tensor.shape)
+        shape = tuple(tensor.shape)
         if slot is None:
             if ignore(name):
                 continue
-            raise WeightError(f"tensor {name} {list(found)} is in the checkpoint, but the model has no such weight")
+            raise WeightError(f"tensor {name} {list(shape)} is in the checkpoint, but the model has no such weight")
         if name in filled:
             raise WeightError(f"tensor {name} is in the checkpoint twice")
-        if found != slot.shape:
-            raise WeightError(f"tensor {name} has shape {list(found)}, but the model expects {list(slot.shape)}")
+        if shape != slot.shape:
+            raise WeightError(f"tensor {name} has shape {list(shape)}, but the model expects {list(slot.shape)}")
         if not slot.takes(tensor.dtype):
-            wanted = "floating-point numbers of 16 or 32 bits" if slot.dtype is None else _name(slot.dtype)
-            raise WeightError(f"tensor {name} is of {_name(tensor.dtype)}, but the model expects {wanted}")
+            expected = "floating-point numbers of 16 or 32 bits" if slot.dtype is None else _name(slot.dtype)
+            raise WeightError(f"tensor {name} is of {_name(tensor.dtype)}, but the model expects {expected}")
         slot.copy(tensor)
         filled.add(name)
-        # While the next one is read, this one's memory, or its whole file's where that is mapped, is free again.
+        # Free this tensor's memory, or its mapped file, before the next one is read.
         del tensor
     missing = [name for name in slots if name not in filled]
     if missing:
@@ -106,7 +103,7 @@ def load_weights(
 
 
 def fill_random(module: nn.Module, seed: int) -> None:
-    """Give every layer of `module` random weights, the same ones for the same seed and kind of device; finish them."""
+    """Fill every layer of `module` with random weights, which depend on seed and kind of device, and finish it."""
     layers = _weighted(module)
     generator = torch.Generator(layers[0][1].device).manual_seed(seed)
     for _, layer in layers:
@@ -116,12 +113,12 @@ def fill_random(module: nn.Module, seed: int) -> None:
 
 
 def fill_normal(weight: Tensor, generator: torch.Generator) -> None:
-    """Draw `weight` in place from N(0, 0.02), as most language models begin."""
+    """Draw `weight` in place from N(0, 0.02), the usual initialisation of language models."""
     weight.normal_(0.0, INITIAL_STD, generator=generator)
 
 
 def copy_share(target: Tensor, *share: slice) -> Callable[[Tensor], object]:
-    """What copies a part of a tensor, one slice a dimension from the first on, into `target`."""
+    """A function that copies the slice `share` of a tensor, one slice per leading dimension, into `target`."""
 
     def copy(tensor: Tensor) -> object:
         return target.copy_(tensor[share])

@@ -1,7 +1,4 @@
-"""Ranks and groups. One rank for now: layers already ask here how wide their share is.
-
-This room must not know what is split, only among how many.
-"""
+"""Tensor-parallel ranks. Only one rank is supported so far; layers already compute their shares here."""
 
 from dataclasses import dataclass
 
@@ -10,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """This process's place in its tensor-parallel group."""
+    """This process's rank in its tensor-parallel group of `size` processes."""
 
     rank: int = 0
     size: int = 1
@@ -20,15 +17,18 @@ class ParallelContext:
             raise ValueError(f"rank {self.rank} of {self.size}: only one rank is supported so far")
 
     def share(self, total: int, what: str) -> int:
-        """This rank's part of `total` equal things. Raises ValueError when they can't be split evenly."""
+        """This rank's share of `total`. Raises ValueError if `total` is not a multiple of the group's size.
+
+        what: name of the quantity for the error message.
+        """
         if total % self.size:
             raise ValueError(f"{what} is {total}, which {self.size} ranks can't split evenly")
         return total // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`."""
+        """The sum of `x` over all ranks."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, joined along the last dimension."""
+        """`x` of all ranks, concatenated along the last dimension."""
         return x

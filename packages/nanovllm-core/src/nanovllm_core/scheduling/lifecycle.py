@@ -1,8 +1,4 @@
-"""Requests from the queue to their last block: who waits, who holds a row, and how a hold ends.
-
-Whatever ends a hold on row and blocks (finish, abort, preemption) goes through one exit, which waits until
-no step in flight refers to it. This room must not know what a step is, nor why a request is preempted or over.
-"""
+"""Tracks requests from the waiting queue until their row and cache blocks are released."""
 
 from dataclasses import dataclass
 
@@ -14,7 +10,10 @@ from nanovllm_core.scheduling.rows import RowTable
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the start. tokens: computed, prompts and decodes alike. prefix_queries, prefix_hits: in tokens."""
+    """Totals since the engine started.
+
+    tokens: computed tokens of prompts and decodes. prefix_queries, prefix_hits: in tokens.
+    """
 
     steps: int = 0
     preemptions: int = 0
@@ -26,42 +25,45 @@ class SchedulerCounters:
 
 
 class Lifecycle:
-    """All requests that are not over, and those that are but still hold something."""
+    """Unfinished requests, and finished ones that still hold a row and blocks.
+
+    Finish, abort and preemption all release through `release_when_idle`, which waits for the steps in flight.
+    """
 
     def __init__(self, cache: CacheManager, rows: RowTable):
         self.cache = cache
         self.rows = rows
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()
-        # Requests that are over or preempted, and whose row and blocks wait for a step in flight.
+        # Finished and preempted requests that keep row and blocks until no step in flight refers to them.
         self.num_finishing = 0
         self.num_preempting = 0
         self._requests: dict[int, Request] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row, those included whose preemption waits for a step in flight."""
+        """Waiting requests, including preempted ones that a step in flight still refers to."""
         return len(self.waiting) + self.num_preempting
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything is left to do, be it only to take back what finished requests held."""
+        """Whether a request is unfinished, or a finished one still holds a row and blocks."""
         return bool(self._requests) or self.num_finishing > 0
 
     def find(self, key: int) -> Request | None:
-        """The request with this key, unless it is over."""
+        """The unfinished request with this key, or None."""
         return self._requests.get(key)
 
     def add(self, request: Request) -> None:
-        """Queue a new request, whose key no other has."""
+        """Queue a new request with a unique key."""
         self._requests[request.key] = request
         self.waiting.push(request)
 
     def start(self, request: Request, num_computed: int) -> None:
-        """Give a row to a waiting request that the cache has admitted; `num_computed` of its tokens are cached."""
+        """Give a row to a waiting request that the cache has admitted. num_computed: its tokens found in the cache."""
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
-        self.rows.take(request, num_computed, len(request.block_ids) * self.cache.block_size)
+        self.rows.assign(request, num_computed, len(request.block_ids) * self.cache.block_size)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_computed
             self.counters.prompt_tokens += request.num_prompt_tokens
@@ -70,7 +72,7 @@ class Lifecycle:
                 self.counters.prefix_hits += request.num_cached_tokens
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it will compute its tokens again. Its tokens in flight still count."""
+        """Move a running request back to the queue and free its blocks. Tokens in flight are still appended."""
         self.rows.running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
@@ -79,26 +81,26 @@ class Lifecycle:
         self.release_when_idle(request)
 
     def finish(self, request: Request) -> None:
-        """End a request that is not over yet, wherever it is."""
+        """Finish a request in any unfinished state."""
         if request.status is RequestStatus.WAITING and not self.waiting.remove(request):
             self.num_preempting -= 1
         if request.row >= 0:
-            self.rows.running[request.row], self.rows.over[request.row] = False, True
+            self.rows.running[request.row], self.rows.finished[request.row] = False, True
         request.status = RequestStatus.FINISHED
-        # Its key is free again at once, whenever its blocks come back.
+        # The key may be used again at once, even if blocks are released later.
         del self._requests[request.key]
         self.num_finishing += 1
         self.release_when_idle(request)
 
     def release_when_idle(self, request: Request) -> None:
-        """The one exit: give back row and blocks, unless a step in flight still refers to them."""
+        """Release row and blocks, unless a step in flight refers to them. Called again when that step has finished."""
         if request.row >= 0:
             if self.rows.steps_in_flight[request.row] > 0:
                 return
             if self.cache.prefix_caching:
                 known = min(self.rows.num_computed[request.row], self.rows.num_known[request.row])
                 self.cache.commit(request, int(known))
-            self.rows.give_back(request)
+            self.rows.free(request)
             self.cache.release(request)
         if request.status is RequestStatus.FINISHED:
             self.num_finishing -= 1

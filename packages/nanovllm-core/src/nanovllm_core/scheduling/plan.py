@@ -1,8 +1,6 @@
-"""What one step is to do, in the few numbers that a runner needs.
+"""The plan of one step, which the scheduler makes and the runner executes, and the results of the step.
 
-A plan is small and made of plain values, so that it can travel to other ranks; what it says of every request is
-columns, so that nobody need look at requests one by one. This room must not know how the choice was made or how it is
-carried out.
+A plan consists of plain values, so that it can be sent to other ranks, and of columns over all requests.
 """
 
 from collections.abc import Sequence
@@ -19,8 +17,8 @@ from nanovllm_core.token_ids import TokenIds
 class BatchShape(NamedTuple):
     """The shape of a step's batch.
 
-    query_len: set when every request has that many tokens (uniform decode).
-    whole: whether all requests with several tokens have no computed ones before the step.
+    query_len: tokens per request if all requests have the same number (uniform decode); else None.
+    whole: whether no request with several tokens in the step has computed tokens before the step.
     """
 
     num_reqs: int
@@ -30,11 +28,12 @@ class BatchShape(NamedTuple):
 
 
 class ScheduledRows(NamedTuple):
-    """Who takes part in a step: n rows, those with one token first, prompts of which nothing was computed last. One
-    object may stand for one step after another.
+    """The rows that a step computes: rows with one token first, prompts without computed tokens last.
 
-    rows: int64 [n]. num_tokens: int64 [n], how many more tokens each computes. samples: bool [n], whether the last of
-    them is sampled from.
+    Consecutive steps may share one object.
+    rows: int64 [n].
+    num_tokens: int64 [n], tokens that the step computes for each row.
+    samples: bool [n], whether the step samples a token after the last of them.
     """
 
     rows: NDArray[np.int64]
@@ -44,23 +43,21 @@ class ScheduledRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NewBlocks:
-    """How block tables grow: entry `entries[i]` of row `rows[i]` becomes `block_ids[i]`."""
+    """New entries of block tables: entry `entries[i]` of row `rows[i]` becomes `block_ids[i]`."""
 
     rows: list[int] = field(default_factory=list[int])
     entries: list[int] = field(default_factory=list[int])
     block_ids: list[int] = field(default_factory=list[int])
 
     def add(self, row: int, start: int, block_ids: Sequence[int]) -> None:
-        """Let a row have `block_ids` from entry `start` on."""
+        """Set the entries of a row from `start` on to `block_ids`."""
         self.rows.extend([row] * len(block_ids))
         self.entries.extend(range(start, start + len(block_ids)))
         self.block_ids.extend(block_ids)
 
 
 class NewState(NamedTuple):
-    """The slot that holds a request's state, as a copy of another (`origin`; 0: it begins without one), and the
-    checkpoints that are to be made of it.
-    """
+    """The state slot of a request, the slot it is copied from (`origin`; 0 for zeros), and checkpoints to save."""
 
     slot: int
     origin: int
@@ -72,10 +69,11 @@ NO_STATE = NewState(0, 0, ())
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that gets a row: all that the device must know of it.
+    """A request that gets a row, with all data that the device needs.
 
-    token_ids: the prompt and the outputs that the host knows. seed: of its random numbers. stop_ids: what must not come
-    up before `sampling.min_tokens` outputs. compiled: its grammar, if it has one. state: for a recurrent model.
+    token_ids: the prompt and the outputs that the host knows.
+    stop_ids: tokens that may not be sampled before `sampling.min_tokens` outputs.
+    compiled: the compiled grammar; None without one.
     """
 
     row: int
@@ -90,9 +88,10 @@ class NewRow:
 
 
 class PromptPart(NamedTuple):
-    """Tokens of a prompt, `num_tokens` from `start` on, whose log-probabilities, `num_top` beside each, are wanted.
+    """Prompt tokens whose log-probabilities a step computes.
 
-    row: whose prompt. at: which of the step's tokens is the one before the first of them; the others follow it.
+    start, num_tokens: the tokens, by position in the prompt. num_top: alternatives to report per token.
+    at: index among the step's tokens of the token before the first of them; the others follow in order.
     """
 
     row: int
@@ -104,9 +103,10 @@ class PromptPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: rows that begin, block tables that grow, and which rows compute how many tokens.
+    """The plan of one step: changes of the device tables, and the rows to compute.
 
-    max_seq_len: longest context after the step, in tokens. prompt_logprobs: what it tells of prompts beside tokens.
+    max_seq_len: longest context after the step, in tokens.
+    prompt_logprobs: prompt tokens whose log-probabilities the step computes.
     """
 
     step: int
@@ -118,11 +118,13 @@ class StepPlan:
     prompt_logprobs: list[PromptPart] = field(default_factory=list[PromptPart])
 
 
-class StepTokens(NamedTuple):
-    """What a step sampled. tokens: int32, one for each row of the plan that samples, in its order.
+class StepResults(NamedTuple):
+    """The results of a step.
 
-    logprobs: which of the tokens, and its log-probabilities, where they were asked for. failed: which of them stand for
-    nothing, as the request's grammar has failed, and why. prompt_logprobs: one for each of the plan's.
+    tokens: int32 [n], one per row of the plan that samples, in the plan's order.
+    logprobs: pairs (index into `tokens`, log-probabilities) for rows that asked for them.
+    failed: pairs (index into `tokens`, reason) for rows whose grammar failed; their tokens mean nothing.
+    prompt_logprobs: one entry per `PromptPart` of the plan.
     """
 
     tokens: NDArray[np.int32]

@@ -1,32 +1,32 @@
-"""The order in which requests are served. Lower scores are served first."""
+"""Scores that order requests. Requests with lower scores are served first."""
 
 from nanovllm_core.request import Request
 
 Score = tuple[int, int, float]
 
-# A step with prompts takes at most so many times a decode step, unless its limit allows more.
+# Without a target time, a step with prompts and decodes may take this many usual decode steps (see `StepLimits`).
 DECODE_STEPS = 4
-# The prompt that has waited longest gets at least this share of the prompts' time, over a few steps.
+# Over a few steps, the oldest prompt gets at least this share of the time spent on prompts.
 OLDEST_SHARE = 0.25
-# So many requests may be admitted before one for which there were too few free blocks.
+# This many other requests may be admitted before a request that lacked free blocks.
 MAX_BYPASSES = 32
 
 
 def request_class(request: Request) -> tuple[int, int]:
-    """Preempted requests before new ones, then by priority. A lower class is served before a higher one."""
+    """The class of a request: preempted before new, then by priority. Lower classes are served first."""
     return (0 if request.num_preemptions else 1, request.priority)
 
 
 def waiting_score(request: Request) -> Score:
-    """Among requests without a row: by class, then by arrival."""
+    """Score of a request without a row: by class, then by arrival."""
     return (*request_class(request), request.arrival_time)
 
 
 def urgency(request: Request) -> tuple[int, float]:
-    """Among running requests: by priority, then by arrival."""
+    """Score of a running request: by priority, then by arrival."""
     return (request.priority, request.arrival_time)
 
 
 def victim_score(request: Request, *, prefilling: bool) -> Score:
-    """Whose blocks to take when memory runs out: the highest. Unfinished prefills first, then the least urgent."""
+    """Score for preemption: the highest is preempted first. Unfinished prefills, then the least urgent requests."""
     return (int(prefilling), *urgency(request))

@@ -1,4 +1,4 @@
-"""Shares a step's budget among prompts: those that hold a row already, and those that wait for one."""
+"""Divides a step's budget among prompts of requests with a row and of waiting requests."""
 
 from typing import NamedTuple
 
@@ -14,19 +14,21 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 # Waiting requests that are considered for a step.
 WINDOW = 64
-# After so many steps a request that lacked blocks is looked up again: it may share blocks that others hold by now.
+# Chunks end at multiples of this number of tokens, or of shorter blocks. With longer units more of a step is padding.
+CHUNK_UNIT = 16
+# After this many steps the cache is searched again for a request that lacked blocks: others may have computed some.
 RETRY_STEPS = 16
 
 
 class Chunk(NamedTuple):
-    """A prompt's part in a step: its row computes `num_tokens` tokens."""
+    """The part of a prompt that a step computes: `num_tokens` tokens of a row."""
 
     row: int
     num_tokens: int
 
 
 class PromptChunks(NamedTuple):
-    """The prompts' part of a step: chunks, and the rows and blocks of requests that are admitted for them."""
+    """The chunks of a step, with new rows and blocks of requests that the step admits."""
 
     chunks: list[Chunk]
     new_rows: list[NewRow]
@@ -36,7 +38,8 @@ class PromptChunks(NamedTuple):
 class _Candidate(NamedTuple):
     """A prompt that the step may compute.
 
-    start, end: the tokens that are left. Of a waiting request `start` is an estimate: the hits when last looked up.
+    start, end: the range of tokens still to compute. For a waiting request `start` is an estimate: the cached tokens at
+        the last search.
     """
 
     request: Request
@@ -47,8 +50,8 @@ class _Candidate(NamedTuple):
 class PromptScheduler:
     """Chooses the prompts of each step.
 
-    The prompt with the least work left goes first, within the most urgent class of requests. The oldest of this class
-    gets a share of the steps' time even so, and a request that lacks blocks is not overtaken for ever.
+    Within the most urgent class of requests, the prompt with the least work left goes first. The oldest prompt of the
+    class always gets a share of the time. A request that lacks blocks is overtaken at most MAX_BYPASSES times.
     """
 
     def __init__(self, lifecycle: Lifecycle, limits: StepLimits, model: StepTimeModel):
@@ -57,12 +60,12 @@ class PromptScheduler:
         self._cache = lifecycle.cache
         self._rows = lifecycle.rows
         self._model = model
-        # Cached tokens of waiting requests by key, as last looked up.
+        # Cached tokens of waiting requests at the last search, by key.
         self._hits: dict[int, int] = {}
-        # Free blocks that waiting requests need, by key, of those for which there were too few.
+        # Free blocks needed by waiting requests that lacked blocks, by key.
         self._needed_blocks: dict[int, int] = {}
         self._num_windows = 0
-        # The first of these requests, and how many others were admitted since.
+        # The first request that lacked blocks, and how many others were admitted since.
         self._blocked: Request | None = None
         self._num_bypasses = 0
         # Steps in a row in which the oldest prompt got less than its share.
@@ -78,7 +81,7 @@ class PromptScheduler:
             candidates += self._waiting()
         if not candidates:
             return
-        budget = StepBudget(self._limits, self._model, decodes, self._cache.block_size)
+        budget = StepBudget(self._limits, self._model, decodes, min(self._cache.block_size, CHUNK_UNIT))
         candidates.sort(key=self._order)
         most_urgent = request_class(candidates[0].request)
         oldest = min(
@@ -101,7 +104,7 @@ class PromptScheduler:
                 break
 
     def _serve(self, candidate: _Candidate, budget: StepBudget, planned: PromptChunks) -> float:
-        """Give a prompt what the budget has for it, and return the seconds that this takes."""
+        """Add a chunk of the prompt within the budget, and return the predicted seconds of the chunk."""
         num_tokens = budget.chunk(candidate.start, candidate.end)
         if num_tokens == 0:
             return 0.0
@@ -116,7 +119,7 @@ class PromptScheduler:
         rows = self._rows
         begun = np.flatnonzero(rows.running & (rows.num_tokens - rows.num_computed > 1))
         starts, ends = rows.num_computed[begun].tolist(), rows.num_tokens[begun].tolist()
-        return list(map(_Candidate, rows.of(begun), starts, ends))
+        return list(map(_Candidate, rows.requests_of(begun), starts, ends))
 
     def _waiting(self) -> list[_Candidate]:
         window = list(self._lifecycle.waiting.first(WINDOW))
@@ -143,9 +146,9 @@ class PromptScheduler:
         return request_class(request), self._model.chunk_seconds(start, left), left, request.arrival_time
 
     def _must_wait(self, request: Request) -> bool:
-        """Whether blocks are known to be too few for `request`, or are kept for one that came before it."""
+        """Whether `request` is known to lack blocks, or must not overtake the blocked request again."""
         num_blocks = self._needed_blocks.get(request.key, 0)
-        # The number includes the watermark's blocks, which an idle engine need not keep.
+        # An idle engine does not keep the watermark's blocks free, so `num_blocks` may be too large then.
         if self._cache.pool.num_free < num_blocks and self._rows.num_running > 0:
             return True
         blocked = self._blocked

@@ -1,8 +1,4 @@
-"""What the scheduler knows of the requests that hold a row, as columns: a step looks at all of them at once.
-
-In steady decode nothing happens to a request but that its numbers grow; whoever needs more than that is found here by
-comparing columns. This room must not know when or why a number changes.
-"""
+"""The scheduler's state of requests that hold a row, as numpy columns, so that a step processes all rows at once."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -19,8 +15,8 @@ Rows = NDArray[np.int64]
 _NO_TOKEN = -1
 
 
-class Members(NamedTuple):
-    """Rows, and of the request that holds each: itself, its key, and the list of its outputs."""
+class RequestColumns(NamedTuple):
+    """Rows and, in the same order, their requests, request keys and lists of output tokens."""
 
     rows: Rows
     requests: list[Request]
@@ -28,22 +24,28 @@ class Members(NamedTuple):
     output_ids: list[list[int]]
 
 
-class Cohort(NamedTuple):
-    """Requests that decode together, step after step: what each of these steps schedules, and for whom."""
+class DecodeBatch(NamedTuple):
+    """Rows that decode together in consecutive steps, and the requests of these rows."""
 
     scheduled: ScheduledRows
-    members: Members
+    columns: RequestColumns
 
 
 class RowTable:
-    """Rows 0..num_rows-1. A row is its request's until no step in flight refers to it.
+    """Rows 0..num_rows-1. A request keeps its row until no step in flight refers to it.
 
-    requests: whose each row is. The rest are columns [rows], of bools:
-    running: whether it may be scheduled. over: whether nobody wants its tokens any more.
-    and of int64:
-    keys: of the requests. num_prompt: tokens of the prompt. num_known: tokens that the host knows. num_tokens: with the
-    placeholders of those that were sampled on the device and have not reached the host yet. num_computed: chases
-    num_tokens. max_total: where it ends. capacity: tokens that its blocks hold. steps_in_flight: that refer to it.
+    requests: the request of each row; None for a free row.
+    running: bool [rows], whether the request may be scheduled.
+    finished: bool [rows], whether the request has finished; its further tokens are discarded.
+    The other columns are int64 [rows]:
+    keys: request keys.
+    num_prompt: tokens of the prompt.
+    num_known: tokens that the host knows.
+    num_tokens: num_known plus tokens sampled on the device that have not reached the host yet.
+    num_computed: tokens computed by all scheduled steps; at most num_tokens.
+    max_total: tokens at which the request finishes.
+    capacity: tokens that the request's blocks hold.
+    steps_in_flight: steps in flight that refer to the row.
     """
 
     def __init__(self, num_rows: int, eos_count: int):
@@ -59,26 +61,26 @@ class RowTable:
             self.num_prompt,
             self.steps_in_flight,
         ) = numbers
-        self.running, self.over = np.zeros((2, num_rows), np.bool_)
+        self.running, self.finished = np.zeros((2, num_rows), np.bool_)
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + eos_count), _NO_TOKEN, np.int64)
         self._most_stop_ids = 1
-        # By token, whether it has ever stopped anybody; False for all from the last on.
+        # By token id, whether any request so far had it as a stop token. The last entry is False.
         self._may_stop = np.zeros(1, np.bool_)
-        self._cohort: Cohort | None = None
+        self._decode_batch: DecodeBatch | None = None
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
-        """Rows that nobody holds."""
+        """Number of free rows."""
         return len(self._free)
 
     @property
     def num_running(self) -> int:
-        """Requests that may be scheduled."""
+        """Number of requests that may be scheduled."""
         return int(np.count_nonzero(self.running))
 
-    def take(self, request: Request, num_computed: int, capacity: int) -> None:
-        """Give `request` a row, there being one."""
+    def assign(self, request: Request, num_computed: int, capacity: int) -> None:
+        """Give `request` a free row. The caller has checked `num_free`."""
         request.row = row = self._free.pop()
         self.requests[row] = request
         self.keys[row] = request.key
@@ -87,46 +89,46 @@ class RowTable:
         self.max_total[row] = request.max_total_tokens
         self.capacity[row] = capacity
         self.num_prompt[row] = request.num_prompt_tokens
-        self.running[row], self.over[row] = True, False
+        self.running[row], self.finished[row] = True, False
         self._stop_ids[row] = _NO_TOKEN
         self._stop_ids[row, : len(request.stop_ids)] = tuple(request.stop_ids)
         self._most_stop_ids = max(self._most_stop_ids, len(request.stop_ids))
-        self._remember(request.stop_ids)
-        self._cohort = None
+        self._record_stop_ids(request.stop_ids)
+        self._decode_batch = None
 
-    def give_back(self, request: Request) -> None:
-        """Take the row of `request` back, which no step refers to."""
+    def free(self, request: Request) -> None:
+        """Free the row of `request`. No step in flight may refer to it."""
         row = request.row
         self.requests[row] = None
         self.running[row] = False
         self._free.append(row)
         request.row = -1
 
-    def of(self, rows: Rows) -> list[Request]:
-        """The requests of `rows`, each of which somebody holds."""
+    def requests_of(self, rows: Rows) -> list[Request]:
+        """The requests of `rows`; free rows are skipped."""
         requests = self.requests
         return [request for row in rows.tolist() if (request := requests[row]) is not None]
 
-    def members(self, rows: Rows) -> Members:
-        """Who holds `rows`, each of which somebody does."""
-        requests = self.of(rows)
-        return Members(rows, requests, self.keys[rows].tolist(), [request.output_ids for request in requests])
+    def columns(self, rows: Rows) -> RequestColumns:
+        """The requests of `rows` with their keys and outputs. No row may be free."""
+        requests = self.requests_of(rows)
+        return RequestColumns(rows, requests, self.keys[rows].tolist(), [request.output_ids for request in requests])
 
-    def cohort(self, rows: Rows) -> Cohort:
-        """Of `rows`, which all compute a token and sample one; the same object while they are the same requests'."""
-        if self._cohort is None or not np.array_equal(self._cohort.scheduled.rows, rows):
+    def decode_batch(self, rows: Rows) -> DecodeBatch:
+        """The batch in which each of `rows` decodes one token; the same object while the requests stay the same."""
+        if self._decode_batch is None or not np.array_equal(self._decode_batch.scheduled.rows, rows):
             count = len(rows)
             scheduled = ScheduledRows(rows, np.ones(count, np.int64), np.ones(count, np.bool_))
-            self._cohort = Cohort(scheduled, self.members(rows))
-        return self._cohort
+            self._decode_batch = DecodeBatch(scheduled, self.columns(rows))
+        return self._decode_batch
 
     def stopped_by(self, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether a row's token is one that stops it: bool, like `rows` and `tokens`."""
+        """Whether each token is a stop token of its row: bool [n]. rows: int64 [n]. tokens: int32 [n]."""
         if not self._may_stop.take(tokens, mode="clip").any():
             return np.zeros(len(tokens), np.bool_)
         return (self._stop_ids[rows, : self._most_stop_ids] == tokens[:, None]).any(1)
 
-    def _remember(self, stop_ids: Collection[int]) -> None:
+    def _record_stop_ids(self, stop_ids: Collection[int]) -> None:
         if not stop_ids:
             return
         missing = max(stop_ids) + 2 - len(self._may_stop)

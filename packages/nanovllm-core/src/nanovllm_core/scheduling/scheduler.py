@@ -1,9 +1,4 @@
-"""Decides, step by step, which requests compute how many tokens.
-
-One rule: a request has `num_computed_tokens` chasing `num_tokens`, and a step gives each some tokens out of one
-budget. Several steps may be in flight: `schedule` is called before the last step's tokens are known, `complete` when
-they are. This room must not know about devices, tensors, text or asyncio.
-"""
+"""Decides how many tokens of each request the next step computes."""
 
 import random
 from collections.abc import Sequence
@@ -13,20 +8,24 @@ import numpy as np
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request, RequestStatus, StepOutputs
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.intake import Intake, ScheduledStep
 from nanovllm_core.scheduling.lifecycle import Lifecycle
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, PromptPart, ScheduledRows, StepPlan, StepTokens
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, PromptPart, ScheduledRows, StepPlan, StepResults
 from nanovllm_core.scheduling.policy import Score, urgency, victim_score
 from nanovllm_core.scheduling.prompts import Chunk, PromptChunks, PromptScheduler
+from nanovllm_core.scheduling.result_applier import ResultApplier, ScheduledStep
 from nanovllm_core.scheduling.rows import Rows, RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Blocks are given ahead of need where so many times as many are free.
+# Blocks are allocated ahead of need if this many times as many blocks are free.
 PLENTY = 4
 
 
 class Scheduler:
-    """Requests from the queue to their last token."""
+    """Schedules requests from the queue to their last token.
+
+    There is no prefill or decode phase: each step computes some of every request's remaining tokens within one budget.
+    Several steps may be in flight: `schedule` may be called before `complete` of earlier steps.
+    """
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Scheduler:
         self.rows = RowTable(max_num_seqs, len(self._eos_token_ids))
         self._lifecycle = Lifecycle(cache, self.rows)
         self.waiting, self.counters = self._lifecycle.waiting, self._lifecycle.counters
-        self._intake = Intake(self._lifecycle)
+        self._result_applier = ResultApplier(self._lifecycle)
         self.limits = limits
         self.step_times = step_times or StepTimeModel()
         self._prompts = PromptScheduler(self._lifecycle, limits, self.step_times)
@@ -54,36 +53,36 @@ class Scheduler:
     @property
     def running(self) -> list[Request]:
         """Requests with a row that may be scheduled."""
-        return self.rows.of(np.flatnonzero(self.rows.running))
+        return self.rows.requests_of(np.flatnonzero(self.rows.running))
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row, those included whose preemption waits for a step in flight."""
+        """Waiting requests, including preempted ones that a step in flight still refers to."""
         return self._lifecycle.num_waiting
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything is left to do, be it only to take back what finished requests held."""
+        """Whether a request is unfinished, or a finished one still holds a row and blocks."""
         return self._lifecycle.has_requests
 
     def add(self, request: Request) -> None:
-        """Queue a new request, already checked. Raises ValueError when its key is taken."""
+        """Queue a new, validated request. Raises ValueError if its key is in use."""
         if self._lifecycle.find(request.key) is not None:
             raise ValueError(f"request key {request.key} is in use")
         sampling = request.sampling
-        room = self._max_model_len - request.num_prompt_tokens
-        request.max_total_tokens = request.num_prompt_tokens + min(room, sampling.max_tokens or room)
+        max_outputs = self._max_model_len - request.num_prompt_tokens
+        request.max_total_tokens = request.num_prompt_tokens + min(max_outputs, sampling.max_tokens or max_outputs)
         request.stop_ids = frozenset(sampling.stop_token_ids)
-        # A grammar allows no end-of-sequence token but where it is complete, and then nothing else.
+        # A grammar allows end-of-sequence tokens only where it is complete, and then no other tokens.
         if not sampling.ignore_eos or sampling.grammar is not None:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        # Not when a step is planned, which the device may be waiting for.
+        # Hash here, not while a step is planned, because the device may be idle then.
         self.cache.hash_prompt(request)
         self._lifecycle.add(request)
 
     def abort(self, key: int) -> bool:
-        """End a request now; what it holds comes back once no step refers to it. False if it is unknown or over."""
+        """Finish a request now. Returns False if the key is unknown or the request has finished."""
         request = self._lifecycle.find(key)
         if request is None:
             return False
@@ -91,12 +90,12 @@ class Scheduler:
         return True
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step, or return None when there is nothing that could be computed now."""
+        """Plan the next step. Returns None if no request can be computed now."""
         preemptions = self.counters.preemptions
         prompts = PromptChunks([], [], NewBlocks())
         decodes = self._schedule_decodes(prompts.new_blocks)
         context = int(self.rows.num_computed[decodes].sum()) + len(decodes)
-        # A request that was just preempted needs the next free blocks more than a new one does.
+        # The next free blocks go to preempted requests before new ones.
         may_admit = self.counters.preemptions == preemptions and self._lifecycle.num_preempting == 0
         self._prompts.plan(StepWork(len(decodes), context), prompts, may_admit=may_admit)
         if not len(decodes) and not prompts.chunks:
@@ -104,42 +103,42 @@ class Scheduler:
         return self._launch(decodes, context, prompts)
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
-        """Learn from the time that the device took for a step."""
+        """Fit the step-time model to the device time of a finished step."""
         self.step_times.observe(step.work, seconds)
 
-    def complete(self, step: ScheduledStep, found: StepTokens) -> StepOutputs:
-        """Take in what a step computed, and return what it made for whom. Steps come back in the order they began."""
-        return self._intake.complete(step, found)
+    def complete(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
+        """Apply the results of a finished step, in scheduling order. Returns the outputs for its requests."""
+        return self._result_applier.apply(step, results)
 
     def _schedule_decodes(self, new_blocks: NewBlocks) -> Rows:
-        """One token for every running request that has its prompt behind it, and blocks to put it in."""
+        """The rows that decode one token in this step, after allocating blocks for them."""
         rows = self.rows
         num_tokens = rows.num_tokens
         decodes = np.flatnonzero(rows.running & (num_tokens - rows.num_computed == 1) & (num_tokens < rows.max_total))
-        # None lacks more than one block, as none computes more tokens than a block holds.
+        # Each decode computes one token, so it lacks at most one block.
         short = decodes[num_tokens[decodes] > rows.capacity[decodes]]
         if not len(short):
             return decodes
-        soon = self._soon_short(decodes)
+        soon = self._soon_out_of_blocks(decodes)
         if len(soon) * PLENTY <= self.cache.pool.num_free:
             short = soon
-        if self._grow(rows.of(short), new_blocks):
+        if self._add_blocks(rows.requests_of(short), new_blocks):
             return decodes
         return self._decodes_by_urgency(decodes, new_blocks)
 
-    def _soon_short(self, decodes: Rows) -> Rows:
-        """Those of `decodes` that will need a block more before a block's worth of steps is over.
+    def _soon_out_of_blocks(self, decodes: Rows) -> Rows:
+        """Those of `decodes` that will need another block within `block_size` steps.
 
-        Given to all of them at once, the device's block tables change in one step of so many, and in none between.
+        Giving all of them a block now changes the device's block tables in one step instead of in many.
         """
         rows = self.rows
         capacity = rows.capacity[decodes]
-        # The last token of an answer is never computed.
+        # The last output token is never computed.
         needs_more = capacity < rows.max_total[decodes] - 1
         return decodes[needs_more & (capacity - rows.num_tokens[decodes] < self.cache.block_size)]
 
-    def _grow(self, requests: Sequence[Request], new_blocks: NewBlocks) -> bool:
-        """One block more for each of `requests`; False, and nothing changed, when there are too few."""
+    def _add_blocks(self, requests: Sequence[Request], new_blocks: NewBlocks) -> bool:
+        """Give each of `requests` one more block. Returns False, without any change, if too few blocks are free."""
         block_ids = self.cache.grow(requests)
         if block_ids is None:
             return False
@@ -151,22 +150,22 @@ class Scheduler:
         return True
 
     def _decodes_by_urgency(self, decodes: Rows, new_blocks: NewBlocks) -> Rows:
-        """Those of `decodes` that take part although blocks are short: the most urgent get theirs first."""
+        """Those of `decodes` that the step includes when too few blocks are free: the most urgent get blocks first."""
         rows = self.rows
         chosen: set[int] = set()
-        for request in sorted(rows.of(decodes), key=urgency):
+        for request in sorted(rows.requests_of(decodes), key=urgency):
             row = request.row
-            # One may have been preempted for one before it in this very pass.
+            # The request may have been preempted by a more urgent one earlier in this loop.
             if request.status is RequestStatus.RUNNING and (
-                rows.num_tokens[row] <= rows.capacity[row] or self._grow_by_force(request, chosen, new_blocks)
+                rows.num_tokens[row] <= rows.capacity[row] or self._add_block_or_preempt(request, chosen, new_blocks)
             ):
                 chosen.add(row)
         return np.array(sorted(chosen), np.int64)
 
-    def _grow_by_force(self, request: Request, chosen: set[int], new_blocks: NewBlocks) -> bool:
-        """Get a block for a decode, from less urgent requests if need be; False if it must sit this step out."""
-        while not self._grow([request], new_blocks):
-            # Blocks are on their way back with a step in flight: take nobody else's meanwhile.
+    def _add_block_or_preempt(self, request: Request, chosen: set[int], new_blocks: NewBlocks) -> bool:
+        """Give a decode one more block, preempting less urgent requests if needed. False if it must wait."""
+        while not self._add_blocks([request], new_blocks):
+            # Blocks will be released when a step in flight finishes: preempt no other request until then.
             if self._lifecycle.num_preempting or self._lifecycle.num_finishing:
                 return False
             victim = max((other for other in self.running if other.row not in chosen), key=self._victim_score)
@@ -182,8 +181,8 @@ class Scheduler:
     def _launch(self, decodes: Rows, context: int, prompts: PromptChunks) -> ScheduledStep:
         rows = self.rows
         chunks, new_rows, new_blocks = prompts
-        cohort = None if chunks else rows.cohort(decodes)
-        scheduled = self._with_chunks(decodes, chunks) if cohort is None else cohort.scheduled
+        decode_batch = None if chunks else rows.decode_batch(decodes)
+        scheduled = self._scheduled_rows(decodes, chunks) if decode_batch is None else decode_batch.scheduled
         prompt_logprobs = self._prompt_parts(chunks, len(decodes)) if chunks else []
         computed = [(int(rows.num_computed[row]), num_tokens) for row, num_tokens in chunks]
         pairs = self.limits.rounds.pairs(computed)
@@ -194,7 +193,7 @@ class Scheduler:
         rows.num_tokens[taking] += samples
         rows.steps_in_flight[taking] += 1
         num_tokens = len(decodes) + sum(chunk.num_tokens for chunk in chunks)
-        is_uniform = cohort is not None or bool((counts == counts[0]).all())
+        is_uniform = decode_batch is not None or bool((counts == counts[0]).all())
         plan = StepPlan(
             step=self.counters.steps,
             new_rows=new_rows,
@@ -207,25 +206,26 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.tokens += num_tokens
         work = StepWork(self.limits.padded(num_tokens) if chunks else num_tokens, context, pairs)
-        return ScheduledStep(plan, ends, cohort, work, self.step_times.predict(work) if chunks else 0.0)
+        return ScheduledStep(plan, ends, decode_batch, work, self.step_times.predict(work) if chunks else 0.0)
 
-    def _with_chunks(self, decodes: Rows, chunks: list[Chunk]) -> ScheduledRows:
-        # A chunk of one token is a decode to the kernels; prompts that begin here may need less of them than others.
+    def _scheduled_rows(self, decodes: Rows, chunks: list[Chunk]) -> ScheduledRows:
+        # The order that the kernels expect: rows with one token first, prompts without computed tokens last.
         chunks.sort(key=lambda chunk: (chunk.num_tokens != 1, not self.rows.num_computed[chunk.row]))
         rows = np.concatenate((decodes, [chunk.row for chunk in chunks]))
         counts = np.concatenate((np.ones(len(decodes), np.int64), [chunk.num_tokens for chunk in chunks]))
         return ScheduledRows(rows, counts, self.rows.num_computed[rows] + counts == self.rows.num_tokens[rows])
 
     def _prompt_parts(self, chunks: list[Chunk], at: int) -> list[PromptPart]:
-        """What `chunks`, which begin at `at` of the step's tokens, are to tell of their prompts.
+        """The prompt tokens of `chunks` whose log-probabilities this step computes.
 
-        What is left of a prompt when it is planned with the decodes is its last token, which tells nothing of it.
+        at: index among the step's tokens of the first chunk's first token. Decodes are not needed here: a prompt whose
+            last token is scheduled as a decode has no further token to score.
         """
         parts: list[PromptPart] = []
-        requests = self.rows.of(np.array([chunk.row for chunk in chunks], np.int64))
+        requests = self.rows.requests_of(np.array([chunk.row for chunk in chunks], np.int64))
         for (row, num_tokens), request in zip(chunks, requests, strict=True):
             num_top, computed = request.sampling.prompt_logprobs, int(self.rows.num_computed[row])
-            # One that was preempted may compute tokens again whose successors have been scored.
+            # After a preemption tokens are computed again whose successors have been scored already.
             count = min(computed + num_tokens - request.num_scored, request.num_to_score)
             if num_top is not None and count > 0:
                 first = request.num_scored

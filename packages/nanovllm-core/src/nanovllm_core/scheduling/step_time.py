@@ -1,4 +1,4 @@
-"""Predicts how long a step takes from what it computes, and learns from the steps that have ended."""
+"""Predicts the time of a step from its amount of work, with a model fitted to the steps that have finished."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,21 +8,21 @@ from numpy.typing import NDArray
 
 from nanovllm_kernels.attention.rounds import attention_pairs
 
-# An observation counts 1 % less with each later one of its kind.
+# The weight of an observation decays by this factor with each later observation of its kind.
 _KEPT = 0.99
-# Decode steps tell what cached context costs, but steps with prompts are what is predicted.
+# Weight of decode steps in the fit. They show the cost of cached context, but only steps with prompts are predicted.
 _DECODE_SHARE = 0.25
-# A decode step is short, and like the one before it: the fit takes in one of so many.
+# The fit uses one of this many decode steps, because consecutive decode steps are alike.
 _DECODE_STRIDE = 8
-# Terms that recent steps do not tell apart stay near their last values.
+# Pulls coefficients that recent steps cannot distinguish towards their last values.
 _INERTIA = 1e-3
 _ERROR_KEPT = 0.95
 
 
 class StepWork(NamedTuple):
-    """What a step computes.
+    """The amount of work of a step.
 
-    num_tokens: tokens of decodes and prompts; with those of padding where a step's time is predicted or observed.
+    num_tokens: tokens of decodes and prompts; including padding where a step's time is predicted or observed.
     decode_context: sum of the decodes' context lengths, in tokens.
     prompt_pairs: pairs of a prompt's query token and a token it attends to, see `AttentionRounds.pairs`.
     """
@@ -41,17 +41,20 @@ class StepTimeCoefficients(NamedTuple):
     per_prompt_pair: float = 0.0
 
 
-# Chunk lengths that are measured at start-up, until a step takes longer than this.
+# Chunk lengths that are measured at start-up, in order, until a step takes longer than _CALIBRATED_S seconds.
 _CALIBRATED_TOKENS = (1, 16, 64, 256, 1024, 4096)
 _CALIBRATED_S = 0.02
+# Expected excess of the first steps: under load a device clocks lower than in the short steps that were measured.
+_CALIBRATED_EXCESS = 0.02
 
 
 def calibrate(
     model: "StepTimeModel", time_step: Callable[[int, int], float], max_num_tokens: int, max_model_len: int
 ) -> None:
-    """Let `model` observe a few steps before the first request, in a fraction of a second.
+    """Measure a few steps before the first request, in a fraction of a second, and fit `model` to them.
 
-    time_step: seconds of a step with one chunk of so many tokens after so many computed ones.
+    time_step(num_tokens, context): measures a step with one chunk of `num_tokens` after `context` computed tokens;
+        returns seconds.
     """
     num_tokens = 1
     for num_tokens in _CALIBRATED_TOKENS:
@@ -67,7 +70,7 @@ def calibrate(
     if num_tokens > 1:
         seconds = time_step(num_tokens, context)
         model.observe(StepWork(num_tokens, 0, attention_pairs(context, num_tokens)), seconds)
-    model.forget_error()
+    model.forget_error(_CALIBRATED_EXCESS)
 
 
 class StepTimeModel:
@@ -113,12 +116,12 @@ class StepTimeModel:
         return fixed + sum(rate * amount for rate, amount in zip(rates, work, strict=True))
 
     def chunk_tokens(self, start: int, seconds: float) -> float:
-        """The most tokens after `start` that a chunk computes within `seconds`; infinity before any observation."""
+        """Maximum length of a chunk that begins at `start` and takes `seconds`; infinity before any observation."""
         _, per_token, _, per_pair = self.coefficients
         return _positive_root(per_pair / 2, per_token + per_pair * (start + 0.5), seconds)
 
     def attention_tokens(self, start: int, seconds: float) -> float:
-        """The most tokens after `start` whose attention takes no longer than `seconds`."""
+        """Maximum length of a chunk that begins at `start` and whose attention takes `seconds`."""
         per_pair = self.coefficients.per_prompt_pair
         return _positive_root(per_pair / 2, per_pair * (start + 0.5), seconds)
 
@@ -127,21 +130,21 @@ class StepTimeModel:
         return self.coefficients.per_token * num_tokens + self.attention_seconds(start, num_tokens)
 
     def attention_seconds(self, start: int, num_tokens: int) -> float:
-        """The part of these seconds in which the chunk attends."""
+        """The part of `chunk_seconds` that is spent on attention."""
         return self.coefficients.per_prompt_pair * attention_pairs(start, num_tokens)
 
-    def forget_error(self) -> None:
-        """Start to measure the error anew: predictions before the first few observations say nothing of later ones."""
-        self._error = self._excess = 0.0
+    def forget_error(self, expected_excess: float = 0.0) -> None:
+        """Reset the measured error: errors of the first few observations do not predict later errors."""
+        self._error, self._excess = 0.0, expected_excess
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step of `work` that took `seconds`."""
+        """Add a step of `work` that took `seconds` to the fit."""
         if seconds > 0:
             (self._observe_prompts if work.prompt_pairs else self._observe_decodes)(work, seconds)
 
     def _observe_prompts(self, work: StepWork, seconds: float) -> None:
         expected = self.predict(work)
-        # Relative errors count. A step that took far too long (a first use compiles) then moves the fit little.
+        # Weighting by relative error limits the influence of outliers, such as steps that compile a kernel.
         scale = max(seconds, expected / 2)
         self._prompt_steps.add(work, seconds, scale)
         self._is_stale = True
@@ -152,7 +155,7 @@ class StepTimeModel:
 
     def _observe_decodes(self, work: StepWork, seconds: float) -> None:
         usual = self._decode_step_s
-        # As in the fit, one slow step must not change what is usual.
+        # Limit the influence of one slow step.
         self._decode_step_s = seconds if usual == 0 else usual + 0.1 * (min(seconds, 2 * usual) - usual)
         if self._num_decode_steps % _DECODE_STRIDE == 0:
             self._decode_steps.add(work, seconds, max(seconds, usual / 2))
@@ -166,15 +169,16 @@ class StepTimeModel:
         inertia = _INERTIA * np.diag(gram) + 1e-30
         prior = np.array(self._coefficients) / _SCALES
         gram, moment = gram + np.diag(inertia), moment + inertia * prior
+        # Non-negative least squares: drop the most negative coefficient until none is negative.
         kept = np.arange(len(_SCALES))
-        found = np.zeros(len(_SCALES))
+        solution = np.zeros(len(_SCALES))
         while len(kept):
             solved = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
             if (solved >= 0).all():
-                found[kept] = solved
+                solution[kept] = solved
                 break
             kept = np.delete(kept, solved.argmin())
-        return StepTimeCoefficients(*(found * _SCALES).tolist())
+        return StepTimeCoefficients(*(solution * _SCALES).tolist())
 
 
 def _positive_root(quadratic: float, linear: float, seconds: float) -> float:
@@ -183,7 +187,7 @@ def _positive_root(quadratic: float, linear: float, seconds: float) -> float:
         return 0.0
     if linear <= 0 or seconds == float("inf"):
         return float("inf")
-    # A form that allows quadratic to be 0.
+    # This form of the root also holds for quadratic = 0.
     return 2 * seconds / (linear + (linear * linear + 4 * quadratic * seconds) ** 0.5)
 
 
@@ -192,7 +196,7 @@ _SCALES = 1 / np.array([1.0, 1e3, 1e6, 1e8])
 
 
 class _Moments:
-    """Decaying sums over observations: of the products of their terms, and of terms times seconds."""
+    """Decaying sums over observations: products of pairs of terms, and products of terms with seconds."""
 
     def __init__(self) -> None:
         self._gram = np.zeros((len(_SCALES), len(_SCALES)))
@@ -200,13 +204,13 @@ class _Moments:
         self._weight = 0.0
 
     def add(self, work: StepWork, seconds: float, scale: float) -> None:
-        """Count an observation, whose error is relative to `scale` seconds."""
+        """Add an observation. scale: seconds relative to which its error counts."""
         terms = np.array((1, *work), np.float64) * _SCALES / scale
         self._gram = self._gram * _KEPT + np.outer(terms, terms)
         self._moment = self._moment * _KEPT + terms * (seconds / scale)
         self._weight = self._weight * _KEPT + 1
 
     def mean(self, share: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The weighted mean of an observation's products, times `share`; zeros before the first."""
+        """The weighted means of both sums, times `share`; zeros before the first observation."""
         factor = share / max(self._weight, 1.0)
         return self._gram * factor, self._moment * factor

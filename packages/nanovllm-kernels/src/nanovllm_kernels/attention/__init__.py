@@ -1,4 +1,4 @@
-"""Attention over a paged key-value cache: decodes, prefill chunks and any mix of them."""
+"""Attention over a paged key-value cache, for decodes, prefill chunks and any mix of them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,25 +25,24 @@ __all__ = [
 
 SMALLEST_PAGE_SIZE = 16
 
-# Beside plain torch: our Triton kernels, with FlashAttention for prompts, with our CuTe DSL kernel for decodes, or with
-# whichever of both is there and takes the shape, which measured fastest everywhere.
+# "triton": our Triton kernels. "flash" adds FlashAttention for prompts, "cutedsl" our CuTe DSL kernel for decodes.
+# "fastest" uses whichever of both is installed and supports the shape.
 Backend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """What attention must know of a step's batch, the same for every layer. Made by `plan_batch`.
+    """What attention needs of a step's batch, the same for every layer. Made by `plan_batch`.
 
-    in_place: whether it is for the CPU kernel that reads a bf16 cache where it lies.
-    gathers: what plain torch works out once a step.
-    narrow, wide: the work lists of the Triton kernels, for requests with few queries and with many.
-    number_size: bytes of a number for which the lists were planned, see `tiles.number_size`.
-    decode_lens, workspace: for the CuTe DSL kernel: the lengths of the requests with one query, 0 for other requests;
-        and its memory.
-    flash: the requests that FlashAttention has.
-    num_absorbed: int32 [1], of a step with prompts over latents, the tokens up to the last that is of no prompt whole
-        in the step.
-    Each is None, or empty, where it isn't needed. The rest: as given to `plan_batch`.
+    in_place: use the CPU kernel that reads a bf16 cache in place.
+    gathers: gather plan of the plain torch path.
+    narrow, wide: work lists of the Triton kernels, for requests with few queries and with many.
+    number_size: element size in bytes for which the lists were planned, see `tiles.number_size`.
+    decode_lens: int32 lengths of the requests with one query, 0 for others; for the CuTe DSL kernel.
+    workspace: memory of the CuTe DSL kernel.
+    flash: the requests that FlashAttention computes.
+    num_absorbed: int32 [1], for latent caches: tokens up to the last one outside prompts that are whole in the step.
+    Unused fields are None or empty. The other fields: as given to `plan_batch`.
     """
 
     block_tables: Tensor
@@ -63,7 +62,7 @@ class AttentionBatch:
 
     @property
     def reads_own_keys(self) -> bool:
-        """Whether `paged_attention` reads the step's own keys and values, and not only the cache."""
+        """Whether `paged_attention` reads the step's own keys and values in addition to the cache."""
         return self.flash is not None and self.flash.block_tables is None
 
 
@@ -84,21 +83,22 @@ def plan_batch(
 ) -> AttentionBatch:
     """Prepare a step's attention, once for all its layers.
 
-    block_tables: int32 [B, max_blocks], the pages of each request in order; entries beyond its length are any valid
-        page number and are not read from. seq_lens: int32 [B], tokens of each request, this step's included.
-    query_start_loc: int32 [B + 1], where each request's queries begin. Query i of n of request b sits at position
+    block_tables: int32 [B, max_blocks], each request's pages in order; entries past its length are valid page numbers
+        that are not read.
+    seq_lens: int32 [B], tokens of each request, including this step's.
+    query_start_loc: int32 [B + 1], each request's first query. Query i of n of request b has position
         seq_lens[b] - n + i and sees the tokens up to itself.
-    num_decodes: how many leading requests have exactly one query; None where the host doesn't know (not for "torch"):
-        then the launches cover every case, so that a captured graph may be replayed for any lengths within the bounds.
-    max_query_len, max_seq_len: bounds over the batch, known to the host; they shape the launch and need not be tight.
-    num_heads: query heads. kv_cache: any layer's, for its shape and dtype: they all have the same.
-    backend: "torch" runs everywhere, but waits for the device on CUDA. The others need a CUDA device ("triton": or its
-        interpreter) and never wait for it; a request may then have no query. "flash" and "cutedsl" need the extras
-        flash-attn and cutedsl; FlashAttention is used for no FP8 cache.
-    dtype: of the queries; by default the cache's.
-    num_tokens: a bound on the tokens of all requests, for smaller tables; by default B * max_query_len.
-    whole: promises that all requests with several queries have all of their tokens in this step. FlashAttention then
-        attends to the step's own keys and values, see `AttentionBatch.reads_own_keys`.
+    num_decodes: leading requests with exactly one query. None: unknown to the host (not for "torch"); launches then
+        cover every case, so that a captured graph can be replayed for any lengths within the bounds.
+    max_query_len, max_seq_len: bounds over the batch that shape the launch; need not be tight.
+    num_heads: query heads. kv_cache: any layer's, for its shape and dtype.
+    backend: "torch" runs everywhere, but waits for the device on CUDA. The others need CUDA ("triton": or its
+        interpreter), never wait, and allow requests without a query. "flash" and "cutedsl" need the extras flash-attn
+        and cutedsl. FlashAttention does not read FP8 caches.
+    dtype: of the queries; None: the cache's.
+    num_tokens: bound on the step's tokens, for smaller tables; None: B * max_query_len.
+    whole: every request with several queries has all of its tokens in this step. FlashAttention then reads the step's
+        own keys and values, see `AttentionBatch.reads_own_keys`.
     """
     batch = AttentionBatch(
         block_tables,
@@ -116,7 +116,7 @@ def plan_batch(
         flash=None,
     )
     if backend == "torch":
-        return _plan_torch(batch, kv_cache, num_decodes)
+        return _plan_torch(batch, kv_cache, num_decodes, dtype)
     return _plan_lists(
         _plan_cute(batch, kv_cache, num_heads, num_decodes, backend, dtype or kv_cache.dtype),
         kv_cache,
@@ -128,14 +128,16 @@ def plan_batch(
     )
 
 
-def _plan_torch(batch: AttentionBatch, kv_cache: Tensor, num_decodes: int | None) -> AttentionBatch:
+def _plan_torch(
+    batch: AttentionBatch, kv_cache: Tensor, num_decodes: int | None, dtype: torch.dtype | None
+) -> AttentionBatch:
     if num_decodes is None:
-        raise ValueError('the backend "torch" must know num_decodes')
+        raise ValueError('num_decodes is None, but the backend "torch" needs it')
     on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
     if on_cpu and runs_in_float32(int(batch.query_start_loc[-1])):
         return replace(batch, in_place=True)
-    lengths = (batch.seq_lens, batch.query_start_loc)
-    return replace(batch, gathers=reference.plan_gathers(batch.block_tables, *lengths, num_decodes, kv_cache.shape[1]))
+    tables = (batch.block_tables, batch.seq_lens, batch.query_start_loc)
+    return replace(batch, gathers=reference.plan_gathers(*tables, num_decodes, kv_cache.shape[1], dtype))
 
 
 def _plan_cute(
@@ -146,7 +148,7 @@ def _plan_cute(
     backend: Backend,
     dtype: torch.dtype,
 ) -> AttentionBatch:
-    """`batch` with the requests of one query planned for the CuTe DSL kernel, where there is one for them."""
+    """Return `batch` with single-query requests planned for the CuTe DSL kernel, if it supports the shape."""
     if num_decodes == 0 or backend not in ("cutedsl", "fastest") or not has_cute():
         return batch
     from nanovllm_kernels.attention import cute_decode
@@ -158,7 +160,7 @@ def _plan_cute(
         return batch
     narrow_q = tiles.tile_config(head_dim, batch.number_size, group, wide=False).block_m // group
     if num_decodes is None and 1 < batch.max_query_len <= narrow_q:
-        # A step that verifies drafted tokens: one list has all of its requests.
+        # The step verifies draft tokens: one work list holds all requests.
         return batch
     decode_lens = _decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
     workspace = cute_decode.make_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
@@ -175,7 +177,7 @@ def _plan_lists(
     *,
     whole: bool,
 ) -> AttentionBatch:
-    """`batch` with all requests that the CuTe DSL kernel doesn't have, in work lists or left to FlashAttention."""
+    """Return `batch` with the requests that the CuTe DSL kernel does not take in work lists or for FlashAttention."""
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group = num_heads // num_kv_heads
     narrow, wide = (tiles.tile_config(head_dim, batch.number_size, group, wide=kind) for kind in (False, True))
@@ -205,7 +207,7 @@ def _plan_lists(
             head_blocks=num_kv_heads,
             num_tokens=num_tokens,
         )
-        # Without the context that the rule asks for, and with few requests, those with several queries are not listed.
+        # With few requests and less context than the rule asks for, no request with several queries is listed.
         needed = (
             query_lens.start == 1
             or len(batch.seq_lens) > rule.max_rest
@@ -225,15 +227,15 @@ def _has_flash(head_dim: int, cached: torch.dtype, backend: Backend) -> bool:
 
 
 def best_page_size(head_dim: int, cached: torch.dtype, backend: Backend) -> int:
-    """Tokens of a cache page with which prompts attend fastest. cached: dtype of the cache."""
+    """Return the page size in tokens with which prompts attend fastest. cached: dtype of the cache."""
     copies = head_dim in flash_prefill.COPIED_HEAD_DIMS and _has_flash(head_dim, cached, backend)
     return flash_prefill.COPIED_PAGE_SIZE if copies else SMALLEST_PAGE_SIZE
 
 
 def whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
-    """The tokens from which on a captured step of whole prompts has attention of its own, see `plan_batch`.
+    """Return the number of tokens from which a captured step of whole prompts attends without the cache, or None.
 
-    None if no step has, as for a latent cache.
+    See `whole` of `plan_batch`. Latent caches return None.
     """
     is_latent = kv_cache.shape[2] == 1
     has_flash = not is_latent and _has_flash(kv_cache.shape[3], kv_cache.dtype, backend)
@@ -241,7 +243,7 @@ def whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
 
 
 def attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
-    """How prompts of such heads share the device's multiprocessors."""
+    """Describe how prompts with these heads share the device's multiprocessors."""
     num_sms = describe(device).num_sms
     if num_sms < num_kv_heads:
         return SMALLEST_ROUNDS
@@ -267,16 +269,16 @@ def paged_attention(
     kv_scales: Tensor | None = None,
     own_keys_values: Tensor | None = None,
 ) -> Tensor:
-    """Causal grouped-query attention (Ainslie et al. 2023) of a batch of requests, each over its own pages.
+    """Causal grouped-query attention (Ainslie et al. 2023) of a batch of requests over their pages.
 
-    q: [T, Hq, D], requests one after another; heads contiguous, tokens with any stride; float32, float16 or bfloat16.
-    kv_cache: [N, P, 2 Hkv, D] of the same dtype or of float8_e4m3fn, contiguous, Hq a multiple of Hkv: in each slot the
-        key heads, then the value heads; this step's already written.
-    scale: what the products are multiplied by before the softmax.
-    kv_scales: uint8 [N, 2 Hkv, P], contiguous, where the cache is of float8_e4m3fn and only there: see `fp8`.
-    own_keys_values: [T, 2 Hkv, D], the step's own as the cache has them; heads contiguous, tokens with any stride.
-        Needed where `batch.reads_own_keys`, not used elsewhere.
-    Returns contiguous [T, Hq, D] in the dtype of q.
+    q: [T, Hq, D], request after request; heads contiguous, tokens with any stride; float32, float16 or bfloat16.
+    kv_cache: [N, P, 2 Hkv, D], q's dtype or float8_e4m3fn, contiguous, Hq a multiple of Hkv. Each slot holds the key
+        heads, then the value heads. This step's keys and values are already written.
+    scale: factor for the products before the softmax.
+    kv_scales: uint8 [N, 2 Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
+    own_keys_values: [T, 2 Hkv, D], this step's, laid out as in the cache; heads contiguous, tokens with any stride.
+        Required if `batch.reads_own_keys`, otherwise ignored.
+    Returns: contiguous [T, Hq, D] in q's dtype.
     """
     if batch.in_place:
         return _paged_attention_on_cpu(q, kv_cache, batch, scale)
@@ -302,7 +304,7 @@ def paged_attention(
 
 
 def check_number_size(q: Tensor, kv_cache: Tensor, batch: AttentionBatch) -> None:
-    """Raise ValueError if `batch` was planned for numbers of another size, whose tiles would not fit its lists."""
+    """Raise ValueError if `batch` was planned for another element size: tiles would not match its lists."""
     if tiles.number_size(q.element_size(), kv_cache.element_size()) != batch.number_size:
         raise ValueError(f"the batch was not planned for queries of {q.dtype}: pass dtype={q.dtype} to the plan")
 
@@ -344,7 +346,7 @@ def _paged_attention_op(
     if decode_lens is not None:
         from nanovllm_kernels.attention import cute_decode
 
-        # Request b's query is token b; zeros are written where requests with several queries have theirs from below.
+        # Token b is request b's query. Requests with several queries get zeros here, and their results below.
         count = min(len(decode_lens), len(q))
         memory = cute_decode.Workspace(*workspace)
         cute_decode.paged_decode(q, kv_cache, kv_scales, block_tables[:count], decode_lens[:count], scale, memory, out)

@@ -1,7 +1,7 @@
-"""Paged decode on Hopper through the CuTe DSL kernel of `cute_kernel`: the shapes it takes, its workspace, its launch.
+"""Launches the CuTe DSL kernel of paged decode on Hopper: supported shapes, workspace and compilation.
 
-The grid follows from the device and the number of key-value heads alone, and the lengths are read on the device, so
-that one CUDA graph serves any of them. Importing this imports CUTLASS (the extra `cutedsl`), which takes seconds.
+The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any lengths.
+Importing this module imports CUTLASS (the extra `cutedsl`), which takes seconds.
 """
 
 import functools
@@ -24,14 +24,14 @@ HOPPER = (9, 0)
 LOG2_E = math.log2(math.e)
 PAGE_SIZES = (16, 32, 64, 128)
 DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
-# Warps and stages by head size: about 192 KiB of rings. Of those measured on an H200 the best, by up to 10%.
+# Warps and stages by head size: rings of about 192 KiB. The fastest measured on an H200, by up to 10%.
 RINGS = {64: (16, 3), 128: (8, 3), 256: (6, 2)}
-# Of an FP8 cache, which takes half a slot; heads of 64 would not fill a row of shared memory.
+# The same for FP8 caches, whose slots have half the size. Heads of 64 would not fill a row of shared memory.
 FP8_RINGS = {128: (12, 4), 256: (6, 4)}
 
 
 class Workspace(NamedTuple):
-    """What `paged_decode` writes between its CTAs: see `cute_merge.Exchange`. The counters are zero between launches.
+    """Global memory through which CTAs exchange partial results, see `cute_merge.Exchange`. Counters are zero at rest.
 
     Launches that may run at the same time must not share one.
     """
@@ -44,9 +44,9 @@ class Workspace(NamedTuple):
 def can_decode(
     head_dim: int, group: int, page_size: int, dtype: torch.dtype, cached: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether `paged_decode` has a kernel for heads of `head_dim`, `group` query heads to a key-value head.
+    """Whether `paged_decode` has a kernel for this shape.
 
-    dtype, cached: of the queries and of the cache.
+    group: query heads per key-value head. dtype: of the queries. cached: dtype of the cache.
     """
     in_fp8 = cached == fp8.DTYPE
     return (
@@ -62,7 +62,7 @@ def can_decode(
 def make_workspace(
     max_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> Workspace:
-    """A workspace for batches of at most `max_requests`: a few megabytes, whatever the lengths."""
+    """Allocate a workspace for at most `max_requests` requests: a few megabytes, independent of lengths."""
     of_parts, of_groups = num_slots(_num_parts(num_kv_heads, device))
     rows = (of_parts + of_groups) * num_heads
     return Workspace(
@@ -82,17 +82,17 @@ def paged_decode(
     workspace: Workspace,
     out: Tensor,
 ) -> None:
-    """Grouped-query attention (Ainslie et al. 2023) of one query a request, over its own pages.
+    """Grouped-query attention (Ainslie et al. 2023) of one query per request over its pages, if `can_decode`.
 
-    q: [>= B, Hq, D], float16 or bfloat16, query b of request b, the heads of a token next to each other.
-    kv_cache: contiguous [N, P, 2 * Hkv, D] of the same dtype or of float8_e4m3fn: in each slot the key heads, then the
-        value heads; this step's already written. kv_scales: see the package's `paged_attention`.
-    block_tables: int32 [B, max_blocks], rows contiguous; entries beyond a request's length are not read.
-    seq_lens: int32 [B], tokens of each request; one without any gets zeros. scale: positive.
-    workspace: see `make_workspace`. out: contiguous [>= B, Hq, D] in the dtype of q, written for the B requests.
+    q: [>= B, Hq, D], float16 or bfloat16; row b is request b's query; a token's heads are contiguous.
+    kv_cache: contiguous [N, P, 2 * Hkv, D], q's dtype or float8_e4m3fn; each slot holds the key heads, then the value
+        heads. This step's keys and values are already written.
+    kv_scales: see the package's `paged_attention`.
+    block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
+    seq_lens: int32 [B], tokens of each request; a request with 0 tokens gets zeros. scale: positive.
+    workspace: see `make_workspace`. out: contiguous [>= B, Hq, D] in q's dtype; B rows are written.
 
-    What `can_decode` refuses must not be given. The first call for a kind of shape compiles, for about a second, and
-    can't be captured.
+    The first call for a shape compiles, for about a second, and cannot be captured.
     """
     num_heads, head_dim = q.shape[1:]
     num_blocks, page_size, num_cached, _ = kv_cache.shape
@@ -123,7 +123,7 @@ def paged_decode(
 
 @functools.cache
 def compile_decode(shape: Shape, options: str = ""):
-    """The compiled kernel; `options` are the compiler's, as "--gpu-arch sm_90a", with which it needs no GPU."""
+    """Compile the kernel. options: of the compiler; with "--gpu-arch sm_90a" it needs no GPU."""
     kinds = [(shape.dtype, 4), (shape.cached, 128), (Uint8, 16), (Int32, 4), (Int32, 4), (shape.dtype, 16)]
     kinds += [(Float32, 16), (Float32, 8), (Int32, 4)]
     pointers = [make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align) for dtype, align in kinds]
@@ -132,7 +132,7 @@ def compile_decode(shape: Shape, options: str = ""):
 
 
 def _num_parts(num_kv_heads: int, device: torch.device) -> int:
-    """Into how many parts the work of a key-value head is cut: a CTA for each SM, so that all run at once."""
+    """Return the number of parts of a key-value head's work: one CTA per SM, so that all CTAs run at once."""
     return max(1, describe(device).num_sms // num_kv_heads)
 
 

@@ -1,11 +1,8 @@
-"""The CuTe DSL kernel of paged decode: one query a request, keys and values brought in by the bulk copy engine (TMA).
+"""The CuTe DSL kernel of paged decode: one query per request; the bulk copy engine (TMA) loads keys and values.
 
-A step is the work of one warp at once: 16 consecutive tokens of one page, keys and values of one head, which one bulk
-tensor copy brings into a slot of the warp's own ring in shared memory. All steps of the batch, request after request,
-are cut into equal parts, one for each CTA of a key-value head (Osama et al. 2023); the cut depends on nothing but the
-lengths, which every CTA reads. Its warps take the part's steps in turn and meet only where a request ends.
-
-This room must not know torch.
+A step is 16 consecutive tokens of one page for one head; one warp computes it and loads it into its own ring in shared
+memory. The steps of all requests are cut into equal parts, one per CTA of a key-value head (Osama et al. 2023). A CTA's
+warps take its steps in turn and synchronise only where a request ends.
 """
 
 from dataclasses import dataclass
@@ -25,12 +22,14 @@ STEP_SHIFT = STEP.bit_length() - 1
 
 
 @dataclass(frozen=True)
-class Supply:
-    """What a warp brings keys and values in with.
+class Loader:
+    """What a warp needs to load keys and values.
 
-    boxes: the head's part of the cache, in steps. slots, arrived: the CTA's rings and their barriers, counted in steps;
-    the warp's begin at first_slot. end: the first step that is not the CTA's. scales: of an FP8 cache the head's part.
-    scale_ring: where they go in shared memory.
+    boxes: the cache of this key-value head, indexed in steps.
+    slots, arrived: the CTA's rings and their barriers, indexed in steps; the warp's begin at `first_slot`.
+    end: the step after the CTA's last.
+    scales: the scales of this head in an FP8 cache.
+    scale_ring: shared address of the ring of scales.
     """
 
     load: cute.CopyAtom
@@ -48,7 +47,7 @@ class Supply:
 
 
 class DecodeKernel:
-    """See `cute_decode.paged_decode`, which gives the arguments."""
+    """The kernel of `cute_decode.paged_decode`, which documents the arguments."""
 
     def __init__(self, shape: Shape):
         self.shape = shape
@@ -75,10 +74,10 @@ class DecodeKernel:
         scale_log2: Float32,
         stream: cuda.CUstream,
     ):
-        """Launch a CTA for each key-value head and part."""
+        """Launch one CTA per key-value head and part."""
         shape = self.shape
         head, heads = shape.head_dim, num_kv_heads * shape.head_dim
-        # Token, number (in rows of shared memory), key or value, head.
+        # Modes: token, element (in rows of shared memory), key or value, head.
         cache = cute.make_tensor(
             kv_cache,
             cute.make_layout(
@@ -117,7 +116,7 @@ class DecodeKernel:
             block=[shape.warps * WARP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-            # Its CTAs set up while those of the kernel before end.
+            # Programmatic dependent launch: CTAs set up while the previous kernel ends.
             use_pdl=True,
         )
 
@@ -142,7 +141,7 @@ class DecodeKernel:
         num_parts: Int32,
         scale_log2: Float32,
     ):
-        """One part of the steps of one key-value head. Grid: key-value heads x parts."""
+        """Compute one part of the steps of one key-value head. Grid: key-value heads x parts."""
         shape = self.shape
         kv_head, part, _ = arch.block_idx()
         warp = arch.make_warp_uniform(arch.warp_idx())
@@ -177,11 +176,11 @@ class DecodeKernel:
         first_slot = warp * shape.stages
         self.open_ring(load, arrived, first_slot, warp)
         arch.griddepcontrol_launch_dependents()
-        # Nothing in global memory is touched before this.
+        # The kernel must not access global memory before this wait.
         arch.griddepcontrol_wait()
 
         part_size, begin, end, request, start, stop = self.find_part(lengths, num_reqs, num_parts, part, lane)
-        supply = Supply(
+        loader = Loader(
             load,
             boxes,
             slots,
@@ -196,7 +195,7 @@ class DecodeKernel:
             num_kv_heads,
         )
         step = begin + warp
-        ahead = self.fill_ring(supply, step, request, start, stop)
+        ahead = self.fill_ring(loader, step, request, start, stop)
         next_coord, next_step, next_request, next_start, next_stop = ahead
         clear_empty(shape, to, lengths, num_reqs, part)
 
@@ -216,9 +215,9 @@ class DecodeKernel:
                 row_sum.fill(0.0)
                 row_max.fill(-Float32.inf)
                 while step < until:
-                    # The slot of the step before is free.
+                    # The previous step's slot is free: refill it.
                     next_coord, next_step, next_request, next_start, next_stop = self.refill(
-                        supply, spare, next_coord, next_step, next_request, next_start, next_stop
+                        loader, spare, next_coord, next_step, next_request, next_start, next_stop
                     )
                     arch.mbarrier_wait(arrived + slot, phase)
                     base, left = ring_base + slot * shape.slot_bytes, length - (step - start) * STEP
@@ -243,7 +242,7 @@ class DecodeKernel:
 
     @cute.jit
     def open_ring(self, load: cute.CopyAtom, arrived: cute.Pointer, first_slot: Int32, warp: Int32):
-        """Set up the warp's barriers."""
+        """Initialise the warp's barriers."""
         if warp == 0:
             cpasync.prefetch_descriptor(load)
         with arch.elect_one():
@@ -254,12 +253,12 @@ class DecodeKernel:
 
     @cute.jit
     def find_part(self, lengths: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
-        """(steps of a part, where this one begins and ends, the request it begins in, where that begins and ends)."""
+        """Return (steps per part, this part's begin and end, its first request, that request's begin and end)."""
         per_lane = (num_reqs + (WARP - 1)) >> 5
         first = lane * per_lane
         count = Int32(0)
         for i in cutlass.range(per_lane, unroll=8):
-            # Read within bounds, and count only what is the lane's: without a branch the loads overlap.
+            # Clamp the index and mask the count instead of branching, so that the loads overlap.
             steps = self.num_steps(lengths[cutlass.min(first + i, num_reqs - 1)])
             count += steps * Int32(first + i < num_reqs)
         last = count
@@ -267,7 +266,7 @@ class DecodeKernel:
             below = arch.shuffle_sync_up(last, 1 << i)
             last += below * Int32(lane >= 1 << i)
         total = arch.shuffle_sync(last, WARP - 1)
-        # Below a step a warp a part would cost more to merge than it gains.
+        # Parts smaller than one step per warp would cost more to merge than they save.
         size = cutlass.max((total + num_parts - 1) // num_parts, Int32(self.shape.warps))
         begin = part * size
         end = cutlass.min(begin + size, total)
@@ -281,26 +280,26 @@ class DecodeKernel:
         return size, begin, end, request, start, stop
 
     @cute.jit
-    def fill_ring(self, supply: cutlass.Constexpr, step: Int32, request: Int32, start: Int32, stop: Int32):
-        """Fill the warp's ring but for one slot, from its first step on. Returns what `refill` goes on from."""
-        # All look-ups of pages first, so that they are on their way together.
+    def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, start: Int32, stop: Int32):
+        """Fill all slots of the warp's ring but one, from its first step. Returns the state that `refill` continues."""
+        # Look up all pages first, so that these loads overlap.
         stages = self.shape.stages
         coords = []
         for stage in cutlass.range_constexpr(stages):
             coord = Int32(0)
-            if step + stage * self.shape.warps < supply.end:
-                request, start, stop = self.seek(supply.lengths, step + stage * self.shape.warps, request, start, stop)
-                coord = self.look_up(supply, request, step + stage * self.shape.warps - start)
+            if step + stage * self.shape.warps < loader.end:
+                request, start, stop = self.seek(loader.lengths, step + stage * self.shape.warps, request, start, stop)
+                coord = self.look_up(loader, request, step + stage * self.shape.warps - start)
             coords.append(coord)
         for stage in cutlass.range_constexpr(stages - 1):
-            if step + stage * self.shape.warps < supply.end:
-                self.issue(supply, supply.first_slot + stage, coords[stage])
+            if step + stage * self.shape.warps < loader.end:
+                self.issue(loader, loader.first_slot + stage, coords[stage])
         return coords[stages - 1], step + (stages - 1) * self.shape.warps, request, start, stop
 
     @cute.jit
     def refill(
         self,
-        supply: cutlass.Constexpr,
+        loader: cutlass.Constexpr,
         slot: Int32,
         coord: Int32,
         step: Int32,
@@ -308,18 +307,18 @@ class DecodeKernel:
         start: Int32,
         stop: Int32,
     ):
-        """Start the copy of `step`, at `coord` in the cache, into `slot`, and look up the warp's next."""
-        if step < supply.end:
-            self.issue(supply, slot, coord)
+        """Start the copy of `step`, at `coord` in the cache, into `slot`, and look up the warp's next step."""
+        if step < loader.end:
+            self.issue(loader, slot, coord)
             step += self.shape.warps
-            if step < supply.end:
-                request, start, stop = self.seek(supply.lengths, step, request, start, stop)
-                coord = self.look_up(supply, request, step - start)
+            if step < loader.end:
+                request, start, stop = self.seek(loader.lengths, step, request, start, stop)
+                coord = self.look_up(loader, request, step - start)
         return coord, step, request, start, stop
 
     @cute.jit
     def seek(self, lengths: cute.Tensor, step: Int32, request: Int32, start: Int32, stop: Int32):
-        """The request that `step` belongs to, its first step and the next one's, from those of an earlier request."""
+        """Return the request that contains `step`, its first step and the next request's, starting at `request`."""
         while step >= stop:
             request += 1
             start = stop
@@ -327,38 +326,38 @@ class DecodeKernel:
         return request, start, stop
 
     def load_queries(self, queries, q, offset, lane, scale_log2):
-        """Load a group's queries; returns what their products with keys are to be multiplied by."""
+        """Load a group's queries. Returns the factor for their products with keys, in base 2."""
         if self.shape.quantized:
             return scale_log2 * cute_tile_fp8.load_queries(self.shape, queries, q, offset, lane)
         cute_tile.load_queries(self.shape, queries, q, offset, lane)
         return scale_log2
 
     def attend(self, queries, acc, row_max, row_sum, base, scales, left, lane, scale):
-        """Fold a step into the running softmax."""
+        """Accumulate one step into the running softmax."""
         if self.shape.quantized:
             cute_tile_fp8.attend(self.shape, queries, acc, row_max, row_sum, base, scales, left, lane, scale)
         else:
             cute_tile.attend(self.shape, queries, acc, row_max, row_sum, base, left, lane, scale)
 
     def num_steps(self, length):
-        """Steps of a request of `length` tokens."""
+        """Return the number of steps of a request of `length` tokens."""
         return (length + (STEP - 1)) >> STEP_SHIFT
 
-    def look_up(self, supply, request, index):
-        """Where in the cache, counted in steps, step `index` of a request lies."""
-        page = supply.tables[request * supply.table_stride + (index >> self.page_shift)]
+    def look_up(self, loader, request, index):
+        """Return the position in the cache, in steps, of step `index` of a request."""
+        page = loader.tables[request * loader.table_stride + (index >> self.page_shift)]
         return (page << self.page_shift) + (index & ((1 << self.page_shift) - 1))
 
-    def issue(self, supply, slot, coord):
-        """Start a copy."""
+    def issue(self, loader, slot, coord):
+        """Start the copy of the step at `coord`, and of its FP8 scales, into `slot`."""
         shape = self.shape
-        barrier = supply.arrived + slot
+        barrier = loader.arrived + slot
         with arch.elect_one():
             arch.mbarrier_arrive_and_expect_tx(barrier, shape.slot_bytes + shape.scale_bytes)
             if shape.quantized:
                 page, index = coord >> self.page_shift, coord & ((1 << self.page_shift) - 1)
-                keys = supply.scales + (page * (2 * supply.num_kv_heads * shape.page_size) + index * STEP)
-                target, at = supply.scale_ring + slot * shape.scale_bytes, Int32(barrier.toint())
+                keys = loader.scales + (page * (2 * loader.num_kv_heads * shape.page_size) + index * STEP)
+                target, at = loader.scale_ring + slot * shape.scale_bytes, Int32(barrier.toint())
                 cute_warp.copy_16_bytes(target, keys, at)
-                cute_warp.copy_16_bytes(target + STEP, keys + supply.num_kv_heads * shape.page_size, at)
-        cute.copy(supply.load, supply.boxes[(None, coord)], supply.slots[(None, slot)], tma_bar_ptr=barrier)
+                cute_warp.copy_16_bytes(target + STEP, keys + loader.num_kv_heads * shape.page_size, at)
+        cute.copy(loader.load, loader.boxes[(None, coord)], loader.slots[(None, slot)], tma_bar_ptr=barrier)

@@ -1,8 +1,7 @@
-"""How results meet in the CuTe DSL decode kernel: of a CTA's warps, and of the CTAs that hold parts of one request.
+"""Merges partial results in the CuTe DSL decode kernel: of a CTA's warps, and of the CTAs that share a request.
 
-Merging weighs partial results by the share of the softmax that each saw (Dao et al. 2023). A CTA that is done with its
-part of a request counts itself; the last one merges, and sets the counter back, so that a graph can be replayed. Of a
-request with many parts, groups of neighbouring ones are merged first.
+Partial results are weighted by the share of the softmax that each saw (Dao et al. 2023). The last CTA to finish its
+part of a request merges and resets the counter, so that graphs can be replayed. Many parts are first merged in groups.
 """
 
 from dataclasses import dataclass
@@ -14,18 +13,21 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention import cute_warp
 from nanovllm_kernels.attention.cute_tile import TILE_ROWS, WARP
 
-# Partial results that are on their way at once, and parts that merge in groups.
+# Partial results that are loaded at once, and parts per group.
 MERGE = 8
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where a CTA's results go.
+    """Memory for a CTA's results, and the CTA's position.
 
-    out: [B, Hq, D]. partial: float32 [slots, Hkv, group, D]; stats: float32 [slots, Hkv, group, 2], the greatest score
-    and the sum of weights of each row. Slots 2p and 2p + 1 are for the request that part p ends, or only continues, and
-    for the one that it begins; slots 2 * num_parts + 2g + (0 or 1) likewise for groups of MERGE parts.
-    counters: int32, (slots of groups + B) * Hkv. row_stats, places: shared, float32 [warps, 2, 16], int32 [warps + 1].
+    out: [B, Hq, D].
+    partial: float32 [slots, Hkv, group, D].
+    stats: float32 [slots, Hkv, group, 2], each row's maximum score and sum of weights.
+    counters: int32, (slots of groups + B) * Hkv.
+    row_stats, places: in shared memory, float32 [warps, 2, 16] and int32 [warps + 1].
+    Slot 2p is for a request that part p continues or ends, slot 2p + 1 for one that it begins; slots
+    2 * num_parts + 2g + (0 or 1) likewise for group g of MERGE parts.
     """
 
     out: cute.Pointer
@@ -43,13 +45,13 @@ class Exchange:
 
 
 def num_slots(num_parts: int) -> tuple[int, int]:
-    """(slots of parts, slots of groups of parts)."""
+    """Return the number of slots of parts, and of groups of parts."""
     return 2 * num_parts, 2 * -(-num_parts // MERGE)
 
 
 @cute.jit
 def clear_empty(shape: cutlass.Constexpr, to: cutlass.Constexpr, lengths: cute.Tensor, num_reqs: Int32, part: Int32):
-    """Zero the outputs of requests without tokens, dealt out over the parts."""
+    """Zero the outputs of requests without tokens; parts share these requests."""
     for request in range(part, num_reqs, to.num_parts):
         if lengths[request] == 0:
             base = (request * to.num_kv_heads + to.kv_head) * shape.group * shape.head_dim
@@ -71,9 +73,9 @@ def finish(
     first_part: Int32,
     last_part: Int32,
 ):
-    """Merge the warps' results for one request, then, unless `whole` in this part, those of its parts.
+    """Merge the warps' results for one request, then those of its parts unless this part has the `whole` request.
 
-    spare: shared address of the one slot of the warp's ring that is not being filled; its rows are handed over there.
+    spare: shared address of the ring slot that is not being filled; the warp's rows are exchanged through this slot.
     """
     _hand_over(shape, to, acc, row_max, row_sum, spare)
     arch.sync_threads()
@@ -87,7 +89,7 @@ def finish(
             _store_slot(shape, to, slot, unit, best, total, sums)
     if not whole:
         _finish_parts(shape, to, out, request, part, first_part, last_part)
-    # The slots that were lent are filled by the asynchronous proxy next.
+    # The asynchronous proxy fills the spare slots next.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_threads()
 
@@ -102,7 +104,7 @@ def _finish_parts(
     first_part: Int32,
     last_part: Int32,
 ):
-    """Merge the parts of a request that lies in several; those of each group first, where there are many."""
+    """Merge the parts of a request that spans several; with many parts, merge each group first."""
     groups = 2 * ((to.num_parts + (MERGE - 1)) // MERGE)
     base, first, last = Int32(0), first_part, last_part
     joined = Boolean(True)
@@ -131,7 +133,7 @@ def _finish_request(
     first: Int32,
     last: Int32,
 ):
-    """Write the request's outputs, if this CTA is the last to come to it."""
+    """Write the request's outputs if this CTA is the last to arrive."""
     if _arrive_last(shape, to, counter, last - first + 1):
         for unit in range(to.thread, shape.group * shape.head_dim // 4, shape.warps * WARP):
             _, total, s0, s1, s2, s3 = _merge_slots(shape, to, unit, base, first, first, last)
@@ -140,11 +142,11 @@ def _finish_request(
 
 @cute.jit
 def _arrive_last(shape: cutlass.Constexpr, to: cutlass.Constexpr, counter: Int32, count: Int32):
-    """Whether this CTA is the last of `count` at a counter, which then is zero again, and sees what they all wrote."""
+    """Whether this CTA arrives last of `count`; it then sees what all wrote, and the counter is zero again."""
     arch.sync_threads()
     if to.thread == 0:
         place = to.counters + (counter * to.num_kv_heads + to.kv_head)
-        # Releases what the whole CTA wrote, and acquires what the others did.
+        # Release this CTA's writes and acquire those of the other CTAs.
         arrived = arch.atomic_add(place, Int32(1), sem="acq_rel", scope="gpu")
         to.places[shape.warps] = arrived
         if arrived == count - 1:
@@ -162,7 +164,7 @@ def _hand_over(
     row_sum: cute.Tensor,
     spare: Int32,
 ):
-    """Put a warp's rows, unscaled, and their statistics where the CTA's other threads find them."""
+    """Store a warp's unscaled rows and their statistics in shared memory, for the other threads of the CTA."""
     row = to.lane >> 2
     for half in cutlass.range_constexpr(shape.lane_rows):
         total = row_sum[half]
@@ -180,20 +182,20 @@ def _hand_over(
 
 
 def _sums_of_lane(shape, lane, row, half, tile):
-    """Where the two neighbouring sums go that a lane has of a tile's row, and which of its accumulators they are."""
+    """Return the offset of a lane's two neighbouring sums of a tile's row, and their indices in its accumulators."""
     if not shape.quantized:
         eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * half, 4 * tile + 2 * half + 1
     else:
-        # Of two tiles: one has the even dimensions, the other the odd ones; first a lane's lower two, then its upper.
+        # A pair of tiles holds even and odd dimensions; a lane's lower two come first, then its upper two.
         even, odd = 4 * (tile & ~1), 4 * (tile | 1)
         eighth, column = (tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (tile & 1) * 2
         first, second = even + (tile & 1), odd + (tile & 1)
-    # The eighths of a row change places so that its neighbours' lie in other banks.
+    # Swizzle a row's eighths, so that neighbouring rows use different banks.
     return (row + 8 * half) * shape.head_dim + (row ^ eighth) * 8 + column, first, second
 
 
 def _merge_warps(shape, to, unit):
-    """(greatest score, sum of weights, four sums) of numbers 4 * unit and on of the group's output."""
+    """Return (maximum score, sum of weights, four sums) of elements 4 * unit to 4 * unit + 3 of the group's output."""
     row, column = unit // (shape.head_dim // 4), unit % (shape.head_dim // 4)
     at = row * shape.head_dim + ((column >> 1) ^ (row & 7)) * 8 + (column & 1) * 4
     maxima = [to.row_stats[(w * 2) * TILE_ROWS + row] for w in range(shape.warps)]
@@ -219,13 +221,13 @@ def _merge_slots(
     low: Int32,
     high: Int32,
 ):
-    """As `_merge_warps`, of the slots of parts (or groups) low..high of a request that begins in part `first`."""
+    """Like `_merge_warps`, for the slots of parts (or groups) low..high of a request that begins in part `first`."""
     best, total = -Float32.inf, Float32(0.0)
     s0, s1, s2, s3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
     for chunk in range(low, high + 1, MERGE):
         seen = []
         for i in cutlass.range_constexpr(MERGE):
-            # Past the end the last one is read again, and not counted.
+            # Past the end, the last slot is read again with weight 0.
             part = cutlass.min(chunk + i, high)
             row = _slot_row(shape, to, base + 2 * part + Int32(part == first), unit)
             top, weights = cute_warp.load_pair_global(to.stats + 2 * row)
@@ -249,7 +251,7 @@ def _merge_slots(
 
 
 def _slot_row(shape, to, slot, unit):
-    """The row of `partial` and `stats` that numbers 4 * unit and on of the group's output belong to."""
+    """Return the row of `partial` and `stats` that holds elements 4 * unit to 4 * unit + 3 of the group's output."""
     return (slot * to.num_kv_heads + to.kv_head) * shape.group + unit // (shape.head_dim // 4)
 
 
@@ -263,7 +265,7 @@ def _store_slot(
     total: Float32,
     sums: cutlass.Constexpr,
 ):
-    """Four partial sums, and once a row its statistics."""
+    """Store four partial sums, and the row's statistics once per row."""
     row, column = _slot_row(shape, to, slot, unit), unit % (shape.head_dim // 4)
     cute_warp.store_global(to.partial + row * shape.head_dim + column * 4, sums)
     if column == 0:
@@ -271,7 +273,7 @@ def _store_slot(
 
 
 def _store_out(shape, pointer, sums, total):
-    """Four outputs: sums over the total weight, rounded."""
+    """Store four outputs: the sums divided by the total weight, rounded."""
     scale = arch.rcp_approx(total)
     low = cute_warp.pack(shape.dtype, sums[0] * scale, sums[1] * scale)
     high = cute_warp.pack(shape.dtype, sums[2] * scale, sums[3] * scale)

@@ -1,7 +1,7 @@
-"""One warp's tile of the CuTe DSL decode kernel: queries against a step's keys, online softmax, weights against values.
+"""One warp's tile of the CuTe DSL decode kernel: scores, online softmax and weighted values of one step.
 
-The query heads of a key-value head are rows of the 16 of `mma.m16n8k16`, so that keys and values are read once for the
-whole group. Softmax is online (Milakov and Gimelshein 2018), in base 2. This room must not know pages or requests.
+The query heads of a key-value head are rows of `mma.m16n8k16`, so that keys and values are read once per group. The
+softmax is online (Milakov and Gimelshein 2018), in base 2.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention import cute_warp
 
 WARP = 32
-# Tokens a warp takes at once: as many as the smallest page and one multiplication by the values hold.
+# Tokens of a step: the smallest page, and the depth of one multiplication with the values.
 STEP = 16
 TILE_ROWS = 16
-# What a row of shared memory holds of a head under the 128-byte swizzle.
+# Bytes of a row of shared memory under the 128-byte swizzle.
 ROW_BYTES = 128
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All that a kernel is compiled for.
+    """Compile-time parameters of a kernel.
 
-    dtype, cached: CUTLASS's, of the queries and of the cache: the same, or Uint8 for e4m3. group: query heads to a
-    key-value head, at most 16, of an FP8 cache 8. warps of a CTA, each with a ring of `stages` steps in shared memory;
-    a CTA fills an SM.
+    dtype, cached: CUTLASS types of the queries and of the cache: the same, or Uint8 for e4m3.
+    group: query heads per key-value head, at most 16, or 8 with an FP8 cache.
+    warps: warps of a CTA, which fills an SM. stages: steps in each warp's ring in shared memory.
     """
 
     dtype: type
@@ -39,27 +39,27 @@ class Shape:
 
     @property
     def quantized(self) -> bool:
-        """Whether the cache is of FP8."""
+        """Whether the cache is FP8."""
         return self.cached is Uint8
 
     @property
     def row_dim(self) -> int:
-        """Numbers in a row of shared memory."""
+        """Elements in a row of shared memory."""
         return ROW_BYTES * 8 // self.cached.width
 
     @property
     def halves(self) -> int:
-        """Rows of shared memory that a head of one token takes."""
+        """Rows of shared memory per token and head."""
         return self.head_dim // self.row_dim
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a step's keys, hence where its values begin: all tokens' first rows, then their next."""
+        """Bytes of a step's keys, and the offset of its values. All tokens' first rows come first, then the second."""
         return STEP * self.halves * ROW_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a step's keys and values, and also of a tile's accumulators in float32 (in FP8 of half a tile's)."""
+        """Bytes of a step's keys and values; also of a tile's float32 accumulators (FP8: of half a tile's)."""
         return 2 * self.value_bytes
 
     @property
@@ -69,13 +69,13 @@ class Shape:
 
     @property
     def lane_rows(self) -> int:
-        """Rows of a tile that a lane works on; where the group is small the second of them is empty."""
+        """Rows of a tile per lane; with a small group the second row is empty."""
         return 1 if self.group <= TILE_ROWS // 2 else 2
 
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """A group's queries, `offset` numbers into `q`, as A fragments; rows beyond the group are zero."""
+    """Load a group's queries, at element `offset` of `q`, as A fragments; rows beyond the group are zero."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     for half in cutlass.range_constexpr(shape.lane_rows):
@@ -99,10 +99,10 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Fold the step at shared address `base`, of which `left` tokens are the request's, into the running softmax."""
+    """Accumulate the step at shared address `base` into the running softmax; its first `left` tokens are valid."""
     scores = cute.make_rmem_tensor(STEP // 2, Float32)
-    # Lane l gives token l % 16's row, and of each two chunks of 8 numbers the one numbered l // 16. Chunk c of row r
-    # lies at c ^ (r % 8).
+    # Lane l addresses token l % 16, and chunk l // 16 of each pair of chunks of 8 elements. The swizzle puts chunk c of
+    # row r at c ^ (r % 8).
     row = lane & 15
     chunk = row * ROW_BYTES + (((lane >> 4) ^ (row & 7)) << 4)
     places = [base + (chunk ^ (32 * i)) for i in range(4)]
@@ -120,18 +120,18 @@ def attend(
 
 @cute.jit
 def clear_values(shape: cutlass.Constexpr, values: Int32, left: Int32, lane: Int32):
-    """Zero the values beyond the request's: they may be NaN, which a weight of zero would not cancel."""
+    """Zero the values past the request's end: they may be NaN, which a weight of zero would not cancel."""
     for i in cutlass.range_constexpr(shape.value_bytes // 16 // WARP):
         unit = lane + WARP * i
         if (unit >> 3) & (STEP - 1) >= left:
             cute_warp.clear_shared(values + unit * 16)
-    # The slot is filled by the asynchronous proxy next.
+    # The asynchronous proxy fills the slot next.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_warp()
 
 
 def _multiply_keys(shape, queries, scores, places):
-    """Scores of the step: two tiles of 8 tokens next to each other."""
+    """Compute the step's scores as two adjacent tiles of 8 tokens."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for k in range(shape.head_dim // 16):
         keys = cute_warp.load_matrices(places[k % 4] + (k // 4) * STEP * ROW_BYTES, transpose=False)
@@ -144,17 +144,17 @@ def _multiply_keys(shape, queries, scores, places):
 
 
 def _update_softmax(shape, scores, acc, row_max, row_sum, half: int, scale_log2):
-    """Turn the scores of one of a lane's rows into weights, and rescale what was summed before."""
-    mine = [i for i in range(STEP // 2) if i % 4 // 2 == half]
-    best = scores[mine[0]]
-    for i in mine[1:]:
+    """Turn the scores of one of a lane's rows into weights, and rescale the previous sums."""
+    own_scores = [i for i in range(STEP // 2) if i % 4 // 2 == half]
+    best = scores[own_scores[0]]
+    for i in own_scores[1:]:
         best = arch.fmax(best, scores[i])
     for i in range(2):
         best = arch.fmax(best, arch.shuffle_sync_bfly(best, 1 << i))
     new_max = arch.fmax(row_max[half], best * scale_log2)
     rescale = cute_warp.exp2(row_max[half] - new_max)
     total = row_sum[half] * rescale
-    for i in mine:
+    for i in own_scores:
         scores[i] = cute_warp.exp2(scores[i] * scale_log2 - new_max)
         total = total + scores[i]
     row_sum[half] = total
@@ -165,7 +165,7 @@ def _update_softmax(shape, scores, acc, row_max, row_sum, half: int, scale_log2)
 
 
 def _multiply_values(shape, scores, acc, places):
-    """Add the step's values, weighted. The weights lie as A fragments want them already."""
+    """Add the step's weighted values. The scores' registers already have the layout of A fragments."""
     weights = [Int32(0)] * 4
     for i in range(2):
         for half in range(shape.lane_rows):

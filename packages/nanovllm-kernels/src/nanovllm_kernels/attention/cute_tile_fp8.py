@@ -1,11 +1,8 @@
-"""The tile of `cute_tile` over an FP8 cache: e4m3 keys and values, each head of each token with a scale (see `fp8`).
+"""The tile of `cute_tile` for an FP8 cache: e4m3 keys and values, with a scale per token and head (see `fp8`).
 
-As in `triton_tile_fp8`, products are of float16, queries are divided by a power of two, and the values' scales are
-added to the scores in base 2. At most 8 query heads to a key-value head, half a tile: so a step's slot holds its sums.
-
-A lane's fragments are those of `cute_tile` with dimensions dealt out in another order, which products don't mind: of
-each 16, lane l has numbers 4 (l % 4) to 4 (l % 4) + 3, of the queries, of the keys and of the sums. This room must not
-know pages or requests.
+As in `triton_tile_fp8`, products are float16, queries are divided by a power of two, and the values' scales are added
+to the scores in base 2. A group has at most 8 query heads, half a tile, so that a step's slot can hold its sums.
+Fragments permute each 16 dimensions: lane l holds 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
 """
 
 import cutlass
@@ -15,18 +12,18 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention import cute_warp
 from nanovllm_kernels.attention.cute_tile import ROW_BYTES, STEP, clear_values
 
-# Where the first row's scores of a lane lie, and its tokens but for 2 (l % 4).
-MINE = ((0, 0), (1, 1), (4, 8), (5, 9))
-# Weights of up to 2^15: the small ones of a long context would else be subnormal in float16.
+# For each score of a lane: its index in the fragment, and its token minus 2 (l % 4).
+OWN_SCORES = ((0, 0), (1, 1), (4, 8), (5, 9))
+# Weights reach 2^15, so that the small weights of a long context are not subnormal in float16.
 HEADROOM = 15.0
-# Of float32: what is not the exponent, and a bias of it on either side of 1.
+# Float32: mask of the exponent's bits, and twice the exponent's bias.
 EXPONENT = 0x7F800000
 TWICE_BIAS = 254
 
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """A group's queries, `offset` numbers into `q`, as A fragments over a power of two; what they were divided by."""
+    """Load a group's queries, at element `offset` of `q`, as A fragments over a power of two. Returns that power."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     row = lane >> 2
@@ -41,7 +38,7 @@ def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer
         top = arch.fmax(top, arch.fmax(arch.fmax(low, -low), arch.fmax(high, -high)))
     for i in cutlass.range_constexpr(2):
         top = arch.fmax(top, arch.shuffle_sync_bfly(top, 1 << i))
-    # The exponent alone, of a normal number.
+    # Keep the exponent only; the minimum is a normal number's.
     exponent = cutlass.max((cute_warp.bits(top) & EXPONENT) >> 23, Int32(1))
     inverse = cute_warp.power_of_2(TWICE_BIAS - exponent)
     for k in cutlass.range_constexpr(shape.head_dim // 8):
@@ -63,12 +60,12 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Fold the step at shared address `base`, its scales at `scales`, into the running softmax, as in `cute_tile`.
+    """Accumulate the step at shared address `base`, with scales at `scales`, like `cute_tile.attend`.
 
-    `row_max` is only what the weights are counted from; `row_sum` is the plain softmax's.
+    row_max: reference point of the weights, HEADROOM below the maximum. row_sum: sum of the plain softmax's weights.
     """
     scores = cute.make_rmem_tensor(STEP // 2, Float32)
-    exponents = cute.make_rmem_tensor(len(MINE), Int32)
+    exponents = cute.make_rmem_tensor(len(OWN_SCORES), Int32)
     row = lane & 15
     chunk = row * ROW_BYTES + (((lane >> 4) ^ (row & 7)) << 4)
     places = [base + (chunk ^ (32 * i)) for i in range(4)]
@@ -77,16 +74,16 @@ def attend(
     _multiply_keys(shape, queries, scores, places)
     _apply_scales(scores, exponents, scales + (lane & 3) * 2, scale_log2)
     if left < STEP:
-        for n in cutlass.range_constexpr(len(MINE)):
-            if MINE[n][1] + (lane & 3) * 2 >= left:
-                scores[MINE[n][0]] = -Float32.inf
+        for n in cutlass.range_constexpr(len(OWN_SCORES)):
+            if OWN_SCORES[n][1] + (lane & 3) * 2 >= left:
+                scores[OWN_SCORES[n][0]] = -Float32.inf
                 exponents[n] = Int32(0)
     _update_softmax(shape, scores, exponents, acc, row_max, row_sum)
     _multiply_values(shape, scores, acc, places)
 
 
 def _multiply_keys(shape, queries, scores, places):
-    """Scores of the step: two tiles of 8 tokens next to each other. 16 bytes are the dimensions of one product."""
+    """Compute the step's scores as two adjacent tiles of 8 tokens. 16 bytes hold the dimensions of one product."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for pair in range(shape.head_dim // 32):
         keys = cute_warp.load_matrices(places[pair % 4] + (pair // 4) * STEP * ROW_BYTES, transpose=False)
@@ -101,29 +98,29 @@ def _multiply_keys(shape, queries, scores, places):
 
 
 def _apply_scales(scores, exponents, scales, scale_log2):
-    """Scale a lane's scores by the keys' scales, and add the values' in base 2, whose exponents are kept negated."""
+    """Multiply a lane's scores by the keys' scales and add log2 of the values'. exponents: those of 1 / value scale."""
     for half in range(2):
         keys = cute_warp.load_bytes(scales + 8 * half)
         values = cute_warp.load_bytes(scales + STEP + 8 * half)
         for i in range(2):
             key, value = (keys >> (8 * i)) & 0xFF, (values >> (8 * i)) & 0xFF
-            at = MINE[2 * half + i][0]
+            at = OWN_SCORES[2 * half + i][0]
             scores[at] = scores[at] * (scale_log2 * cute_warp.power_of_2(key)) + Float32(value - TWICE_BIAS // 2)
             exponents[2 * half + i] = TWICE_BIAS - value
 
 
 def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
-    """Turn a lane's scores into weights, and rescale what was summed before."""
-    best = scores[MINE[0][0]]
-    for at, _ in MINE[1:]:
+    """Turn a lane's scores into weights, and rescale the previous sums."""
+    best = scores[OWN_SCORES[0][0]]
+    for at, _ in OWN_SCORES[1:]:
         best = arch.fmax(best, scores[at])
     for i in range(2):
         best = arch.fmax(best, arch.shuffle_sync_bfly(best, 1 << i))
     new_max = arch.fmax(row_max[0], best - HEADROOM)
     rescale = cute_warp.exp2(row_max[0] - new_max)
     total = row_sum[0] * rescale
-    for n in range(len(MINE)):
-        at = MINE[n][0]
+    for n in range(len(OWN_SCORES)):
+        at = OWN_SCORES[n][0]
         scores[at] = cute_warp.exp2(scores[at] - new_max)
         total = total + scores[at] * cute_warp.power_of_2(exponents[n])
     row_sum[0] = total
@@ -134,9 +131,9 @@ def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
 
 
 def _multiply_values(shape, scores, acc, places):
-    """Add the step's values, weighted: of each 16 dimensions the even ones to one tile, the odd ones to the next.
+    """Add the step's weighted values: of each 16 dimensions the even ones go to one tile, the odd ones to the next.
 
-    The hardware transposes pairs of values; of two tokens' pairs two registers are made, of one dimension each.
+    The hardware transposes pairs of values, so each pair of tokens is split into one register per dimension.
     """
     weights = [cute_warp.pack(Float16, scores[0], scores[1]), Int32(0)]
     weights += [cute_warp.pack(Float16, scores[4], scores[5]), Int32(0)]

@@ -1,7 +1,7 @@
-"""The instructions under the CuTe DSL decode kernel, by name.
+"""Instructions of the CuTe DSL decode kernel, as functions. Shared memory has Int32 addresses, global memory pointers.
 
-This room must not know attention. Fragments are those of PTX's `mma.m16n8k16`: of an accumulator, lane l holds rows
-l // 4 and l // 4 + 8 at columns 2 (l % 4) and the next. Shared memory is addressed by Int32, global memory by pointers.
+Fragments are those of PTX's `mma.m16n8k16`: lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns
+2 (l % 4) and 2 (l % 4) + 1.
 """
 
 from cutlass import BFloat16, Float32, Int32
@@ -9,7 +9,7 @@ from cutlass.cute import arch
 
 
 def load_matrices(address, *, transpose):
-    """Four 8 x 8 matrices of 16 bits from shared memory, lanes 8i..8i+7 giving the rows of matrix i: four Int32."""
+    """Load four 8 x 8 matrices of 16 bits from shared memory as four Int32; lanes 8i..8i+7 give matrix i's rows."""
     name = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" if transpose else "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
     return arch.inline_ptx(
         name + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
@@ -17,7 +17,7 @@ def load_matrices(address, *, transpose):
 
 
 def multiply_add(dtype, a, b, c):
-    """C + A B of 16 x 16 by 16 x 8 in float32: `a` four and `b` two Int32, `c` and the result four Float32."""
+    """Return C + A B of 16 x 16 by 16 x 8 in float32: `a` is four Int32, `b` two, `c` and the result four Float32."""
     name = "bf16" if dtype is BFloat16 else "f16"
     return arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
@@ -28,7 +28,7 @@ def multiply_add(dtype, a, b, c):
 
 
 def pack(dtype, low, high):
-    """Two Float32 rounded to `dtype`, in one Int32."""
+    """Round two Float32 to `dtype` and pack them into an Int32."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
     return arch.inline_ptx(
         f"cvt.rn.{name}.f32" + " {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
@@ -36,7 +36,7 @@ def pack(dtype, low, high):
 
 
 def widen(dtype, word):
-    """The two numbers of `dtype` in an Int32, as Float32."""
+    """Unpack the two `dtype` values of an Int32 as Float32."""
     name = "bf16" if dtype is BFloat16 else "f16"
     return arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
@@ -47,7 +47,7 @@ def widen(dtype, word):
 
 
 def narrow_floats(word):
-    """The four e4m3 in an Int32, as float16: the lower two in one Int32, the upper two in another."""
+    """Convert the four e4m3 values of an Int32 to float16: the lower two in one Int32, the upper two in another."""
     return arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
         " cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
@@ -57,17 +57,17 @@ def narrow_floats(word):
 
 
 def swap_middle(word):
-    """Bytes 0, 2, 1, 3 of an Int32."""
+    """Reorder the bytes of an Int32 to 0, 2, 1, 3."""
     return arch.inline_ptx("prmt.b32 {$w0}, {$r0}, 0, 0x3120;", write_only_types=[Int32], read_only_args=[word])
 
 
 def bits(x):
-    """A Float32 as the Int32 of the same bits."""
+    """Reinterpret a Float32 as Int32."""
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def power_of_2(exponent):
-    """The Float32 of this biased exponent; 0 for 0."""
+    """Return the Float32 with this biased exponent; 0 for 0."""
     return arch.inline_ptx(
         "{ .reg .b32 bits; shl.b32 bits, {$r0}, 23; mov.b32 {$w0}, bits; }",
         write_only_types=[Float32],
@@ -81,12 +81,12 @@ def exp2(x):
 
 
 def load_bytes(address):
-    """Two bytes at an even address, the first in the lower byte of an Int32."""
+    """Load two bytes from an even shared address, the first into the lowest byte of an Int32."""
     return arch.inline_ptx("ld.shared.u16 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
 def copy_16_bytes(address, pointer, barrier):
-    """Start a copy of 16 bytes from global to shared memory, both aligned to them, that arrives at a barrier."""
+    """Start a copy of 16 aligned bytes from global to shared memory that signals `barrier`."""
     arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], 16, [{$r2}];",
         read_only_args=[address, pointer, barrier],
@@ -94,7 +94,7 @@ def copy_16_bytes(address, pointer, barrier):
 
 
 def load_shared(address):
-    """Four Float32 at a multiple of 16 bytes."""
+    """Load four Float32 from a shared address that is a multiple of 16."""
     return arch.inline_ptx(
         "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Float32] * 4,
@@ -103,17 +103,17 @@ def load_shared(address):
 
 
 def store_shared(address, low, high):
-    """Two Float32 to a multiple of 8 bytes."""
+    """Store two Float32 to a shared address that is a multiple of 8."""
     arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])
 
 
 def clear_shared(address):
-    """Zero 16 bytes."""
+    """Zero 16 bytes of shared memory."""
     arch.inline_ptx("st.shared.v4.b32 [{$r0}], {0, 0, 0, 0};", read_only_args=[address])
 
 
 def load_global(pointer):
-    """Four Float32 at a multiple of 16 bytes."""
+    """Load four Float32 from a pointer aligned to 16 bytes."""
     return arch.inline_ptx(
         "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Float32] * 4,
@@ -122,17 +122,17 @@ def load_global(pointer):
 
 
 def store_global(pointer, values):
-    """Four Float32 to a multiple of 16 bytes."""
+    """Store four Float32 to a pointer aligned to 16 bytes."""
     arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values])
 
 
 def load_pair_global(pointer):
-    """Two Float32 at a multiple of 8 bytes."""
+    """Load two Float32 from a pointer aligned to 8 bytes."""
     return arch.inline_ptx(
         "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[pointer]
     )
 
 
 def store_pair_global(pointer, low, high):
-    """Two numbers of 4 bytes to a multiple of 8 bytes."""
+    """Store two values of 4 bytes to a pointer aligned to 8 bytes."""
     arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[pointer, low, high])

@@ -1,10 +1,8 @@
-"""Absorbed latent attention with many heads, on Hopper, by warps with different jobs: decodes, and chunks of prompts.
+"""Absorbed latent attention with many heads on Hopper by specialised warps, in Gluon, for decodes and prompt chunks.
 
-A program takes one part of a work list (see `gluon_mla_work`): 64 heads of one token after another, against 64 latents
-at a time. One warp copies queries and latents from memory, and runs ahead, also to the next token. Four warps make
-scores and their weights, and each weigh half of the latents' width with four others that do nothing else: results of
-64 x 512 are too many for the registers of four. While some take exponentials, the tensor cores work for the others. In
-Gluon, as Triton leaves none of this to its user; `triton_mla_tile.specializes` says what it is for.
+A program takes one part of a work list (see `gluon_mla_work`). One warp copies queries and latents and runs ahead into
+the next token. Four warps compute scores and weights; they and four other warps each compute half of the 64 x 512
+results, which exceed the registers of four. `triton_mla_tile.specializes` gives the supported shapes.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -29,12 +27,12 @@ from nanovllm_kernels.attention.triton_tile import LOG2_E
 from nanovllm_kernels.attention.work_list import WorkList
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Tiles of latents in shared memory: with the queries, all that fit.
+# Tiles of latents in shared memory: as many as fit beside the queries.
 STAGES = 2
-# Numbers in shared memory lie as the tensor cores want them, 64 in a row.
+# Shared memory layout that the tensor cores require, with 64 elements per row.
 SHARED = gl.NVMMASharedLayout(128, 16, 2)
 BOX = 64
-# Registers of a thread: as launched, of the copying warp, and of those that multiply, who have 128 of results.
+# Registers per thread: at launch, in the copying warp, and in the multiplying warps (128 of which hold results).
 LAUNCH_REGISTERS, FETCH_REGISTERS, GROUP_REGISTERS = 168, 32, 232
 
 
@@ -51,9 +49,9 @@ def attend(
     partial: Tensor,
     lse: Tensor,
 ) -> None:
-    """Attend for each part of `work`; writes whole tiles to `out`, parts of tiles to `partial` and `lse`.
+    """Attend for each part of `work`; write whole tiles to `out`, parts of tiles to `partial` and `lse`.
 
-    q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of what is contiguous. kv_cache: [N, P, 1, 576].
+    q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of a contiguous tensor. kv_cache: [N, P, 1, 576].
     work: planned for tiles of one token and blocks of 64 latents.
     """
     num_heads, num_tokens, latent_dim = q_latent.shape
@@ -112,21 +110,21 @@ def _attend_latent_work(
     FETCH_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One part of the work list, for 64 query heads: one token after another against its latents."""
+    """Attend for one part of the work list and 64 query heads, token by token."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     dtype: gl.constexpr = out_desc.dtype
     PARTS: gl.constexpr = 64 // PAGE_SIZE
     queries = gl.allocate_shared_memory(dtype, [9, 64, 64], q_desc.layout)
-    # Of each stage eight blocks of 64 columns of latents, page by page, and one of key parts.
+    # Each stage has eight blocks of 64 columns of latents, stored page by page, and one block of rotated key parts.
     latents = gl.allocate_shared_memory(dtype, [STAGES * 8 * PARTS, PAGE_SIZE, 64], kv_desc.layout)
     key_parts = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PAGE_SIZE, 64], kv_desc.layout)
     weights = gl.allocate_shared_memory(dtype, [64, 64], q_desc.layout)
     factors = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Of the queries and of the weights: that they are there, and that they may be replaced.
+    # Four signals: queries are loaded, queries may be replaced, weights are stored, weights may be replaced.
     signals = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -134,7 +132,7 @@ def _attend_latent_work(
     for signal in gl.static_range(4):
         mbarrier.init(signals.index(signal), count=1)
     fence_async_shared()
-    # The pages of a tile lie as the tile's own rows would, and its blocks as those of half its width.
+    # A tile's pages are laid out like 64 consecutive rows, and its eight blocks like two halves of 256 columns.
     blocks = latents._reinterpret(dtype, [STAGES * 8, 64, 64], q_desc.layout)  # noqa: SLF001 - no public name
     halves = latents._reinterpret(dtype, [STAGES * 2, 64, 256], q_desc.layout)  # noqa: SLF001
     keys = key_parts._reinterpret(dtype, [STAGES, 64, 64], q_desc.layout)  # noqa: SLF001
@@ -169,22 +167,24 @@ def _fetch(
     PAGE_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One warp: the queries of each tile, then its latents into the ring."""
+    """Copying warp: for each tile, load the queries, then the latents into the ring."""
     full, empty, signals = barriers
     q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride = sources
     PARTS: gl.constexpr = 64 // PAGE_SIZE
-    asked, left = signals.index(0), signals.index(1)
+    queries_ready, queries_free = signals.index(0), signals.index(1)
     step = 0
     item = 0
     first_tile, end_tile, head = load_part(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
         request, token, begin, end, _slot = load_work(plan, tile, NUM_HEADS)
-        # The first tile finds the queries' memory free.
-        mbarrier.wait(left, (item + 1) & 1)
-        mbarrier.expect(asked, 9 * 64 * 64 * 2)
+        # For the first tile this wait returns at once.
+        mbarrier.wait(queries_free, (item + 1) & 1)
+        mbarrier.expect(queries_ready, 9 * 64 * 64 * 2)
         for block in gl.static_range(8):
-            tma.async_copy_global_to_shared(q_desc, [head, token * 512 + 64 * block], asked, queries.index(block))
-        tma.async_copy_global_to_shared(rope_desc, [token * NUM_HEADS + head, 0], asked, queries.index(8))
+            tma.async_copy_global_to_shared(
+                q_desc, [head, token * 512 + 64 * block], queries_ready, queries.index(block)
+            )
+        tma.async_copy_global_to_shared(rope_desc, [token * NUM_HEADS + head, 0], queries_ready, queries.index(8))
         item += 1
         table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
         for start in range(begin, end, 64):
@@ -192,7 +192,7 @@ def _fetch(
             ready = full.index(stage)
             pages = ()
             for part in gl.static_range(PARTS):
-                # Behind the last page comes that one again.
+                # Past the last page, load the last page again.
                 pages = pages + (gl.load(table_ptr + gl.minimum(start + part * PAGE_SIZE, end - 1) // PAGE_SIZE),)
             mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
             mbarrier.expect(ready, 9 * 64 * 64 * 2)
@@ -207,7 +207,7 @@ def _fetch(
 
 @gluon.jit
 def _clear_rows(blocks, first, num_rows):
-    """Zeros into the rows from `num_rows` on of four blocks of latents: what is there may be no number, times zero."""
+    """Zero the rows from `num_rows` on of four blocks of latents: they may hold NaN, which a weight of 0 keeps."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     inside = gl.arange(0, 64, gl.SliceLayout(1, LOADED)) < num_rows
     for block in gl.static_range(4):
@@ -231,11 +231,16 @@ def _score(
     NUM_HEADS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Four warps: scores, their weights, and what these make of the first 256 numbers of the latents."""
+    """Four warps: compute scores and weights, and the results' first 256 columns."""
     full, empty, signals = barriers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    asked, left, weighed, taken = signals.index(0), signals.index(1), signals.index(2), signals.index(3)
+    queries_ready, queries_free, weights_ready, weights_free = (
+        signals.index(0),
+        signals.index(1),
+        signals.index(2),
+        signals.index(3),
+    )
     columns = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     step = 0
     item = 0
@@ -243,7 +248,7 @@ def _score(
     first_tile, end_tile, head = load_part(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
         _request, token, begin, end, slot = load_work(plan, tile, NUM_HEADS)
-        mbarrier.wait(asked, item & 1)
+        mbarrier.wait(queries_ready, item & 1)
         item += 1
         running_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         running_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
@@ -258,14 +263,14 @@ def _score(
                 latent = blocks.index(stage * 8 + block).permute((1, 0))
                 scores = warpgroup_mma(queries.index(block), latent, scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(left, pred=start + 64 >= end)
+            mbarrier.arrive(queries_free, pred=start + 64 >= end)
             scores = gl.where((start + columns < end)[None, :], scores * scale_log2, float("-inf"))
             new_max = gl.maximum(running_max, gl.max(scores, 1))
             scores = gl.exp2(scores - new_max[:, None])
             rescale = gl.exp2(running_max - new_max)
             running_sum = running_sum * rescale + gl.sum(scores, 1)
             running_max = new_max
-            mbarrier.wait(taken, (turn + 1) & 1)
+            mbarrier.wait(weights_free, (turn + 1) & 1)
             turn += 1
             weights.store(scores.to(weights.dtype))
             factors.store(rescale)
@@ -273,19 +278,19 @@ def _score(
                 _clear_rows(blocks, stage * 8, end - start)
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(weighed)
+            mbarrier.arrive(weights_ready)
             sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
             sums = warpgroup_mma(weights, halves.index(stage * 2), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[sums])
-            # The last tile's place is kept for results.
+            # The tile's last stage is released later: results are stored through its memory.
             mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
             step += 1
-        mbarrier.wait(taken, (turn + 1) & 1)
+        mbarrier.wait(weights_free, (turn + 1) & 1)
         turn += 1
         factor = 1 / running_sum
         factors.store(factor)
         gl.thread_barrier()
-        mbarrier.arrive(weighed)
+        mbarrier.arrive(weights_ready)
         if slot >= 0:
             rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
             places = place_partial(slot, head, rows, NUM_HEADS)
@@ -308,10 +313,10 @@ def _weigh(
     NUM_HEADS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Four warps: what the weights make of the other 256 numbers of the latents."""
+    """Four warps: compute the results' other 256 columns from the weights."""
     full, empty, signals = barriers
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    weighed, taken = signals.index(2), signals.index(3)
+    weights_ready, weights_free = signals.index(2), signals.index(3)
     step = 0
     turn = 0
     first_tile, end_tile, head = load_part(plan, NUM_HEADS)
@@ -325,19 +330,19 @@ def _weigh(
                 _clear_rows(blocks, stage * 8 + 4, end - start)
                 fence_async_shared()
                 gl.thread_barrier()
-            mbarrier.wait(weighed, turn & 1)
+            mbarrier.wait(weights_ready, turn & 1)
             turn += 1
             sums = sums * factors.load(gl.SliceLayout(1, SUMS))[:, None]
             sums = warpgroup_mma(weights, halves.index(stage * 2 + 1), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[sums])
-            mbarrier.arrive(taken)
+            mbarrier.arrive(weights_free)
             mbarrier.arrive(empty.index(stage), pred=start + 64 < end)
             step += 1
-        mbarrier.wait(weighed, turn & 1)
+        mbarrier.wait(weights_ready, turn & 1)
         turn += 1
         sums = sums * factors.load(gl.SliceLayout(1, SUMS))[:, None]
         gl.thread_barrier()
-        mbarrier.arrive(taken)
+        mbarrier.arrive(weights_free)
         stage = (step - 1) % STAGES
         _store(sums, halves, blocks, stage * 2 + 1, results, token, head, slot, NUM_HEADS)
         mbarrier.arrive(empty.index(stage))
@@ -345,9 +350,9 @@ def _weigh(
 
 @gluon.jit
 def _store(sums, halves, blocks, half, results, token, head, slot, NUM_HEADS: gl.constexpr):
-    """Store half of the results of 64 heads from `head` on, as partial results if there is a `slot`.
+    """Store half of the results of 64 heads from `head` on, as partial results if `slot` >= 0.
 
-    half: the half of a stage through which final results go; its number says which half of the results it is.
+    half: the half of a stage through which final results are stored; its parity tells which half of the results it is.
     """
     out_desc, partial_ptr = results
     first = (half % 2) * 256

@@ -1,10 +1,8 @@
 """Multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache of latents.
 
-A token's keys and values are one latent, which a matrix a head expands, and one rotated key part that all heads share:
-only these are cached. What is cached is attended to with queries brought into the latent's space, and the result is
-brought from there to the values' (absorbed), so that nothing a token is expanded; a prompt that is whole in a step is
-expanded and attended to plainly, which is less arithmetic. Such prompts come last in a step, or their queries are
-brought there for nothing.
+The cache holds one latent and one rotated key part per token, shared by all heads. Cached tokens are attended to in the
+latent space (absorbed): queries are projected into it, and results back. Prompts that are whole in a step are expanded
+to keys and values, which costs less arithmetic. Put these last in a step: otherwise their queries are projected too.
 """
 
 from dataclasses import replace
@@ -44,10 +42,11 @@ def plan_latent_batch(
     num_tokens: int | None = None,
     whole: bool = False,
 ) -> AttentionBatch:
-    """Prepare a step's latent attention, once for all its layers: `plan_batch` for a cache [N, P, 1, L + R].
+    """Prepare a step's latent attention once for all layers: `plan_batch` for a cache [N, P, 1, L + R].
 
-    Of the backends "torch" is plain torch; for all others it is Triton, with FlashAttention, where `plan_batch` would
-    use it, for prompts that are whole in the step: the device finds these, whatever `whole` says.
+    backend: "torch" is plain torch; all others are Triton. "flash" and "fastest" use FlashAttention, if `plan_batch`
+        would, for prompts that are whole in the step.
+    whole: ignored; the device finds such prompts.
     """
     batch = AttentionBatch(
         block_tables,
@@ -66,8 +65,9 @@ def plan_latent_batch(
     )
     if backend == "torch":
         if num_decodes is None:
-            raise ValueError('the backend "torch" must know num_decodes')
-        gathers = reference.plan_gathers(block_tables, seq_lens, query_start_loc, num_decodes, kv_cache.shape[1])
+            raise ValueError('num_decodes is None, but the backend "torch" needs it')
+        tables = (block_tables, seq_lens, query_start_loc)
+        gathers = reference.plan_gathers(*tables, num_decodes, kv_cache.shape[1], dtype)
         return replace(batch, gathers=gathers)
     narrow, wide = (tiles.latent_config(num_heads, batch.number_size, wide=kind) for kind in (False, True))
     tile_heads = [tiles.latent_tile_heads(num_heads, config) for config in (narrow, wide)]
@@ -110,17 +110,18 @@ def latent_attention(
     scale: float,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Causal latent attention of a batch of requests, each over its own pages.
+    """Causal latent attention of a batch of requests over their pages.
 
-    q: [T, H, K + R], requests one after another, contiguous; float32, float16 or bfloat16: of each head what meets
+    q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has the part that meets
         expanded keys, then the rotated part.
-    expansion: [H, K + V, L], contiguous: the rows that make of a latent a head's key [K], then its value [V]. Of the
-        dtype of `q`; on a CPU `q` may be float32 beside any.
-    kv_cache: [N, P, 1, L + R] of the dtype of `expansion` or of float8_e4m3fn, contiguous: normed latents, then rotated
-        key parts; this step's already written. batch: of `plan_latent_batch`.
-    scale: what the products are multiplied by before the softmax.
-    kv_scales: uint8 [N, 1, P], contiguous, where the cache is of float8_e4m3fn and only there: see `fp8`.
-    Returns contiguous [T, H, V] in the dtype of `expansion`.
+    expansion: [H, K + V, L], contiguous: per head, the rows that expand a latent to its key [K], then to its value [V].
+        Of q's dtype; on a CPU `q` may be float32 with any dtype here.
+    kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latents, then rotated key
+        parts; this step's are already written.
+    batch: from `plan_latent_batch`.
+    scale: factor for the products before the softmax.
+    kv_scales: uint8 [N, 1, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
+    Returns: contiguous [T, H, V] in `expansion`'s dtype.
     """
     if batch.gathers is not None:
         return mla_reference.latent_attention(q, expansion, kv_cache, kv_scales, batch.gathers, scale)
@@ -151,7 +152,7 @@ def latent_attention(
 
 
 def _project_heads(x: Tensor, weight: Tensor, count: Tensor | None, out: Tensor) -> None:
-    """Write the products of `x` [T, H, K] and `weight` [H, K, N] into `out` [T, H, N]: at least the first `count`."""
+    """Write `x` [T, H, K] times `weight` [H, K, N] into `out` [T, H, N], for at least the first `count` tokens."""
     if count is None or len(x) < tiles.LEAST_COUNTED_TOKENS:
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     else:
@@ -167,7 +168,7 @@ def _attend_whole_prompts(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Expand and attend plainly; writes the rows of `out` [T, H, V] that are of prompts whole in the step."""
+    """Attend over expanded keys and values; write the rows of `out` [T, H, V] of prompts that are whole in the step."""
     num_tokens, num_heads, head_dim = q.shape
     expanded, latent_dim = expansion.shape[1:]
     value_dim = out.shape[2]
@@ -209,7 +210,7 @@ def _latent_attention_op(
     wide: list[Tensor],
     scale: float,
 ) -> Tensor:
-    """Absorbed attention of the requests of two work lists; the rows of other requests hold anything.
+    """Absorbed attention of the requests of two work lists; rows of other requests are undefined.
 
     q_latent: contiguous [H, T, L]. q_rope: [T, H, R], the last dimension contiguous. Returns contiguous [T, H, L].
     """
@@ -241,8 +242,9 @@ def _gather_latents_op(
     num_tokens: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What the cache holds of the step's own tokens, [num_tokens, L + R] in `dtype`: of those of prompts that are whole
-    in the step, and zeros for the others, as FlashAttention reads on behind a prompt.
+    """Return the cached latents [num_tokens, L + R], in `dtype`, of the step's tokens in whole prompts.
+
+    Rows of other tokens are zeros, because FlashAttention reads past a prompt's end.
     """
     from nanovllm_kernels.attention import triton_mla_plain
 
@@ -276,7 +278,7 @@ def _spread_key_parts_op(k_rope: Tensor, keys: Tensor) -> None:
 def _attend_whole_prompts_op(
     q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Plain attention of prompts whole in the step; writes the rows of `out` [T, H, V] that are theirs.
+    """Attend over expanded keys and values; write the rows of `out` [T, H, V] of prompts that are whole in the step.
 
     q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
     """

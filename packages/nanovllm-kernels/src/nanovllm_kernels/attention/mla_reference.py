@@ -1,14 +1,14 @@
-"""Latent attention in plain torch: the oracle of the kernels, and the CPU path.
+"""Latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes absorb, together and a bounded number of tokens at a time; prefills expand their whole context, one request
-after another, as a product more is cheaper there than wide heads. What to gather is the other attention's.
+Decodes absorb, a bounded number of tokens at a time. Prefills expand their whole context, one request at a time, which
+is cheaper than wide heads. `reference.plan_gathers` plans what to gather.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm_kernels.attention.reference import DecodeGroup, Gathers, Prefill, gather, gather_slots
+from nanovllm_kernels.attention.reference import DecodeGroup, Gathers, Prefill, gather, gather_slots, mask_in
 
 
 def latent_attention(
@@ -31,7 +31,7 @@ def latent_attention(
 def _decode(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGroup, scale: float
 ) -> Tensor:
-    """One query a request: q [n, H, K + R] to [n, H, V]."""
+    """Attend for one query per request: q [n, H, K + R] to [n, H, V]."""
     take = gather if group.mask is None else gather_slots
     cached = take(kv_cache, kv_scales, group.index, q.dtype).reshape(q.shape[0], -1, kv_cache.shape[3])
     k = cached[:, : group.longest].unsqueeze(1)
@@ -39,30 +39,32 @@ def _decode(
     q_key, q_rope = _split(q, k.shape[3] - latent_dim)
     to_key, to_value = _split_expansion(expansion, q_key.shape[2])
     absorbed = torch.bmm(q_key.transpose(0, 1), to_key).transpose(0, 1)
-    # All heads see the same keys: they stand where other attention has the queries of one head.
+    # All heads share the keys: pass the heads as queries of one head.
     queries = torch.cat((absorbed, q_rope), -1).unsqueeze(1)
-    found = functional.scaled_dot_product_attention(queries, k, k[..., :latent_dim], group.mask, scale=scale)
+    mask = mask_in(q.dtype, group.mask)
+    found = functional.scaled_dot_product_attention(queries, k, k[..., :latent_dim], mask, scale=scale)
     return torch.bmm(found.squeeze(1).transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
 
 
 def _prefill(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, prefill: Prefill, scale: float
 ) -> Tensor:
-    """All queries of one request: q [n, H, K + R] to [n, H, V]."""
+    """Attend for all queries of one request: q [n, H, K + R] to [n, H, V]."""
     cached = gather(kv_cache, kv_scales, prefill.pages, q.dtype).view(-1, kv_cache.shape[3])[: prefill.length]
     num_heads, expanded, latent_dim = expansion.shape
     latents, k_rope = _split(cached, cached.shape[1] - latent_dim)
     kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded).transpose(0, 1)
     key_dim = q.shape[2] - k_rope.shape[1]
     k = torch.cat((kv[..., :key_dim], k_rope.expand(num_heads, -1, -1)), -1)
+    mask = mask_in(q.dtype, prefill.mask)
     out = functional.scaled_dot_product_attention(
-        q.transpose(0, 1), k, kv[..., key_dim:], prefill.mask, is_causal=prefill.mask is None, scale=scale
+        q.transpose(0, 1), k, kv[..., key_dim:], mask, is_causal=mask is None, scale=scale
     )
     return out.transpose(0, 1)
 
 
 def _split(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
-    """(all but the `last` of the last dimension, those)."""
+    """Split the last dimension before its `last` elements."""
     return x[..., : x.shape[-1] - last], x[..., x.shape[-1] - last :]
 
 

@@ -1,7 +1,7 @@
-"""Attention over a paged bf16 cache on a CPU, in float32, for any number of queries; the cache is read where it lies.
+"""Attention over a paged bf16 cache on a CPU, in float32, for any number of queries. The cache is read in place.
 
-Keys are visited in blocks from the first on, with an online softmax (Milakov and Gimelshein 2018,
-https://arxiv.org/abs/1805.02867). A query's result depends on its own keys only, not on the queries beside it.
+Blocks of keys are visited in order with an online softmax (Milakov and Gimelshein 2018,
+https://arxiv.org/abs/1805.02867). A query's result does not depend on the other queries.
 """
 
 import numba
@@ -13,7 +13,7 @@ from nanovllm_kernels.jit import (
     OPENMP,
     exp,
     from_bf16,
-    keep,
+    keep_alive,
     kernel,
     next_item,
     ordered_kernel,
@@ -35,9 +35,9 @@ from nanovllm_kernels.jit_tiles import (
     widen_group,
 )
 
-# Keys of a block: their float32 copies stay in the first-level cache beside a tile of queries.
+# Keys per block: their float32 copies fit the first-level cache beside a tile of queries.
 BLOCK_KEYS = 64
-# Queries, times the query heads of a key-value head, that visit a block together; at least one token's.
+# Most rows (queries times query heads per key-value head) that visit a block together; at least one token's.
 MOST_ROWS = 96
 
 _ZERO, _LEAST = np.float32(0.0), np.float32(-3e38)
@@ -52,9 +52,7 @@ def paged_attention(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Write into `out`, contiguous float32 [T, Hq, D], what the package's `paged_attention` returns for float32 q and a
-    bf16 cache.
-    """
+    """Write `paged_attention` of float32 `q` and a bf16 cache into `out`, contiguous float32 [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
     _, page_size, num_cached, _ = kv_cache.shape
     _attend(
@@ -102,7 +100,7 @@ def _attend(
 ):
     starts = numba.carray(pointer(starts_ptr), (num_requests + 1,), np.int32)
     tile_tokens = max(1, MOST_ROWS // (num_heads // num_kv_heads))
-    # Tiles of queries: their request and first token. The last of a request come first: they see the most keys.
+    # Each tile of queries: request and first token. A request's last tile comes first, because it sees the most keys.
     tiles = np.empty((num_tokens // tile_tokens + num_requests, 2), np.int64)
     num_tiles = 0
     for request in range(num_requests - 1, -1, -1):
@@ -119,9 +117,9 @@ def _attend(
     scales[0] = scale
     args[9] = np.int64(scales.ctypes.data)
     run_region(region, np.int64(args.ctypes.data), num_threads)
-    keep(args)
-    keep(tiles)
-    keep(scales)
+    keep_alive(args)
+    keep_alive(tiles)
+    keep_alive(scales)
 
 
 def _items_of_thread(args_ptr):
@@ -134,7 +132,7 @@ def _items_of_thread(args_ptr):
     tiles = numba.carray(pointer(args[14]), (num_tiles, 2), np.int64)
     depth, width = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL
     rows = tile_tokens * group
-    # Queries, keys, values, scores, sums, and of each row the largest score and the sum of weights.
+    # Queries, keys, values, scores, sums, and per row the largest score and the sum of weights.
     sizes = rows * depth + BLOCK_KEYS * (depth + width) + rows * (BLOCK_KEYS + width + 2)
     scratch = np.empty(sizes + LINE // 4, np.float32)
     scratch_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
@@ -146,13 +144,14 @@ def _items_of_thread(args_ptr):
         count = min(tile_tokens, starts[request + 1] - token)
         first_length = lens[request] - starts[request + 1] + token + 1
         _attend_tile(args, item % num_kv_heads, request, token, count, first_length, depth, width, scale, scratch_ptr)
-    keep(scratch)
+    keep_alive(scratch)
 
 
 @kernel
 def _attend_tile(args, kv_head, request, token, count, first_length, depth, width, scale, scratch_ptr):
-    """The queries of `count` tokens from `token` on, of the query heads of one key-value head. first_length: keys that
-    the first of them sees.
+    """Attend for `count` tokens from `token` on, for the query heads of one key-value head.
+
+    first_length: number of keys that the first token sees.
     """
     num_heads, num_kv_heads, head_dim, page_size = args[10], args[11], args[12], args[13]
     group = num_heads // num_kv_heads
@@ -174,7 +173,7 @@ def _attend_tile(args, kv_head, request, token, count, first_length, depth, widt
         _copy_block(args[3], table, start, num_keys, page_size, num_kv_heads, kv_head, head_dim, keys_ptr, values_ptr)
         for tile in range(num_tiles):
             begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-            # Rows that see no key of this block: their weights would all be 0.
+            # Skip rows that see no key of this block: their weights would all be 0.
             if first_length + (end - 1) // group <= start:
                 continue
             for keys in range(0, num_keys, GROUP):
@@ -225,7 +224,7 @@ def _pack_queries(q_ptr, q_stride, group, head_dim, depth, num_rows, scale, out_
 def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_head, head_dim, keys_ptr, values_ptr):
     """Copy keys as [BLOCK_KEYS / GROUP, depth, GROUP] and values as [width / GROUP, BLOCK_KEYS, GROUP], float32.
 
-    Values beyond `num_keys` and numbers beyond `head_dim` become 0; scores of keys beyond are not read.
+    Values past `num_keys` and elements past `head_dim` become 0. Scores of keys past `num_keys` are not read.
     """
     depth, num_parts = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL // GROUP
     keys = numba.carray(pointer(keys_ptr), (BLOCK_KEYS // GROUP, depth, GROUP), np.float32)
@@ -270,10 +269,10 @@ def _copy_value(values, index, value_ptr, head_dim):
 
 @ordered_kernel
 def _weigh(scores_ptr, seen, state_ptr, sums_ptr, num_rows, width, is_first):
-    """Turn a row's scores into weights, 0 beyond `seen`, and rescale its sums where its largest score has grown."""
+    """Turn a row's scores into weights, 0 past `seen`, and rescale its sums if its largest score has grown."""
     state = numba.carray(pointer(state_ptr), (2,), np.float32)
     if seen < BLOCK_KEYS:
-        # Beyond `seen` lies anything.
+        # Scores past `seen` are undefined.
         _fill(scores_ptr, seen, _LEAST)
     most = largest(scores_ptr, BLOCK_KEYS)
     if is_first:
@@ -286,7 +285,7 @@ def _weigh(scores_ptr, seen, state_ptr, sums_ptr, num_rows, width, is_first):
     else:
         most = state[0]
     state[0] = most
-    # exp of what isn't seen is some 1e-38, which adds nothing to a sum of at least 1.
+    # Unseen scores become about 1e-38, which does not change a sum of at least 1.
     state[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, most)
     if seen < BLOCK_KEYS:
         _fill(scores_ptr, seen, _ZERO)
@@ -304,7 +303,7 @@ def _scale(sums_ptr, num_rows, width, factor):
     for part in range(width // PANEL):
         sums = numba.carray(pointer(sums_ptr + 4 * part * num_rows * PANEL), (PANEL,), np.float32)
         for k in range(PANEL):
-            # What memory held before the first block may be no number.
+            # Before the first block, memory may hold NaN, which a factor of 0 would keep.
             sums[k] = sums[k] * factor if factor != _ZERO else _ZERO
 
 

@@ -1,4 +1,4 @@
-"""Gathers the requests of one kernel from a step, so that a launch for them has few empty places."""
+"""Packs the requests of one kernel together, so that a launch for them has few empty places."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Requests that a program looks at, and pages that it copies, at once.
+# Requests that a program examines at once, and pages that it copies at once.
 REQUEST_BLOCK = 512
 PAGE_BLOCK = 1024
 
@@ -66,7 +66,7 @@ def _gather_requests(
     REQUEST_BLOCK: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
 ):
-    """One place: the request before which as many others have queries; a block of its pages."""
+    """Fill one place with the request that has `place` requests with queries before it, and one block of its pages."""
     place = tl.program_id(0)
     request = -1
     num_before = 0

@@ -1,8 +1,8 @@
-"""Paged grouped-query attention in Triton, on CUDA: requests with any number of queries, from a work list.
+"""Paged grouped-query attention in Triton, for requests with any number of queries, from a work list.
 
-A tile holds some query positions of one request times the query heads of one key-value head, so keys and values are
-read once for the whole group. Each program attends for one part of the list; `merge_parts` merges tiles that lie in
-several parts (Dao et al. 2023, split-KV).
+A tile holds some query positions of one request times the query heads of one key-value head, so that keys and values
+are read once per group. A program attends for one part of the list; `merge_parts` merges tiles that span parts
+(Dao et al. 2023, split-KV).
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -34,7 +34,7 @@ def paged_attention(
     *,
     wide: bool,
 ) -> None:
-    """Attend for the requests of `work`; writes their rows of `out`.
+    """Attend for the requests of `work` and write their rows of `out`.
 
     wide: the list was planned with `tiles.tile_config(..., wide=wide)`.
     """
@@ -80,7 +80,7 @@ def paged_attention(
     merge_parts(partial, lse, query_start_loc, work, group, block_q, out)
 
 
-# A step's shape must never cost a compilation: what changes from step to step isn't specialised on.
+# Arguments that change between steps are not specialised on: a step must never cause a compilation.
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
@@ -113,9 +113,9 @@ def _attend(
     QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One part of the work list, for the query heads of one key-value head.
+    """Attend for one part of the work list and the query heads of one key-value head.
 
-    FULL_BLOCKS: blocks that all queries see whole go without a mask. One loop is faster for the few blocks of a decode.
+    FULL_BLOCKS: run blocks that all queries see without a mask. For a decode's few blocks one loop is faster.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -127,7 +127,7 @@ def _attend(
     heads = kv_head * GROUP + rows % GROUP
     dims = tl.arange(0, PADDED_DIM)
     dim_mask = dims < HEAD_DIM
-    # Addresses that were kept from tile to tile would take registers from the products.
+    # disable_licm: addresses kept across tiles would take registers from the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_begin, part_end)
         request = tl.load(tiles_ptr + 2 * tile)
@@ -142,7 +142,7 @@ def _attend(
         q_ptrs = q_ptr + tokens[:, None] * q_stride_token + heads[:, None] * HEAD_DIM + dims[None, :]
         q = tl.load(q_ptrs, mask=mask, other=0.0)
         begin = first_block * BLOCK_N
-        # The tile sees up to its last query.
+        # A tile sees the tokens up to its last query.
         end = tl.minimum(end_block * BLOCK_N, context + tl.minimum(first_query + BLOCK_Q, query_len))
         full_end = tl.minimum(end, (context + first_query + 1) // BLOCK_N * BLOCK_N)
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride

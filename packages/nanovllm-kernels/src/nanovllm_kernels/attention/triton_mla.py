@@ -1,7 +1,7 @@
-"""Absorbed latent attention over pages, on CUDA: requests with any number of queries, from a work list.
+"""Absorbed latent attention over pages on CUDA, for requests with any number of queries, from a work list.
 
-A tile holds some query positions of one request times as many heads as fit: all heads read the same latents. Whole
-prompts have `triton_mla_plain` or FlashAttention. For many heads on Hopper, `gluon_mla` takes the same lists.
+A tile holds some query positions of one request times as many heads as fit, because all heads read the same latents.
+`gluon_mla` takes the same lists with many heads on Hopper. Whole prompts use `triton_mla_plain` or FlashAttention.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -34,7 +34,7 @@ def paged_attention(
     *,
     wide: bool,
 ) -> None:
-    """Attend for the requests of `work`; writes their rows of `out`.
+    """Attend for the requests of `work` and write their rows of `out`.
 
     wide: the list was planned with `tiles.latent_config(..., wide=wide)`.
     """
@@ -70,7 +70,7 @@ def _attend(
     lse: Tensor,
     config: tiles.TileConfig,
 ) -> None:
-    """Attend for each part of `work`; writes whole tiles to `out`, parts of tiles to `partial` and `lse`."""
+    """Attend for each part of `work`; write whole tiles to `out`, parts of tiles to `partial` and `lse`."""
     num_heads, num_tokens, latent_dim = q_latent.shape
     rope_dim, tile_heads = q_rope.shape[2], tiles.latent_tile_heads(num_heads, config)
     overlap = can_overlap_launches(q_latent.device)
@@ -110,7 +110,7 @@ def _attend(
     )
 
 
-# A step's shape must never cost a compilation: what changes from step to step isn't specialised on.
+# Arguments that change between steps are not specialised on: a step must never cause a compilation.
 @triton.jit(
     do_not_specialize=["table_stride", "num_tokens"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
@@ -147,7 +147,7 @@ def _attend_latents(
     QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One part of the work list, for one block of TILE_HEADS heads."""
+    """Attend for one part of the work list and one block of TILE_HEADS heads."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -157,7 +157,7 @@ def _attend_latents(
     rows = tl.arange(0, BLOCK_M)
     heads = head_block * TILE_HEADS + rows % TILE_HEADS
     dims = tl.arange(0, PADDED_LATENT)
-    # Addresses that were kept from tile to tile would take registers from the products.
+    # disable_licm: addresses kept across tiles would take registers from the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_begin, part_end)
         request = tl.load(tiles_ptr + 2 * tile)
@@ -184,7 +184,7 @@ def _attend_latents(
             PADDED_ROPE,
             QUANTIZED,
         )
-        # The tile sees up to its last query.
+        # A tile sees the tokens up to its last query.
         end = tl.minimum(end_block * BLOCK_N, context + tl.minimum(first_query + BLOCK_Q, query_len))
         acc, running_max, running_sum = attend_latents(
             q_latent,

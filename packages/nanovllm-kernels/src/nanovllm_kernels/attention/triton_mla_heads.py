@@ -1,7 +1,7 @@
-"""Products of every token's heads with a matrix a head, on CUDA, of as many tokens as the device says.
+"""Products of every token's heads with one matrix per head on CUDA, for a number of tokens known only to the device.
 
-They bring queries to the latents and results back. In a step of prompts that begin in it nothing is absorbed, which the
-host doesn't know when it replays a graph: so the device says how many tokens are.
+Latent attention projects queries into the latent space and results back with these. Prompts whole in a step need
+neither, but the host does not know their number when it replays a graph.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -14,16 +14,16 @@ from nanovllm_kernels.attention.tiles import HEADS_PROGRAMS, HEADS_TILE
 
 
 def project_heads(x: Tensor, weight: Tensor, count: Tensor, out: Tensor) -> None:
-    """Write `x[t, h] @ weight[h]` into `out[t, h]` for all tokens before `count`; those behind it hold anything.
+    """Write `x[t, h] @ weight[h]` into `out[t, h]` for tokens t < `count`; rows of later tokens are undefined.
 
-    x: [T, H, K]. weight: [H, K, N]. count: int32 [1]. out: [T, H, N]. Any strides, but 1 in the last of `x` and `out`.
+    x: [T, H, K], stride 1 in K. weight: [H, K, N]. count: int32 [1]. out: [T, H, N], stride 1 in N. Other strides: any.
     """
     num_tokens, num_heads, depth = x.shape
     columns = out.shape[2]
     tile = HEADS_TILE[x.element_size()]
     column_tiles, token_tiles = triton.cdiv(columns, tile.block_n), triton.cdiv(num_tokens, tile.block_m)
-    together = min(token_tiles, triton.cdiv(HEADS_PROGRAMS, column_tiles * num_heads))
-    _project_heads[(column_tiles, num_heads, together)](
+    token_programs = min(token_tiles, triton.cdiv(HEADS_PROGRAMS, column_tiles * num_heads))
+    _project_heads[(column_tiles, num_heads, token_programs)](
         x,
         weight,
         count,
@@ -42,7 +42,7 @@ def project_heads(x: Tensor, weight: Tensor, count: Tensor, out: Tensor) -> None
     )
 
 
-# A step's shape must never cost a compilation: what changes from step to step isn't specialised on.
+# Arguments that change between steps are not specialised on: a step must never cause a compilation.
 @triton.jit(do_not_specialize=["num_tokens", "out_stride_head"])
 def _project_heads(
     x_ptr,
@@ -63,7 +63,7 @@ def _project_heads(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of one head's columns, for one tile of tokens after another."""
+    """Compute one tile of a head's columns for one tile of tokens after another."""
     head = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -71,7 +71,7 @@ def _project_heads(
     weight_ptr += head * weight_stride_head + columns[None, :] * weight_stride_n
     out_ptr += head * out_stride_head + columns[None, :]
     count = tl.minimum(tl.load(count_ptr), num_tokens)
-    # As deep as a tile, the weight stays, and tokens are on their way while others are multiplied.
+    # If K fits one tile, the weight stays in registers, and loads of tokens overlap the products.
     if K <= BLOCK_K:
         inside = (ks < K)[:, None] & (columns < COLUMNS)[None, :]
         weight = tl.load(weight_ptr + ks[:, None] * weight_stride_k, mask=inside, other=0.0)

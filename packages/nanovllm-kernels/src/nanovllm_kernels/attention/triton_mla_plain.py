@@ -1,5 +1,6 @@
-"""Latent attention of prompts that are whole in the step, on CUDA: what the cache holds of them is gathered, expanded
-by a product of the caller's, and attended to plainly. Other requests are left alone.
+"""Latent attention of prompts that are whole in the step, on CUDA, over expanded keys and values.
+
+The caller gathers the prompts' cached latents, expands them by a matrix product, and attends.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -21,7 +22,7 @@ def gather_latents(
     query_start_loc: Tensor,
     out: Tensor,
 ) -> None:
-    """Copy the cached rows of the step's tokens, dequantised, to the rows of `out` [T, L + R] that are prompts'."""
+    """Copy the cached rows of tokens in whole prompts, dequantised, to their rows of `out` [T, L + R]."""
     num_tokens, width = out.shape
     _gather_latents[(num_tokens,)](
         kv_cache,
@@ -41,7 +42,7 @@ def gather_latents(
 
 
 def spread_key_parts(k_rope: Tensor, keys: Tensor) -> None:
-    """Copy each token's `k_rope` [T, R], contiguous in R, to the ends of its heads' `keys` [T, H, D], contiguous."""
+    """Copy each token's `k_rope` [T, R], contiguous in R, to the end of all its heads' `keys` [T, H, D], contiguous."""
     num_tokens, num_heads, head_dim = keys.shape
     _spread_key_parts[(num_tokens,)](
         k_rope,
@@ -64,7 +65,7 @@ def attend_whole_prompts(
     rope_dim, value_dim, num_reqs = k_rope.shape[1], out.shape[2], seq_lens.shape[0]
     key_dim = head_dim - rope_dim
     config = tiles.PLAIN_LATENT[q.element_size()]
-    # Tiles start afresh at each request, which wastes less than one a request.
+    # Each request begins a new tile, which adds less than one tile per request.
     num_tiles = num_tokens // config.block_m + num_reqs
     _attend_whole_prompts[(num_heads, num_tiles)](
         q,
@@ -109,7 +110,7 @@ def _gather_latents(
     PAGE_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """One token."""
+    """Gather one token."""
     token = tl.program_id(0)
     low = 0
     high = num_reqs - 1
@@ -134,8 +135,8 @@ def _gather_latents(
 
 @triton.jit
 def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr):
-    """The request of a tile: request r's tiles, of BLOCK_Q positions, are numbered from start_r // BLOCK_Q + r."""
-    # The last request that begins at or before.
+    """Return the request of a tile: request r's tiles, of BLOCK_Q positions, are numbered from start // BLOCK_Q + r."""
+    # Search for the last request that begins at or before `tile`.
     low = 0
     high = num_reqs - 1
     while low < high:
@@ -157,7 +158,7 @@ def _spread_key_parts(
     PADDED_HEADS: tl.constexpr,
     PADDED_ROPE: tl.constexpr,
 ):
-    """One token."""
+    """Copy one token's key part to all heads."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, PADDED_ROPE)[None, :]
     heads = tl.arange(0, PADDED_HEADS)[:, None]
@@ -191,8 +192,9 @@ def _attend_expanded(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Fold the prompt's keys and values of [begin, end) into the online softmax. kv_ptr: a head's, of its first token,
-    TOKEN_STRIDE apart.
+    """Accumulate the prompt's keys and values of [begin, end) into the online softmax.
+
+    kv_ptr: keys and values of one head and the prompt's first token; tokens are TOKEN_STRIDE apart.
     """
     key_dims = tl.arange(0, PADDED_KEY)
     rope_dims = tl.arange(0, PADDED_ROPE)
@@ -224,7 +226,7 @@ def _attend_expanded(
     return acc, running_max, running_sum
 
 
-# A step's shape must never cost a compilation: what changes from step to step isn't specialised on.
+# Arguments that change between steps are not specialised on: a step must never cause a compilation.
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"])
 def _attend_whole_prompts(
     q_ptr,
@@ -247,7 +249,7 @@ def _attend_whole_prompts(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of a prompt's queries, of one head."""
+    """Attend for one tile of a prompt's queries and one head."""
     head = tl.program_id(0)
     tile = tl.program_id(1)
     request = _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_M)
@@ -274,7 +276,7 @@ def _attend_whole_prompts(
     running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_VALUE], dtype=tl.float32)
     end = tl.minimum(first_query + BLOCK_M, query_len)
-    # Blocks that every query sees whole need no mask.
+    # Blocks that every query sees completely need no mask.
     full_end = (first_query + 1) // BLOCK_N * BLOCK_N
     acc, running_max, running_sum = _attend_expanded(
         acc,

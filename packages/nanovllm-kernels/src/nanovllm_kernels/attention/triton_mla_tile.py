@@ -1,7 +1,7 @@
-"""What the kernels of latent attention share: a tile of absorbed queries against blocks of paged latents.
+"""Device functions of the latent attention kernels: a tile of absorbed queries against blocks of paged latents.
 
-A block is read once, for scores and for what they weigh. Over an FP8 cache, whose rows of a latent and a key part have
-one scale, products are of float16 and kept in its range as in `triton_tile_fp8`. Softmax is online, in base 2.
+A block is read once, as keys and as values. In an FP8 cache a latent and its key part share one scale; products are
+then float16 and kept in range as in `triton_tile_fp8`. The softmax is online, in base 2.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -13,14 +13,12 @@ from torch import Tensor
 from nanovllm_kernels.attention.triton_tile_fp8 import power_of_2
 from nanovllm_kernels.platform import describe
 
-# Query heads in a tile of `gluon_mla`'s.
+# Query heads in a tile of `gluon_mla`.
 LATENT_HEADS = 64
 
 
 def specializes(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor) -> bool:
-    """Whether absorbed queries [H, T, L], their rotated parts [T, H, R] and a cache [N, P, 1, L + R] are for
-    `gluon_mla`, whose warps have different jobs.
-    """
+    """Whether `gluon_mla` supports absorbed queries [H, T, L], rotated parts [T, H, R] and a cache [N, P, 1, L + R]."""
     num_heads, _, latent_dim = q_latent.shape
     widths = (latent_dim, q_rope.shape[2], q_latent.element_size(), kv_cache.element_size())
     return (
@@ -48,9 +46,9 @@ def load_queries(
     PADDED_ROPE: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """The queries' two parts, a row each of `tokens` and `heads`, and what their products are multiplied by.
+    """Return the queries' latent and rotated parts, one row per entry of `tokens` and `heads`, and their base-2 scale.
 
-    latent_ptr: [H, T, L], contiguous. rope_ptr: [T, H, R], by its strides.
+    latent_ptr: [H, T, L], contiguous. rope_ptr: [T, H, R], with the given strides.
     """
     dims = tl.arange(0, PADDED_LATENT)
     rope_dims = tl.arange(0, PADDED_ROPE)
@@ -65,7 +63,7 @@ def load_queries(
         other=0.0,
     )
     if QUANTIZED and latent.dtype != tl.float32:
-        # See `triton_tile_fp8.narrow_queries`: both parts by the same power.
+        # As in `triton_tile_fp8.narrow_queries`; both parts are divided by the same power of two.
         wide = latent.to(tl.float32)
         wide_rope = rope.to(tl.float32)
         top = tl.max(tl.maximum(tl.max(tl.abs(wide), 1), tl.max(tl.abs(wide_rope), 1)), 0)
@@ -96,11 +94,11 @@ def attend_latents(
     BLOCK_N: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """(sums of weighted latents, maximum, sum of weights) of the latents of [begin, end), BLOCK_N at a time.
+    """Return (sums of weighted latents, maximum, sum of weights) over the latents of [begin, end), BLOCK_N at a time.
 
-    q_latent, q_rope, scale_log2: of `load_queries`. With QUANTIZED the maximum is only what the weights are counted
-    from; it and the sum give the softmax's normalizer as without. Every block is masked: a second loop, without masks,
-    would need more registers than there are.
+    q_latent, q_rope, scale_log2: from `load_queries`. With QUANTIZED the maximum is only the weights' reference point;
+    with the sum it still gives the softmax's normalizer. All blocks are masked, because a second loop without masks
+    would need too many registers.
     """
     acc = tl.zeros([BLOCK_M, PADDED_LATENT], dtype=tl.float32)
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -122,10 +120,10 @@ def attend_latents(
         if QUANTIZED:
             exponents = tl.load(scales_ptr + slots, mask=inside, other=0).to(tl.int32)
             scores = scores * power_of_2(exponents)[None, :] + (exponents - 127).to(tl.float32)[None, :]
-        # No query sees a token past its own, hence none from `end` on.
+        # No query sees a token after its own, so none sees a token from `end` on.
         scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1) - (15 if QUANTIZED else 0))
-        # A row that has seen no key yet would subtract infinity from infinity.
+        # Avoid infinity minus infinity in rows that have seen no key yet.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(running_max - shift)

@@ -1,6 +1,6 @@
-"""What the attention kernels share: a tile of queries against blocks of paged keys and values.
+"""Device functions of the attention kernels: a tile of queries against blocks of paged keys and values.
 
-Softmax is computed online (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2.
+The softmax is computed online (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -33,9 +33,9 @@ def attend_blocks(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Fold keys and values of [begin, end), BLOCK_N at a time, into the online softmax; reads none beyond `limit`.
+    """Accumulate keys and values of [begin, end), BLOCK_N at a time, into the online softmax; read none past `limit`.
 
-    k_ptr: the key head of the cache's first slot.
+    k_ptr: the key head in the cache's first slot.
     """
     for start in tl.range(begin, end, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
@@ -55,7 +55,7 @@ def attend_blocks(
             k = tl.load(k_ptrs, mask=dim_mask[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
         if MASKED:
-            # No query sees a token past its own, hence none from `limit` on.
+            # No query sees a token after its own, so none sees a token from `limit` on.
             scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
             v = tl.load(v_ptrs, mask=inside[:, None] & dim_mask[None, :], other=0.0)
         elif HEAD_DIM == PADDED_DIM:
@@ -63,7 +63,7 @@ def attend_blocks(
         else:
             v = tl.load(v_ptrs, mask=dim_mask[None, :], other=0.0)
         new_max = tl.maximum(running_max, tl.max(scores, 1))
-        # A row that has seen no key yet would subtract infinity from infinity.
+        # Avoid infinity minus infinity in rows that have seen no key yet.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(running_max - shift)
@@ -93,9 +93,9 @@ def attend_range(
     BLOCK_N: tl.constexpr,
     FULL_BLOCKS: tl.constexpr,
 ):
-    """(sums of weighted values, maximum, sum of weights) of the keys of [begin, end).
+    """Return (sums of weighted values, maximum, sum of weights) over the keys of [begin, end).
 
-    full_end: with FULL_BLOCKS, every query sees all keys before it, so those need no mask.
+    full_end: with FULL_BLOCKS, every query sees all keys before it, so that these need no mask.
     """
     acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)

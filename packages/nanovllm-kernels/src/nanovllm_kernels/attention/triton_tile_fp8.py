@@ -1,9 +1,8 @@
-"""The tile of `triton_tile` over an FP8 cache: e4m3 keys and values, each head of each token with a scale (see `fp8`).
+"""The tile of `triton_tile` for an FP8 cache: e4m3 keys and values, with a scale per token and head (see `fp8`).
 
-Products are of float16, which e4m3 becomes exactly, a pair in one instruction; no other 16-bit type is as cheap. What
-keeps float16's short range from mattering: queries are divided by a power of two, and the values' scales are added to
-the scores, in base 2, so that the weights of the running softmax are of values without their scales, and none is above
-2^15. With queries of float32 everything is float32.
+Products are float16, to which e4m3 converts exactly and fastest. To stay within its range, queries are divided by a
+power of two, and the values' scales are added to the scores in base 2: weights then include these scales, and stay
+below 2^15. With float32 queries everything is float32.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -14,12 +13,12 @@ import triton.language as tl
 
 @triton.jit
 def narrow_queries(q, scale_log2):
-    """(`q` in float16 over a power of two, `scale_log2` times it); in float32 both as they are."""
-    # With one return: a second one would be compiled too, whichever is taken.
+    """Return `q` divided by a power of two as float16, and `scale_log2` times that power; float32 is left unchanged."""
+    # A single return, because Triton would compile code after an early return too.
     if q.dtype != tl.float32:
         wide = q.to(tl.float32)
         top = tl.max(tl.max(tl.abs(wide), 1), 0)
-        # Its exponent alone, of a normal number.
+        # Keep the exponent only; the minimum is a normal number's.
         power = tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
         q = (wide / power).to(tl.float16)
         scale_log2 *= power
@@ -50,12 +49,13 @@ def attend_fp8_blocks(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """`attend_blocks`, with the accumulator's even and odd dimensions apart.
+    """`attend_blocks` for an FP8 cache, with separate accumulators for even and odd dimensions.
 
-    q, scale_log2: of `narrow_queries`. scales_ptr: the key head's scale of the cache's first slot. `running_max` is
-    only what the weights are counted from; it and `running_sum` give the plain softmax's normalizer as they do there.
+    q, scale_log2: from `narrow_queries`.
+    scales_ptr: the key head's scale in the cache's first slot.
+    running_max: the weights' reference point; with `running_sum` it gives the plain softmax's normalizer.
     """
-    # Two values are one number of 16 bits: of those the hardware transposes a tile on its way from shared memory.
+    # Load pairs of values as 16 bits: the hardware transposes tiles of 16-bit elements from shared memory.
     pairs = tl.arange(0, PADDED_DIM // 2)
     pair_mask = pairs < HEAD_DIM // 2
     v_ptr = (k_ptr + NUM_KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.uint16), bitcast=True)
@@ -89,11 +89,11 @@ def attend_fp8_blocks(
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
         scores = scores * power_of_2(k_exponents)[None, :] + (v_exponents - 127).to(tl.float32)[None, :]
         if MASKED:
-            # No query sees a token past its own, hence none from `limit` on.
+            # No query sees a token after its own, so none sees a token from `limit` on.
             scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
-        # Weights of up to 2^15: the small ones of a long context would else be subnormal in float16.
+        # Weights reach 2^15, so that the small weights of a long context are not subnormal in float16.
         new_max = tl.maximum(running_max, tl.max(scores, 1) - 15)
-        # A row that has seen no key yet would subtract infinity from infinity.
+        # Avoid infinity minus infinity in rows that have seen no key yet.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(running_max - shift)
@@ -128,7 +128,7 @@ def attend_fp8_range(
     BLOCK_N: tl.constexpr,
     FULL_BLOCKS: tl.constexpr,
 ):
-    """`triton_tile.attend_range` over an FP8 cache. q: as loaded."""
+    """`triton_tile.attend_range` for an FP8 cache. q: as loaded, in its own dtype."""
     q, scale_log2 = narrow_queries(q, scale_log2)
     even = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
     odd = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
@@ -187,5 +187,5 @@ def attend_fp8_range(
 
 @triton.jit
 def power_of_2(exponents):
-    """Biased exponents of float32 as numbers; 0 gives 0."""
+    """Convert biased float32 exponents to powers of two; 0 gives 0."""
     return (exponents << 23).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Work lists on the device: the kernel that plans one, what attention reads from it, and the merge of partial results.
+"""Work lists on the device: the planning kernel, functions with which attention reads a list, and the merge of parts.
 
 `work_list.WorkList` describes the tensors.
 """
@@ -15,11 +15,11 @@ from nanovllm_kernels.attention import tiles
 from nanovllm_kernels.attention.work_list import WorkList
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Requests, tiles or parts that the planning program handles at once.
+# Requests, tiles or parts that the planning program processes at once.
 PLAN_BLOCK = 512
-# A merge launch has about this many programs: all of them fit on the device at once, so an empty launch is short.
+# Approximate size of a merge launch: all programs fit on the device at once, so that an empty launch is short.
 MERGE_PROGRAMS = 2048
-# Numbers that a merging program holds of one block of partial results.
+# Elements of partial results that a merging program loads at once.
 MERGE_NUMBERS = 4096
 
 
@@ -72,20 +72,19 @@ def plan_work(
 def merge_parts(
     partial: Tensor, lse: Tensor, query_start_loc: Tensor, work: WorkList, group: int, block_q: int, out: Tensor
 ) -> None:
-    """Merge the parts of each tile that lies in several into its rows of `out` [T, H, D].
+    """Merge the parts of each tile that spans several parts into its rows of `out` [T, H, D].
 
-    partial: float32 [slots, head blocks, rows, D], the softmax of one part of a tile. Row r of head block b holds
-        query r // group of the tile and head b * group + r % group.
-    lse: float32 [slots, head blocks, rows], the logarithm of the softmax's normalizer to base 2; -inf for a row that
-        saw no key.
-    work, block_q: the list, and the query positions of a tile.
+    partial: float32 [slots, head blocks, rows, D], the softmax results of one part of a tile. Row r of head block b
+        holds query r // group of the tile and head b * group + r % group.
+    lse: float32 [slots, head blocks, rows], log2 of the softmax's normalizer; -inf for rows that saw no key.
+    block_q: query positions of a tile.
     """
     num_parts = work.num_parts
     if num_parts == 1:
         return
     _, head_blocks, num_rows, head_dim = partial.shape
     padded = tiles.next_power_of_2(head_dim)
-    # Few wide tiles have more than a handful of parts.
+    # Wide tiles rarely have more than a few parts.
     slots = max(16, MERGE_NUMBERS // padded) if num_rows <= 64 else 4
     rows = max(1, MERGE_NUMBERS // slots // padded)
     row_programs = max(1, min(num_rows // rows, MERGE_PROGRAMS // ((num_parts - 1) * head_blocks)))
@@ -148,9 +147,9 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A single program. request_steps, tile_steps: steps of a binary search over requests and over tiles."""
+    """Plan in a single program. request_steps, tile_steps: steps of a binary search over requests and over tiles."""
     lanes = tl.arange(0, BLOCK)
-    # The queries of all chunks that the rule may give to work lists: many of them fill the device without cuts.
+    # Count the queries of all chunks that the rule may give to work lists: many of them fill the device without cuts.
     num_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes
@@ -162,7 +161,7 @@ def _plan_work(
         num_queries += tl.sum(tl.where(is_short, query_lens, 0), 0)
     full_query_len = tl.where(num_queries < full_query_len, full_query_len, 0)
 
-    # How many tiles the requests up to each one have.
+    # Count the tiles up to each request.
     num_tiles = 0
     num_rest = 0
     for first in tl.range(0, num_reqs, BLOCK):
@@ -182,7 +181,7 @@ def _plan_work(
         num_tiles += tl.sum(counts, 0)
     tl.debug_barrier()
 
-    # Each tile's request and first query, and how many key blocks the tiles up to it see.
+    # Find each tile's request and first query, and count the key blocks up to each tile.
     total = tl.zeros((), tl.int64)
     tl.store(tile_starts_ptr, total)
     for first in tl.range(0, num_tiles, BLOCK):
@@ -208,7 +207,7 @@ def _plan_work(
         total += tl.sum(blocks, 0)
     tl.debug_barrier()
 
-    # Where each part begins, and in which tile.
+    # Find the block and the tile at which each part begins.
     part_len = tl.maximum(tl.cdiv(total, num_parts), min_blocks)
     for first in tl.range(0, num_parts + 1, BLOCK):
         part = first + lanes
@@ -228,20 +227,20 @@ def _plan_work(
 
 @triton.jit
 def load_part(tile_starts_ptr, parts_ptr, part):
-    """(where part `part` begins, where it ends, its first tile, the tile behind its last)."""
+    """Return (begin of part `part`, its end, its first tile, the tile after its last)."""
     begin = tl.load(parts_ptr + 2 * part)
     first_tile = tl.load(parts_ptr + 2 * part + 1).to(tl.int32)
     end = tl.load(parts_ptr + 2 * part + 2)
     last_tile = tl.load(parts_ptr + 2 * part + 3).to(tl.int32)
-    # The part may end where its last tile begins.
+    # The part may end exactly at the beginning of its last tile.
     return begin, end, first_tile, last_tile + (tl.load(tile_starts_ptr + last_tile) < end).to(tl.int32)
 
 
 @triton.jit
 def load_segment(tile_starts_ptr, tile, part, part_begin, part_end):
-    """(first block, the block behind the last, slot) of what part `part` has of a tile.
+    """Return (first block, end block, slot) of part `part`'s share of a tile.
 
-    slot: where the partial result goes, -1 if the part has the whole tile.
+    slot: index of the partial result, -1 if the part has the whole tile.
     """
     tile_begin = tl.load(tile_starts_ptr + tile)
     tile_end = tl.load(tile_starts_ptr + tile + 1)
@@ -272,12 +271,12 @@ def _merge_parts(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Weigh the parts of the tile that lies on both sides of a cut, by the share of the softmax that each part saw.
+    """Merge the parts of the tile that spans a cut, weighted by the share of the softmax that each part saw.
 
     The programs of all cuts through one tile share its rows.
     """
     if OVERLAP:
-        # Followers aren't let go early: the first weights of a projection would hold up attention's keys and values.
+        # Followers start only now: an early projection's weight loads would slow down attention's loads.
         gdc_wait()
     cut = tl.program_id(0) + 1
     bound = tl.load(parts_ptr + 2 * cut)
@@ -320,14 +319,14 @@ def _merge_parts(
                 other=0.0,
             )
             new_max = tl.maximum(running_max, tl.max(lse, 0))
-            # A row that has seen no key yet would subtract infinity from infinity.
+            # Avoid infinity minus infinity in rows that have seen no key yet.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(lse - shift[None, :])
             rescale = tl.exp2(running_max - shift)
             running_sum = running_sum * rescale + tl.sum(weights, 0)
             acc = acc * rescale[:, None] + tl.sum(partial * weights[:, :, None], 0)
             running_max = new_max
-        # Rows behind the tile's last saw nothing, and are not stored.
+        # Rows past the tile's last have a sum of 0, and are not stored.
         acc = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
         tokens = (query_start + first_query + rows // GROUP).to(tl.int64)
         places = (tokens * NUM_HEADS + heads) * HEAD_DIM

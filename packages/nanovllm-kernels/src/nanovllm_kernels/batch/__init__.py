@@ -1,7 +1,4 @@
-"""What a step reads and leaves behind, built on the device from the engine's state tables.
-
-This room must not know how requests are scheduled: it sees rows of tables and lengths.
-"""
+"""Builds a step's inputs on the device from the engine's state tables, and records the step's results in them."""
 
 from typing import NamedTuple
 
@@ -14,12 +11,13 @@ __all__ = ["BatchInputs", "build_inputs", "commit_tokens"]
 
 
 class BatchInputs(NamedTuple):
-    """One step's inputs: T tokens of B requests, one request after another.
+    """Inputs of a step with T tokens of B requests, request after request.
 
-    input_ids: int32 [T]. positions: int64 [T]. seq_lens: int32 [B], each request's context with this step's tokens, 0
-    for one without.
-    slot_mapping: int64 [T], the cache slot of each token, page * page_size + offset. last: int64 [B], which of the
-    tokens is each request's last, 0 for one without. block_tables: int32 [B, width].
+    input_ids: int32 [T]. positions: int64 [T].
+    seq_lens: int32 [B], each request's tokens including this step's, 0 for a request without tokens in this step.
+    slot_mapping: int64 [T], the cache slot of each token, page * page_size + offset.
+    last: int64 [B], index of each request's last token, 0 for a request without tokens.
+    block_tables: int32 [B, width].
     """
 
     input_ids: Tensor
@@ -40,15 +38,15 @@ def build_inputs(
     num_tokens: int,
     width: int | None = None,
 ) -> BatchInputs:
-    """Gather the inputs of a step in which request b computes its next tokens. Reads nothing back to the host.
+    """Gather the inputs of a step in which request b computes its next tokens. Never waits for the device.
 
-    rows: int32 [B], the row of each request in the tables. query_start_loc: int32 [B + 1], where each one's tokens
-        begin among the step's. On CUDA a request may have none, and there may be more tokens than the requests have:
-        such padding is token 0 at position 0 in slot 0.
-    tokens: int32 [R, max_len], every token known so far. num_computed: int32 [R], how many of them are in the cache.
-    block_table: int32 [R, max_blocks], the pages of each row, in order. page_size: tokens a page holds.
-    num_tokens: T, known to the host: query_start_loc[-1] or, with padding, more.
-    width: how many columns of the block table are needed; all by default. Must cover every token of the step.
+    rows: int32 [B], each request's row in the tables.
+    query_start_loc: int32 [B + 1], each request's first token in the step. On CUDA a request may have no tokens, and
+        tokens after the last request's are padding: token 0 at position 0 in slot 0.
+    tokens: int32 [R, max_len], all known tokens. num_computed: int32 [R], how many of them are in the cache.
+    block_table: int32 [R, max_blocks], each row's pages in order. page_size: tokens per page.
+    num_tokens: T, known to the host: query_start_loc[-1], or more with padding.
+    width: columns of the block table to copy, which must cover every token; None: all.
     """
     width = block_table.shape[1] if width is None else width
     if rows.is_cuda:
@@ -71,14 +69,14 @@ def commit_tokens(
     num_computed: Tensor,
     counts: Tensor | None,
 ) -> None:
-    """Record a step in the tables, in place. Reads nothing back to the host.
+    """Record a step in the tables, in place. Never waits for the device.
 
-    Each request's `num_computed` grows by its query length; then each sampled token is written where the next one of
-    its row goes. A token for which the row has no room left is dropped: that of a request that ended a step ago.
+    Each request's `num_computed` grows by its query length. Then each sampled token is written after its row's computed
+    tokens, or dropped if the row is full, as for a request that has already finished.
 
-    rows, query_start_loc, tokens, num_computed: as in `build_inputs`; no two requests share a row, but for those
-    without a token. sampled: int32 [B]. samples: int32 [B], 0 where the sampled token doesn't count.
-    counts: int32 [R, V] (see `sampling.apply_penalties`) or None: one is added for each sampled token.
+    rows, query_start_loc, tokens, num_computed: as in `build_inputs`; only requests without tokens may share a row.
+    sampled: int32 [B]. samples: int32 [B], 0 if the sampled token is not used.
+    counts: int32 [R, V] (see `sampling.apply_penalties`), incremented for each sampled token, or None.
     """
     if rows.is_cuda:
         _commit_tokens_op(rows, query_start_loc, sampled, samples, tokens, num_computed, counts)

@@ -1,4 +1,4 @@
-"""A step's inputs in plain torch: the oracle of the kernels, and the CPU path."""
+"""A step's inputs in plain torch: the reference for the kernels' tests, and the CPU path."""
 
 import torch
 from torch import Tensor

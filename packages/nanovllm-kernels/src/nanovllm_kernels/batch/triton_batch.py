@@ -101,7 +101,7 @@ def _build_inputs(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One request: its tokens, then its row of the block table. The last program: padding behind all tokens."""
+    """Gather one request's tokens, then its row of the block table. The last program fills the padding."""
     request = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     if request == tl.num_programs(0) - 1:
@@ -155,7 +155,7 @@ def _commit_tokens(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A single program. Requests without a token are left out: they may share a row with any other."""
+    """Record all requests in a single program. Skip requests without tokens, which may share a row with any other."""
     lanes = tl.arange(0, BLOCK)
     for first in tl.range(0, num_reqs, BLOCK):
         index = first + lanes

@@ -1,8 +1,7 @@
-"""Operators whose cost is their traffic: norms, rotary embedding with the cache write, SwiGLU.
+"""Operators bound by memory traffic: norms, rotary embedding with the cache write, and gates.
 
-This room must not know attention or models. On CUDA each is one Triton kernel behind a custom operator; elsewhere it is
-the plain torch of `reference`. While torch.compile traces, norm and SwiGLU are their formulas, which it fuses with what
-is around them, and the rotation with its cache write remains an operator that it traces through.
+On CUDA each is one Triton kernel in a custom operator; elsewhere `reference` computes it in plain torch. torch.compile
+sees the formulas of norms and gates, which it fuses, and the operators for the rotations.
 """
 
 from typing import NamedTuple
@@ -28,9 +27,9 @@ __all__ = [
 
 
 class Rotation(NamedTuple):
-    """By what a step's tokens are rotated, the same for every layer. Made by `plan_rotation`.
+    """How a step's tokens are rotated, the same for every layer. Made by `plan_rotation`.
 
-    cos_sin, positions: as given there. rows: what a CPU gathers of them once a step, else None.
+    cos_sin, positions: as given to `plan_rotation`. rows: factors that a CPU gathers once per step; None on CUDA.
     """
 
     cos_sin: Tensor
@@ -39,7 +38,7 @@ class Rotation(NamedTuple):
 
 
 class QKNorm(NamedTuple):
-    """RMSNorm of each query and key head before its rotation: weights [D] as for `rms_norm`, and epsilon."""
+    """RMSNorm of each query and key head before the rotation: weights [D] as for `rms_norm`, and epsilon."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -47,16 +46,16 @@ class QKNorm(NamedTuple):
 
 
 def pack_norm(weight: Tensor) -> Tensor:
-    """Make a norm's `weight` [H] ready for `rms_norm`: on a CPU float32 and laid twice, elsewhere left as it is."""
+    """Prepare a norm's `weight` [H] for `rms_norm`: float32 and repeated twice on a CPU, unchanged on CUDA."""
     return weight if weight.is_cuda else reference.pack_norm(weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
 
-    x: [T, H] or [T, n, D], the last dimension contiguous, the others with any stride. weight: [H] or [D], or what
-    `pack_norm` made of it. Returns a tensor like `x`, its last dimension contiguous, on CUDA of `dtype`, by default
-    that of `weight`; computed in float32, rounded once.
+    x: [T, H] or [T, n, D], the last dimension contiguous, others with any stride. weight: [H] or [D], plain or from
+        `pack_norm`. dtype: of the result on CUDA; None: the weight's. A CPU keeps x's dtype.
+    Returns: shape of `x`, the last dimension contiguous. Computed in float32, rounded once.
     """
     if torch.compiler.is_compiling():
         return reference.rms_norm_formula(x, weight, eps, dtype)
@@ -66,9 +65,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
 
 
 def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor], eps: float) -> None:
-    """`rms_norm` of the first `sizes[0]` of each row of x, and of the `sizes[1]` behind them, each by itself, in place.
+    """Apply `rms_norm` in place to the first `sizes[0]` elements of each row, and separately to the next `sizes[1]`.
 
-    x: [T, W], rows contiguous, with any stride. weights: one a part, of its size, or what `pack_norm` made of it.
+    x: [T, W], rows contiguous, with any stride. weights: one per part, of its size, plain or from `pack_norm`.
     """
     if x.is_cuda:
         _norm_parts_op(x, list(sizes), *weights, eps)
@@ -78,7 +77,7 @@ def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor]
 
 
 def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
-    """Prepare the rotation of a step's tokens, once for all layers.
+    """Prepare the rotation of a step's tokens once for all layers.
 
     cos_sin: float32 [max_pos, rot], cosines in the first half of each row, sines in the second. positions: int64 [T].
     """
@@ -99,23 +98,21 @@ def rope_and_cache(
     """Rotate queries and keys by their positions, and write keys and values into the paged cache, all in place.
 
     qkv: [T, Hq + 2 Hkv, D], each token's query heads, key heads, value heads; heads contiguous, tokens with any stride.
-        The query heads are overwritten by the rotated ones; the key heads may be.
+        The rotated queries overwrite the query heads; the key heads may be overwritten too.
     rotation: of rot <= D dimensions: the first rot of each head are rotated, dimension i with i + rot / 2 (Su et al.
         2021, in GPT-NeoX's order).
-    slot_mapping: int64 [T], where in the cache each token goes, page * page_size + offset; no slot of a real token may
-        occur twice.
-    kv_cache: [N, P, 2 Hkv, D], contiguous: in each slot the key heads, then the value heads. Of the dtype of `qkv` (on
-        a CPU `qkv` may be float32 over a cache of any), or of float8_e4m3fn: then they are quantised on their way, as
-        `fp8.quantize` does.
-    qk_norm: what query and key heads go through first, if anything.
-    kv_scales: uint8 [N, 2 Hkv, P], contiguous, for the scales of a quantised cache, and None for another.
-    keep_keys: leave in `qkv` the keys and values that the cache gets. Only on CUDA, and not over a quantised cache.
-    Returns the rotated queries [T, Hq, D] in the cache's dtype; over FP8, and where a CPU computes in float32, in their
-    own. They are a view of `qkv` if it has that dtype.
-    Computed in float32 and rounded once; on a CPU after the norm as well, when `qkv` isn't float32. On CUDA a value
-    that is no finite number goes to the cache as 0, so that it can't reach whoever gets the page next.
+    slot_mapping: int64 [T], each token's cache slot, page * page_size + offset; slots of real tokens are unique.
+    kv_cache: [N, P, 2 Hkv, D], contiguous: in each slot the key heads, then the value heads. Of qkv's dtype (on a CPU
+        any, with float32 `qkv`), or float8_e4m3fn, to which `fp8.quantize` rounds.
+    qk_norm: norms of query and key heads before the rotation, or None.
+    kv_scales: uint8 [N, 2 Hkv, P], contiguous, of a quantised cache, else None.
+    keep_keys: also store the cached keys and values in `qkv`. Only on CUDA, and not for a quantised cache.
+    Returns: rotated queries [T, Hq, D] in the cache's dtype; in qkv's own dtype for an FP8 cache and where a CPU
+        computes in float32. A view of `qkv` if the dtype is the same.
+    Raises: ValueError if `keep_keys` is not supported.
 
-    Raises ValueError for `keep_keys` where it isn't supported.
+    Computed in float32 and rounded once; a CPU also rounds after the norm, unless `qkv` is float32. On CUDA the cache
+    gets 0 for non-finite elements of value heads, so that these cannot reach the page's next request.
     """
     if keep_keys and (not qkv.is_cuda or kv_scales is not None):
         raise ValueError("keep_keys needs a CUDA device and a cache that is not quantised")
@@ -158,16 +155,16 @@ def latent_rope_and_cache(
     kv_cache: Tensor,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """What latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) does before it attends: rotate the end
-    of each query head in place; norm a token's latent, rotate the key part beside it, write both to the paged cache.
+    """Prepare latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434): rotate the end of each query head
+    in place, norm each latent, rotate the key part beside it, and write both to the paged cache.
 
     q: [T, H, D], heads contiguous, tokens with any stride; the last R <= D dimensions of each head are rotated.
     latents: [T, L + R], the last dimension contiguous: a latent, then the key part that all heads share.
-    norm_weight: [L], or what `pack_norm` made of it; eps: of the norm. rotation: of R dimensions, in GPT-NeoX's order.
-    slot_mapping: as for `rope_and_cache`.
-    kv_cache: [N, P, 1, L + R], contiguous, of the dtype of `q` (on a CPU of any), or of float8_e4m3fn: then a token's
-        latent and key part are quantised together. kv_scales: uint8 [N, 1, P] for that one, None for another.
-    Computed in float32 and rounded once; on a CPU after the norm as well, when `latents` isn't float32.
+    norm_weight: [L], plain or from `pack_norm`. eps: of the norm.
+    rotation: of R dimensions, in GPT-NeoX's order. slot_mapping: as for `rope_and_cache`.
+    kv_cache: [N, P, 1, L + R], contiguous, of q's dtype (on a CPU any), or float8_e4m3fn: a token's latent and key part
+        then share one scale. kv_scales: uint8 [N, 1, P] for an FP8 cache, else None.
+    Computed in float32 and rounded once; a CPU also rounds after the norm, unless `latents` is float32.
     """
     if rotation.rows is not None:
         reference.latent_rope_and_cache(q, latents, norm_weight, eps, rotation.rows, slot_mapping, kv_cache, kv_scales)
@@ -178,7 +175,7 @@ def latent_rope_and_cache(
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """SwiGLU's gate (Shazeer 2020): `silu(x[:, :I]) * x[:, I:]` for contiguous x [T, 2 I]; returns [T, I]."""
+    """Return SwiGLU's gate (Shazeer 2020), `silu(x[:, :I]) * x[:, I:]`, [T, I], for contiguous x [T, 2 I]."""
     if torch.compiler.is_compiling():
         return reference.silu_and_mul_formula(x)
     if x.is_cuda:
@@ -187,7 +184,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """`x * sigmoid(gate)` for contiguous x [T, W] and `gate` [T, W], its rows contiguous, with any stride."""
+    """Return `x * sigmoid(gate)` for contiguous x [T, W] and `gate` [T, W] with contiguous rows of any stride."""
     if torch.compiler.is_compiling() or not x.is_cuda:
         return (x.float() * gate.float().sigmoid()).to(x.dtype)
     return _sigmoid_and_mul_op(x, gate)

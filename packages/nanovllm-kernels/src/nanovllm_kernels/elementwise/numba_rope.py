@@ -1,7 +1,4 @@
-"""Query and key norm, rotation and the write to a bf16 cache, of float32 rows on a CPU.
-
-This room must not know attention or models.
-"""
+"""Query and key norm, rotation and the write to a bf16 cache, for float32 rows on a CPU."""
 
 import numba
 import numpy as np
@@ -11,7 +8,7 @@ from torch import Tensor
 from nanovllm_kernels.jit import (
     OPENMP,
     inverse_rms,
-    keep,
+    keep_alive,
     kernel,
     ordered_kernel,
     pointer,
@@ -22,7 +19,7 @@ from nanovllm_kernels.jit import (
     to_bf16,
 )
 
-# Up to so many tokens one thread rotates all: another would take longer to begin.
+# Up to this many tokens are rotated by one thread: starting another would take longer.
 _TOKENS_ALONE = 8
 
 
@@ -36,8 +33,9 @@ def rope_and_cache(
     k_weight: Tensor | None,
     eps: float,
 ) -> None:
-    """What the package's `rope_and_cache` does, for float32 qkv [T, Hq + 2 Hkv, D] and a bf16 cache. cos, sin: as
-    `reference.RotationRows`. q_weight, k_weight: float32, if any.
+    """Implement the package's `rope_and_cache` for float32 qkv [T, Hq + 2 Hkv, D] and a bf16 cache.
+
+    cos, sin: see `reference.RotationRows`. q_weight, k_weight: float32, or None.
     """
     num_tokens, num_heads, head_dim = qkv.shape
     _rotate(
@@ -90,7 +88,7 @@ def _rotate(
         _rotate_tokens(args, 0, num_tokens)
     else:
         run_region(region, np.int64(args.ctypes.data), num_threads)
-    keep(args)
+    keep_alive(args)
 
 
 def _tokens_of_thread(args_ptr):
@@ -108,16 +106,16 @@ def _rotate_tokens(args, begin, end):
     sin = numba.carray(pointer(sin_ptr), (num_tokens, rot), np.float32)
     slots = numba.carray(pointer(slots_ptr), (num_tokens,), np.int64)
     num_q_heads = num_heads - num_cached
-    num_turned = num_heads - num_cached // 2
+    num_rotated = num_heads - num_cached // 2
     for token in range(begin, end):
         heads = numba.carray(pointer(qkv_ptr + 4 * token * stride), (num_heads, head_dim), np.float32)
         cached_ptr = cache_ptr + 2 * slots[token] * num_cached * head_dim
         cached = numba.carray(pointer(cached_ptr), (num_cached, head_dim), np.uint16)
-        for head in range(num_turned):
+        for head in range(num_rotated):
             weight_ptr = q_weight_ptr if head < num_q_heads else k_weight_ptr
             if weight_ptr:
                 _norm(heads, head, weight_ptr, np.float32(eps))
-            _turn(heads[head], cos[token], sin[token])
+            _rotate_head(heads[head], cos[token], sin[token])
         for head in range(num_cached):
             for k in range(head_dim):
                 cached[head, k] = to_bf16(heads[num_q_heads + head, k])
@@ -133,7 +131,7 @@ def _norm(heads, head, weight_ptr, eps):
 
 
 @ordered_kernel
-def _turn(head, cos, sin):
+def _rotate_head(head, cos, sin):
     half = cos.shape[0] // 2
     for k in range(half):
         low, high = head[k], head[half + k]

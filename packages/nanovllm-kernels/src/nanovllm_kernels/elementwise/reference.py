@@ -1,6 +1,6 @@
-"""The elementwise operators in plain torch: the oracle of the kernels, and the CPU path.
+"""The elementwise operators in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Written for few torch calls each: at one token a call costs more than its arithmetic.
+Each uses few torch calls, because for one token a call costs more than its arithmetic.
 """
 
 from typing import NamedTuple, Protocol
@@ -13,7 +13,7 @@ from nanovllm_kernels import fp8
 
 
 class RotationRows(NamedTuple):
-    """Factors of a head's first rot dimensions, float32 [T, 1, rot]: x * cos + (x with its halves swapped) * sin."""
+    """Factors of a head's first rot dimensions, float32 [T, 1, rot]: x * cos + (x with swapped halves) * sin."""
 
     cos: Tensor
     sin: Tensor
@@ -36,8 +36,8 @@ def pack_norm(weight: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the package's `rms_norm`.
 
-    torch has no fused RMSNorm for the CPU, but a fused LayerNorm, and of x beside -x the mean is zero and the variance
-    the mean square of x: half the time of `functional.rms_norm`. Statistics are float32 and the result rounded once.
+    torch's CPU LayerNorm is fused, its RMSNorm is not. x beside -x has mean zero, and x's mean square as variance: half
+    the time of `functional.rms_norm`. Statistics are float32, and the result is rounded once.
     """
     size = x.shape[-1]
     if weight.shape[0] == size:
@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationRows:
-    """What the package's `plan_rotation` gathers."""
+    """Return the rows of the package's `plan_rotation`."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
     return RotationRows(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
@@ -59,7 +59,7 @@ def rope_and_cache(
     kv_scales: Tensor | None,
     qk_norm: _QKNorm | None,
 ) -> Tensor:
-    """See the package's `rope_and_cache`. Returns all of `qkv`, rotated, in the dtype that the queries are to have."""
+    """See the package's `rope_and_cache`. Returns all of `qkv`, rotated, in the dtype of the returned queries."""
     _, page_size, num_cached, head_dim = kv_cache.shape
     num_q_heads, num_kv_heads = qkv.shape[1] - num_cached, num_cached // 2
     if qk_norm is not None:
@@ -77,7 +77,7 @@ def rope_and_cache(
         kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv.narrow(1, num_q_heads, num_cached))
         return qkv
     numbers, exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached))
-    # Of float8 torch copies no rows on a CPU, but of bytes.
+    # On a CPU torch cannot copy rows of float8, but rows of bytes.
     kv_cache.view(torch.uint8).view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
     kv_scales[slot_mapping // page_size, :, slot_mapping % page_size] = exponents
     return qkv
@@ -105,7 +105,7 @@ def latent_rope_and_cache(
         kv_cache.view(-1, width).index_copy_(0, slot_mapping, cached.to(kv_cache.dtype))
         return
     numbers, exponents = fp8.quantize(cached)
-    # Of float8 torch copies no rows on a CPU, but of bytes.
+    # On a CPU torch cannot copy rows of float8, but rows of bytes.
     kv_cache.view(torch.uint8).view(-1, width).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
     kv_scales[slot_mapping // page_size, 0, slot_mapping % page_size] = exponents
 
@@ -117,7 +117,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def rms_norm_formula(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None) -> Tensor:
-    """See the package's `rms_norm`: what a compiler is to see of it."""
+    """See the package's `rms_norm`: the form that a compiler sees."""
     numbers = x.float()
     scale = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + eps)
     normed = numbers * scale * weight.narrow(0, 0, x.shape[-1]).float()
@@ -125,6 +125,6 @@ def rms_norm_formula(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype |
 
 
 def silu_and_mul_formula(x: Tensor) -> Tensor:
-    """See the package's `silu_and_mul`: what a compiler is to see of it."""
+    """See the package's `silu_and_mul`: the form that a compiler sees."""
     gate, up = x.float().chunk(2, -1)
     return (functional.silu(gate) * up).to(x.dtype)

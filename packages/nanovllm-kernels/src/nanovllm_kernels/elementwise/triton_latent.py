@@ -1,4 +1,4 @@
-"""What latent attention does before it attends, on CUDA, in one kernel: the latent's norm, rotations, the write."""
+"""Prepares latent attention on CUDA in one kernel: the latent's norm, both rotations and the cache write."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels.elementwise.triton_rope import inverse_scales, scale_exponents
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Of each query head only the end is touched, 128 bytes of it as published.
+# Query heads per program: only the end of each head is read, 128 bytes with DeepSeek's sizes.
 HEADS = 16
 
 
@@ -79,7 +79,7 @@ def _latent_rope_and_cache(
     QUANTIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token: first its latent and key part, then query heads, a block of them a program."""
+    """Process one token: the first program its latent and key part, each other program a block of query heads."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -99,22 +99,22 @@ def _latent_rope_and_cache(
         latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * weight
         k_first = tl.load(latents_ptr + LATENT + pairs, mask=pair_mask, other=0.0).to(tl.float32)
         k_second = tl.load(latents_ptr + LATENT + HALF + pairs, mask=pair_mask, other=0.0).to(tl.float32)
-        turned_first = k_first * cos - k_second * sin
-        turned_second = k_second * cos + k_first * sin
+        rotated_first = k_first * cos - k_second * sin
+        rotated_second = k_second * cos + k_first * sin
         slot = tl.load(slot_mapping_ptr + token)
         if QUANTIZE:
-            top = tl.maximum(tl.max(tl.abs(turned_first), 0), tl.max(tl.abs(turned_second), 0))
+            top = tl.maximum(tl.max(tl.abs(rotated_first), 0), tl.max(tl.abs(rotated_second), 0))
             exponent = scale_exponents(tl.maximum(top, tl.max(tl.abs(latent), 0)))
             tl.store(kv_scales_ptr + slot, exponent.to(tl.uint8))
             inverse = inverse_scales(exponent)
             latent *= inverse
-            turned_first *= inverse
-            turned_second *= inverse
+            rotated_first *= inverse
+            rotated_second *= inverse
         cached_ptr = kv_cache_ptr + slot * (LATENT + 2 * HALF)
         cached_dtype = kv_cache_ptr.dtype.element_ty
         tl.store(cached_ptr + dims, latent.to(cached_dtype), mask=dim_mask)
-        tl.store(cached_ptr + LATENT + pairs, turned_first.to(cached_dtype), mask=pair_mask)
-        tl.store(cached_ptr + LATENT + HALF + pairs, turned_second.to(cached_dtype), mask=pair_mask)
+        tl.store(cached_ptr + LATENT + pairs, rotated_first.to(cached_dtype), mask=pair_mask)
+        tl.store(cached_ptr + LATENT + HALF + pairs, rotated_second.to(cached_dtype), mask=pair_mask)
     else:
         heads = (block - 1) * HEADS + tl.arange(0, HEADS)
         q_ptr += token * q_stride_token + HEAD_DIM - 2 * HALF

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Elements a program holds: short rows (one head each) share a program.
+# Elements per program: short rows (one head each) share a program.
 TILE_ELEMENTS = 2048
 
 
@@ -62,7 +62,7 @@ def norm_parts(x: Tensor, sizes: list[int], first: Tensor, second: Tensor, eps: 
 
 
 def _num_warps(elements: int) -> int:
-    """Eight elements a thread: one 16-byte access of a 16-bit type, twice over for the longest rows."""
+    """Return the warps for eight elements per thread, 16 bytes of a 16-bit type; the longest rows have sixteen."""
     return max(1, min(16, triton.next_power_of_2(elements) // 256))
 
 

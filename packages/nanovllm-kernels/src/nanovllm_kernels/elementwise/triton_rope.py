@@ -1,4 +1,4 @@
-"""Query and key norm, rotary embedding and the write into the paged cache, quantised or not, on CUDA, in one kernel."""
+"""Query and key norm, rotary embedding and the write into the paged cache, FP8 or not, on CUDA in one kernel."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -10,9 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels import fp8
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Heads a program turns: enough bytes in flight for one program, and enough programs for a decode.
+# Heads per program: enough bytes in flight for one program, and enough programs for a decode.
 HEADS = 8
-# What follows is `fp8.quantize` again.
+# Constants of `fp8.quantize`, which this kernel repeats.
 LARGEST_EXPONENT = tl.constexpr(fp8.LARGEST_EXPONENT)
 BEYOND_LARGEST = tl.constexpr(fp8.BEYOND_LARGEST)
 LEAST_EXPONENT = tl.constexpr(fp8.LEAST_EXPONENT)
@@ -94,7 +94,7 @@ def _rope_and_cache(
     KEEP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token: a block of query heads, or a block of key heads with the values beside them."""
+    """Process one token: a block of query heads, or a block of key heads and the value heads of the same numbers."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -107,7 +107,7 @@ def _rope_and_cache(
     qkv_ptr += token * stride_token
     if block < Q_BLOCKS:
         heads = block * HEADS + tl.arange(0, HEADS)
-        _turn_heads(
+        _rotate_heads(
             qkv_ptr,
             qkv_ptr,
             kv_scales_ptr,
@@ -131,7 +131,7 @@ def _rope_and_cache(
         slot = tl.load(slot_mapping_ptr + token)
         slot_ptr = kv_cache_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM)
         kv_scales_ptr += slot // PAGE_SIZE * (2 * NUM_KV_HEADS * PAGE_SIZE) + slot % PAGE_SIZE
-        _turn_heads(
+        _rotate_heads(
             qkv_ptr + NUM_Q_HEADS * HEAD_DIM,
             slot_ptr,
             kv_scales_ptr,
@@ -155,7 +155,7 @@ def _rope_and_cache(
         mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
         own_v_ptrs = qkv_ptr + NUM_Q_HEADS * HEAD_DIM + places
         v = tl.load(own_v_ptrs, mask=mask, other=0.0)
-        # FlashAttention weighs with 0 what lies behind the end of a request; 0 times a NaN is a NaN.
+        # FlashAttention multiplies values past a request's end by 0, and 0 times NaN is NaN.
         is_finite = tl.abs(v.to(tl.float32)) < float("inf")
         v = tl.where(is_finite, v, 0.0)
         if KEEP:
@@ -170,7 +170,7 @@ def _rope_and_cache(
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     source_ptr,
     target_ptr,
     scales_ptr,
@@ -189,11 +189,10 @@ def _turn_heads(
     QUANTIZE: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Norm and rotate `heads` of one token from `source_ptr` to `target_ptr`, both with their heads side by side.
-    With KEEP the result goes to `source_ptr` too.
+    """Norm and rotate `heads` of one token from `source_ptr` to `target_ptr`, both with contiguous heads.
 
-    The two may be the same: every element is read before the program writes it. scales_ptr: where with QUANTIZE the
-    token's first scale goes, the others PAGE_SIZE apart.
+    KEEP: store the result at `source_ptr` too. The pointers may be equal: all elements are read before any is written.
+    scales_ptr: with QUANTIZE, address of the token's first scale; the others follow at distances of PAGE_SIZE.
     """
     pairs = tl.arange(0, PADDED_HALF)
     dims = tl.arange(0, PADDED_DIM)
@@ -219,38 +218,38 @@ def _turn_heads(
         second *= factor * second_weight[None, :]
         if 2 * HALF < HEAD_DIM:
             rest *= factor * rest_weight[None, :]
-    turned_first = first * cos[None, :] - second * sin[None, :]
-    turned_second = second * cos[None, :] + first * sin[None, :]
+    rotated_first = first * cos[None, :] - second * sin[None, :]
+    rotated_second = second * cos[None, :] + first * sin[None, :]
     if QUANTIZE:
-        top = tl.maximum(tl.max(tl.abs(turned_first), 1), tl.max(tl.abs(turned_second), 1))
+        top = tl.maximum(tl.max(tl.abs(rotated_first), 1), tl.max(tl.abs(rotated_second), 1))
         if 2 * HALF < HEAD_DIM:
             top = tl.maximum(top, tl.max(tl.abs(rest), 1))
         exponents = scale_exponents(top)
         tl.store(scales_ptr + heads * PAGE_SIZE, exponents.to(tl.uint8), mask=inside)
         inverse = inverse_scales(exponents)[:, None]
-        turned_first *= inverse
-        turned_second *= inverse
+        rotated_first *= inverse
+        rotated_second *= inverse
         if 2 * HALF < HEAD_DIM:
             rest *= inverse
-    tl.store(target_ptr + places, turned_first.to(dtype), mask=mask)
-    tl.store(target_ptr + places + HALF, turned_second.to(dtype), mask=mask)
+    tl.store(target_ptr + places, rotated_first.to(dtype), mask=mask)
+    tl.store(target_ptr + places + HALF, rotated_second.to(dtype), mask=mask)
     if 2 * HALF < HEAD_DIM:
         tl.store(target_ptr + rest_places, rest.to(dtype), mask=kept)
     if KEEP:
-        tl.store(source_ptr + places, turned_first.to(dtype), mask=mask)
-        tl.store(source_ptr + places + HALF, turned_second.to(dtype), mask=mask)
+        tl.store(source_ptr + places, rotated_first.to(dtype), mask=mask)
+        tl.store(source_ptr + places + HALF, rotated_second.to(dtype), mask=mask)
         if NORM and 2 * HALF < HEAD_DIM:
             tl.store(source_ptr + rest_places, rest.to(dtype), mask=kept)
 
 
 @triton.jit
 def scale_exponents(top):
-    """Biased exponents of the scales of heads whose largest magnitudes are `top`, as `fp8.quantize` takes them."""
+    """Return biased exponents of the scales of heads with largest magnitudes `top`, as `fp8.quantize` chooses them."""
     exponents = ((top.to(tl.int32, bitcast=True) + BEYOND_LARGEST) >> 23) - LARGEST_EXPONENT
     return tl.maximum(exponents, LEAST_EXPONENT)
 
 
 @triton.jit
 def inverse_scales(exponents):
-    """The inverse of scales with these biased exponents, as exact as they are."""
+    """Return the exact inverses of scales with these biased exponents."""
     return ((254 - exponents) << 23).to(tl.float32, bitcast=True)

@@ -1,23 +1,8 @@
-"""Linear layers: the weight prepacked where the CPU gains by it; on CUDA what stands before and after it in one kernel.
+"""Linear layers, which may include the norm before the product and the gate or the residual after it.
 
-This room must not know which layer a weight belongs to. For a few rows on CUDA, where a launch and the way of a small
-tensor through memory cost as much as the product, norm, product, gate and residual are one Triton kernel behind a
-custom operator; `tiles` says when, and has the figures. For more rows the pieces run one after another. torch.compile
-sees the pieces whatever the rows, so that one compiled function takes any number; it is for more rows than OWN_ROWS.
-
-Measured on two cores with AMX, bf16, microseconds, plain `F.linear` against the packed product (rows = tokens):
-
-    K -> N           M=1        M=8        M=64       M=512      M=1024
-    576 -> 3072      121 / 59   149 / 60   279 / 171  1022 / 863 2021 / 1467
-    1536 -> 576      64 / 28    66 / 29    115 / 87   560 / 610  1101 / 1322
-    576 -> 49152     2159/1217  2196/1173  3945/2419
-
-For up to 8 rows, and for any number on a CPU without matrix units for bf16, products run in float32 from bf16 weights
-in panels (`numba_panels`), with the norm before them and the gate or the residual after them in one kernel.
-
-The packing is told a number of rows to plan for. 8 is within noise of the best of {1, 8, 64, 512} up to 64 rows; at 512
-rows and more only 1536 -> 576 preferred another (1: 462 us), and decode at 8 rows would pay for it elsewhere (96 us
-against 60).
+CUDA: few rows run in one Triton kernel (see `tiles`), others operator by operator. torch.compile always sees separate
+operators; compile only for more than OWN_ROWS rows. CPU: bf16 weights are prepacked. Few rows, or any number without
+bf16 units, run in one float32 kernel (`numba_panels`).
 """
 
 import functools
@@ -32,32 +17,32 @@ from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight
 from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 
-# For more rows on CUDA every product is a library's.
+# Most rows for which our kernels are used on CUDA. With more rows every product is a library's.
 OWN_ROWS = tiles.SPLIT_ROWS
+# Rows that oneDNN's packing plans for: within noise of the best choice up to 64 rows.
 PLANNED_ROWS = 8
-# Only small weights (N or K up to this) are packed in panels, for few rows, beside oneDNN's copy.
+# Only weights with N or K up to this size are also packed in panels, for few rows, beside oneDNN's copy.
 FEW_ROWS_MAX_SIZE = 2048
-# Of the logits of one row, how many a CPU computes again in float32.
+# Number of largest logits per row that a CPU computes again in float32.
 REFINED_LOGITS = 16
-# Logits searched as one for the largest.
+# Logits per run in the search for the largest.
 RUN = 64
 
 
 class Panels(NamedTuple):
-    """A bf16 weight [N, K] as `numba_panels` reads it."""
+    """A bf16 weight [N, K] in the layout of `numba_panels`."""
 
     data: Tensor
     num_columns: int
 
 
 class PackedWeight(NamedTuple):
-    """A linear layer's weight, made ready for `linear`.
+    """A linear layer's weight, prepared for `linear`.
 
-    data: plain [N, K]; or in oneDNN's own blocked layout when `blocked`; or panels, when there are panels and it isn't
-    blocked. Only this module understands the latter two.
-    panels: for products in float32: of few rows beside a blocked weight, else of any number of rows.
-    counters: int32 zeros, where a kernel may split the weight; every launch leaves them so, and only one at a time may
-    use them.
+    data: [N, K]; in oneDNN's layout if `blocked`, else the panels' data if `panels`: read only here.
+    panels: for float32 products: of few rows if `blocked`, else of any number of rows.
+    counters: int32 zeros if a kernel may split the weight. Each launch leaves them zero; concurrent launches may not
+        share them.
     """
 
     data: Tensor
@@ -67,10 +52,10 @@ class PackedWeight(NamedTuple):
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:
-    """Make `weight` [N, K] ready for `linear`.
+    """Prepare `weight` [N, K] for `linear`.
 
-    On a CPU a bf16 weight is copied: where bf16 is multiplied natively into oneDNN's layout, and a small one (N or K up
-    to FEW_ROWS_MAX_SIZE) into panels as well; elsewhere into panels alone. Any other weight is kept, without a copy.
+    On a CPU bf16 weights are copied: into oneDNN's layout if the CPU multiplies bf16 natively (small ones, with N or K
+    up to FEW_ROWS_MAX_SIZE, into panels too), else into panels only. Other weights are kept without a copy.
     """
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         is_blocked = can_pack_bf16()
@@ -92,12 +77,12 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 
 @functools.cache
 def _packed_product() -> torch._ops.OpOverload:
-    """oneDNN's. Looked up by name and overload, each call would take longer than a small product does."""
+    """Return oneDNN's operator. Looking it up by name on each call would take longer than a small product."""
     return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
 
 
 def _panels_for(x: Tensor, weight: Tensor | PackedWeight) -> Panels | None:
-    """The panels that rows `x` [M, K] are to be multiplied by, None where another product takes them."""
+    """Return the panels with which rows `x` [M, K] are multiplied, or None if another product is used."""
     if not isinstance(weight, PackedWeight) or weight.panels is None:
         return None
     if weight.blocked and (x.dim() != 2 or not runs_in_float32(x.shape[0])):
@@ -115,10 +100,9 @@ def _project_panels(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Rows `x` [.., K] on a CPU, normed if there is a weight for it, times the transpose of a weight [N, K] plus
-    `bias`, gated (then N is 2 I and the result [.., I]) or not, plus `residual`.
+    """Multiply rows on a CPU by a weight [N, K] in panels. Returns [.., N], or [.., N / 2] if gated.
 
-    The result is float32, or of the dtype of `residual`.
+    x: [.., K]. norm_weight: None for no norm. bias: [N]. residual: added to the result; sets its dtype, else float32.
     """
     from nanovllm_kernels.gemm import numba_panels
 
@@ -139,7 +123,7 @@ def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None
         return _packed_product()(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
     plain = weight.data if isinstance(weight, PackedWeight) else weight
     if plain.dtype == torch.bfloat16 and not can_pack_bf16():
-        # torch would emulate bf16 number by number.
+        # torch would emulate bf16 element by element.
         return functional.linear(x.float(), plain.float(), None if bias is None else bias.float()).to(x.dtype)
     return functional.linear(x.to(plain.dtype), plain, bias)
 
@@ -150,12 +134,12 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N].
+    """Return `x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N].
 
-    All share one dtype, but `residual` may be float32 beside any, and the result has its dtype; products are summed in
-    float32 and rounded once, but beside both a residual and a bias. On a CPU `x` may be float32 beside bf16 weights as
-    well, and without a residual the result is float32 where products run in float32, else bf16. `residual`
-    may be overwritten, and may share memory with what is returned. By block FP8 weights: see `block_fp8.linear`.
+    All have one dtype, except that `residual` may be float32 and on a CPU `x` may be float32 with bf16 weights.
+    residual: sets the result's dtype. May be overwritten, and may share memory with the result. Without a residual the
+        result has the dtype of `x`; on a CPU with bf16 weights it is float32 if products run in float32, else bf16.
+    Sums are float32 and rounded once, or twice with both a bias and a residual. Block FP8: see `block_fp8.linear`.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.linear(x, weight, bias, residual)
@@ -183,12 +167,12 @@ def linear(
 
 
 def _linear_formula(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """See `linear`: what a compiler is to see of it."""
+    """Implement `linear` in the form that a compiler sees."""
     out = functional.linear(x, weight, bias)
     if residual is None:
         return out
-    # A sum in float32 joins the norm that follows. Any other would be moved into the product, which would then have to
-    # begin with a copy of the residual.
+    # The compiler fuses a float32 sum with the following norm. It would move other sums into the product, which would
+    # then begin with a copy of the residual.
     return (out.float() + residual.float()).to(residual.dtype)
 
 
@@ -199,9 +183,10 @@ def norm_linear(
     weight: Tensor | PackedWeight | BlockFP8Weight,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`linear` of `x` [T, K] after `rms_norm` with `norm_weight` [K], as made by `pack_norm`: [T, N].
+    """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N].
 
-    `x` may be float32 beside any weight. In the one kernel the normed rows aren't rounded; as two operators they are.
+    x: may be float32 with any weight. norm_weight: [K], from `pack_norm`.
+    The few-row kernel does not round the normed rows; two operators do.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_linear(x, norm_weight, eps, weight, bias)
@@ -220,10 +205,10 @@ def norm_gate_up(
     weight: Tensor | PackedWeight | BlockFP8Weight,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The first half of a gated feed-forward layer (SwiGLU, Shazeer 2020) after its norm: [T, K] -> [T, I].
+    """Return `silu_and_mul` of `norm_linear`, the first half of SwiGLU (Shazeer 2020): [T, K] -> [T, I].
 
-    `silu_and_mul` of `norm_linear`, with a weight [2 I, K] and a bias [2 I]: the gate's rows, then the others. In the
-    one kernel only what is returned is rounded.
+    weight: [2 I, K], the gate's rows, then the up projection's. bias: [2 I].
+    The few-row kernel rounds only its result.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_gate_up(x, norm_weight, eps, weight, bias)
@@ -236,7 +221,7 @@ def norm_gate_up(
 
 
 def split_float32(weight: Tensor) -> Tensor:
-    """bfloat16 [3 N, K], whose thirds add up to `weight`, float32 [N, K]: each has 8 of its 24 bits."""
+    """Split float32 [N, K] into bfloat16 [3 N, K], whose thirds add up to `weight`: each has 8 of its 24 bits."""
     thirds: list[Tensor] = []
     for _ in range(3):
         thirds.append(weight.to(torch.bfloat16))
@@ -245,16 +230,14 @@ def split_float32(weight: Tensor) -> Tensor:
 
 
 def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None = None) -> Tensor:
-    """`x` [n, K] times the transpose of `weight` [N, K], a vocabulary's or a router's: float32 [n, N].
+    """Return `x` [n, K] times the transpose of `weight` [N, K], of a vocabulary or a router: float32 [n, N].
 
-    bf16 keeps 8 bits, of logits near 25 multiples of 1/8, so that the two likeliest tokens often tie and the lower id
-    would win. CUDA gives the products as they were summed, in float32, and so do a CPU's products in float32. Its
-    matrix units give only bf16: there the REFINED_LOGITS largest of each row are computed again, and the others keep
-    their rounding.
+    Logits are not rounded to bf16, whose steps near 25 are 1/8: the two likeliest tokens would often tie. bf16 matrix
+    units of CPUs only return bf16: each row's REFINED_LOGITS largest are then computed again in float32.
 
-    table: the plain weight [N, K] that `weight` was packed from. Where it is float32, `x` is taken as float32.
-    thirds: of such a table on CUDA `split_float32`, where `x` is bfloat16. Tensor cores take these, not float32; the
-        products are as exact, and of the sums some 3e-6 is cut off where float32 rounds.
+    table: the unpacked weight [N, K]. If it is float32, `x` is converted to float32.
+    thirds: `split_float32(table)` for tensor cores, given a float32 table and bfloat16 `x` on CUDA. Products are as
+        exact as in float32; of the sums about 3e-6 is truncated where float32 rounds.
     """
     if table.dtype == torch.float32:
         if thirds is not None and not _runs_as_rows(x, table):
@@ -266,7 +249,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None
         return torch.mm(x, table.t(), out_dtype=torch.float32)
     if (panels := _panels_for(x, weight)) is not None:
         return _project_panels(x, None, 0.0, panels, None, None)
-    # The search for the largest takes a quarter of the time in float32.
+    # Searching for the largest is four times as fast in float32.
     rough = linear(x, weight).float()
     leaders = _leaders(rough, REFINED_LOGITS)
     rows = functional.embedding(leaders, table).float()
@@ -274,7 +257,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None
 
 
 def _runs_as_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether the few-row kernel takes this product, and is the faster way."""
+    """Whether the few-row kernel supports this product and is faster."""
     if torch.compiler.is_compiling() or not x.is_cuda or x.dim() != 2:
         return False
     return weight.is_contiguous() and tiles.pays(x.shape[0], *weight.shape)
@@ -291,9 +274,10 @@ def _project_rows_op(
     gated: bool,
     float32_out: bool,
 ) -> Tensor:
-    """Up to 8 rows `x` [M, K], normed if there is a weight for it, times the transpose of a contiguous `weight`
-    [N, K] plus `bias`, gated (then N is 2 I and the result [M, I]) or not, plus `residual`; rounded once, to the dtype
-    of `residual`, without one to that of `weight`. `x` and `residual` may be float32 beside any weight.
+    """Multiply up to 8 rows `x` [M, K] by a contiguous `weight` [N, K], after a norm if `norm_weight` is given.
+
+    Adds `bias`, gates if `gated` ([M, N / 2]), adds `residual`, and rounds once, to the dtype of `residual`, else of
+    `weight` (`float32_out`: float32). `x` and `residual` may be float32 with any weight.
     """
     from nanovllm_kernels.gemm import triton_rows
 
@@ -320,9 +304,10 @@ _project_rows_op.register_fake(
 def _project_split_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor
 ) -> Tensor:
-    """Up to 256 rows `x` [M, K] times the transpose of a contiguous `weight` [N, K] plus `bias` and `residual`; rounded
-    once, to the dtype of `residual`, which may be float32 beside any `x`, without one to that of `x`. For which N and
-    K: `tiles.can_split`. `counters` are zeros before and after.
+    """Multiply up to 256 rows `x` [M, K] by a contiguous `weight` [N, K] for which `tiles.can_split`.
+
+    Adds `bias` and `residual`, and rounds once, to the dtype of `residual` (float32 or x's), else of `x`. `counters`
+    are zeros before and after.
     """
     from nanovllm_kernels.gemm import triton_split
 
@@ -340,10 +325,10 @@ _project_split_op.register_fake(lambda x, weight, _bias, residual, _counters: _e
 
 
 def _leaders(values: Tensor, count: int) -> Tensor:
-    """Where the `count` largest of each row of `values` [n, N] are, or all of them if there are fewer: int64 [n, c].
+    """Return the indices of each row's `count` largest values, or of all if fewer: int64 [n, c]. values: [n, N].
 
-    Each of them lies in one of the `count` runs of RUN values with the largest maxima. A search of all of
-    49,152 logits takes ten times as long.
+    Each of these lies in one of the `count` runs of RUN values with the largest maxima. Searching all of 49,152 logits
+    directly takes ten times as long.
     """
     num_rows, size = values.shape
     whole = size // RUN * RUN

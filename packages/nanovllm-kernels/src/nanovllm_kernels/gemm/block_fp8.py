@@ -1,10 +1,7 @@
-"""Linear layers whose weights are e4m3 with one float32 scale a block of 128 x 128, as DeepSeek-V3 publishes them.
+"""Linear layers with e4m3 weights and one float32 scale per block of 128 x 128, as DeepSeek-V3 publishes them.
 
-DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3. What is multiplied by them is quantised on its way:
-each row in groups of 128 along K, each with a scale of its own. Sums are float32. On CUDA a layer's half (norm,
-quantisation, product, gate or residual) is two Triton kernels for up to 128 rows, one for up to 16 without a norm, and
-behind them cuBLAS, where it takes the shape, between kernels of ours; all of them are one custom operator, also to
-torch.compile. This room must not know which layer a weight belongs to.
+DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3: inputs are quantised per row in groups of 128 along K,
+and sums are float32. On CUDA few rows use Triton kernels, more rows cuBLAS if it supports the shape; see `tiles`.
 """
 
 from typing import NamedTuple
@@ -20,18 +17,19 @@ from nanovllm_kernels.gemm import tiles
 from nanovllm_kernels.platform import describe, has_fp8
 
 GROUP = reference.GROUP
-# cuBLAS reads a weight's scales in fours along K, and takes columns by sixteen.
+# cuBLAS requires a multiple of 4 scales along K and a multiple of 16 columns.
 SCALES_STEP = 4
 COLUMNS_STEP = 16
 
 
 class BlockFP8Weight(NamedTuple):
-    """A quantised weight [N, K]: numbers times scales.
+    """A quantised weight [N, K]: e4m3 values times scales.
 
-    data: float8_e4m3fn [N, K], contiguous. scales: float32 [ceil(N / block_rows), ceil(K / 128)], one a block of
-    `block_rows` rows and 128 columns. block_rows: 128, or less where rows of several blocks of 128 were put together.
-    counters: int32 zeros, where a kernel may split the weight; every launch leaves them so, and only one at a time may
-    use them.
+    data: float8_e4m3fn [N, K], contiguous.
+    scales: float32 [ceil(N / block_rows), ceil(K / 128)], one per block of `block_rows` rows and 128 columns.
+    block_rows: 128, or less if weights with partial blocks were concatenated.
+    counters: int32 zeros if a kernel may split the weight. Each launch leaves them zero; concurrent launches may not
+        share them.
     """
 
     data: Tensor
@@ -41,9 +39,9 @@ class BlockFP8Weight(NamedTuple):
 
 
 def empty_weight(num_rows: int, width: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
-    """Room for a weight [num_rows, width], its numbers and scales uninitialised, in the layout that runs fastest.
+    """Allocate a weight [num_rows, width], uninitialised, in the fastest layout.
 
-    Raises ValueError for a GPU that doesn't multiply e4m3.
+    Raises: ValueError for a GPU that does not multiply e4m3.
     """
     if device.type == "cuda" and not has_fp8():
         raise ValueError("block FP8 weights need a GPU that multiplies FP8: Ada, Hopper or newer")
@@ -58,11 +56,11 @@ def empty_weight(num_rows: int, width: int, block_rows: int, device: torch.devic
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows to e4m3 under a scale for each 128 of their numbers, the largest of which becomes +-448.
+    """Round rows to e4m3 with one scale per 128 elements, the largest of which becomes +-448.
 
-    x: [T, K]. Returns (float8_e4m3fn [T, K], contiguous, and float32 [T, ceil(K / 128)], stored group by group):
-    `x` is about their product. A scale is the largest magnitude / 448, but never 0; a number that isn't finite makes
-    NaN of its group or a part of it.
+    x: [T, K].
+    Returns: float8_e4m3fn [T, K], contiguous, and float32 scales [T, ceil(K / 128)], stored group by group. A scale is
+        the largest magnitude / 448, never 0. A non-finite element turns its group, or part of it, into NaN.
     """
     if x.is_cuda:
         return _quantize_groups_op(x)
@@ -70,23 +68,23 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a weight [N, K] to e4m3 under a scale for each block of 128 x 128.
+    """Round a weight [N, K] to e4m3 with one scale per block of 128 x 128.
 
-    Returns (float8_e4m3fn [N, K], float32 [ceil(N / 128), ceil(K / 128)]), as checkpoints' `weight` and
-    `weight_scale_inv`.
+    Returns: float8_e4m3fn [N, K] and float32 [ceil(N / 128), ceil(K / 128)], the `weight` and `weight_scale_inv` of
+        checkpoints.
     """
     return reference.quantize_blocks(weight)
 
 
 def dequantize(weight: BlockFP8Weight) -> Tensor:
-    """Numbers times scales: float32 [N, K]."""
+    """Return values times scales: float32 [N, K]."""
     return reference.dequantize_blocks(weight.data, weight.scales, weight.block_rows)
 
 
 def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """`x` [T, K], quantised, times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [T, N].
+    """Return quantised `x` [T, K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [T, N].
 
-    Rounded once, to the dtype of `residual`, without one to that of `x`. `residual` may be overwritten.
+    Rounded once, to the dtype of `residual`, else of `x`. `residual` may be overwritten.
     """
     if x.is_cuda:
         return _block_fp8_linear_op(x, None, 0.0, *weight, bias, residual, False)
@@ -99,9 +97,9 @@ def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residu
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: BlockFP8Weight, bias: Tensor | None = None
 ) -> Tensor:
-    """`linear` of `x` [T, K] after `rms_norm` with `norm_weight`, as made by `pack_norm`: [T, N].
+    """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N]. norm_weight: from `pack_norm`.
 
-    On CUDA of the dtype of `norm_weight`, and the normed rows aren't rounded but to e4m3.
+    On CUDA the result has the dtype of `norm_weight`, and the normed rows are rounded only to e4m3.
     """
     if x.is_cuda:
         return _block_fp8_linear_op(x, norm_weight, eps, *weight, bias, None, False)
@@ -111,7 +109,7 @@ def norm_linear(
 def norm_gate_up(
     x: Tensor, norm_weight: Tensor, eps: float, weight: BlockFP8Weight, bias: Tensor | None = None
 ) -> Tensor:
-    """`silu_and_mul` of `norm_linear`: [T, K] -> [T, I] with a weight [2 I, K], the gate's rows first."""
+    """Return `silu_and_mul` of `norm_linear`: [T, K] -> [T, I]. weight: [2 I, K], the gate's rows first."""
     if x.is_cuda:
         return _block_fp8_linear_op(x, norm_weight, eps, *weight, bias, None, True)
     return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias))
@@ -144,9 +142,10 @@ def _block_fp8_linear_op(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    """Rows `x` [M, K], normed if there is a weight for it and quantised, times the transpose of a block FP8 weight
-    [N, K] plus `bias`, gated (then N is 2 I and the result [M, I]) or not, plus `residual`; rounded once (by cuBLAS
-    and between what follows it once more), to the dtype of `residual`, else of `norm_weight`, else of `x`.
+    """Multiply quantised rows `x` [M, K] by a block FP8 weight [N, K], after a norm if `norm_weight` is given.
+
+    Adds `bias`, gates if `gated` ([M, N / 2]), adds `residual`, and rounds once (cuBLAS: once more after the product),
+    to the dtype of `residual`, else of `norm_weight`, else of `x`.
     """
     from nanovllm_kernels.gemm import triton_block_fp8
 
@@ -191,9 +190,7 @@ _block_fp8_linear_op.register_fake(
 
 
 def _library_takes(data: Tensor, scales: Tensor, block_rows: int) -> bool:
-    """Whether cuBLAS multiplies by this weight: blocks whole along K, scales laid out as `empty_weight` does, and
-    Hopper, whose tensor cores alone it does it for.
-    """
+    """Whether cuBLAS supports this weight: whole blocks, scales laid out as by `empty_weight`, and Hopper."""
     num_columns, width = data.shape
     whole = block_rows == GROUP and num_columns % COLUMNS_STEP == 0 and width % GROUP == 0
     laid_out = scales.stride() == (-(-scales.shape[1] // SCALES_STEP) * SCALES_STEP, 1)
@@ -201,11 +198,11 @@ def _library_takes(data: Tensor, scales: Tensor, block_rows: int) -> bool:
 
 
 def _library_product(rows: Tensor, x_scales: Tensor, data: Tensor, scales: Tensor) -> Tensor:
-    """bf16 [M, N]. cuBLAS wants rows in fours, and a weight's scales in fours along K."""
+    """Return the product by cuBLAS, bf16 [M, N]. cuBLAS requires multiples of 4 rows, and of 4 scales along K."""
     num_rows = rows.shape[0]
     missing = -num_rows % SCALES_STEP
     if missing:
-        # What these rows come to is cut off again.
+        # The results of these extra rows are dropped.
         rows = torch.cat((rows.view(torch.uint8), rows[:missing].view(torch.uint8))).view(DTYPE)
         x_scales = torch.cat((x_scales.t(), x_scales.t()[:, :missing]), 1).t()
     stride = scales.stride(0)

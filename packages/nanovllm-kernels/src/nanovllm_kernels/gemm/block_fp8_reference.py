@@ -1,6 +1,6 @@
-"""Block FP8 in plain torch: the oracle of the kernels, and the CPU path.
+"""Block FP8 in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Products of e4m3 numbers are exact in float32, so what differs from any other order of the same sums is their rounding.
+Products of e4m3 values are exact in float32, so other orders of summation differ by rounding only.
 """
 
 import torch
@@ -10,9 +10,9 @@ from nanovllm_kernels import fp8
 
 GROUP = 128
 LARGEST = 448.0
-# A group of zeros gets a scale too.
+# Minimum magnitude, so that a group of zeros has a scale too.
 LEAST = 1e-10
-# Of a weight's numbers so many are wide at once: they stay in a core's cache.
+# Weight elements converted to float32 at once: they fit a core's cache.
 WIDE_ELEMENTS = 1 << 19
 
 
@@ -31,9 +31,9 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """What numbers of at most `largest` are to be multiplied by to end at 448, and what undoes it.
+    """Return 448 / largest, which scales the values to e4m3's range, and its inverse.
 
-    Both are rounded once: by a scalar torch would divide in two steps.
+    Each is rounded once: with a scalar operand torch would divide in two steps.
     """
     limit = torch.full_like(largest, LARGEST)
     return limit / largest, largest / limit
@@ -51,25 +51,25 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_groups(numbers: Tensor, scales: Tensor) -> Tensor:
-    """What `quantize_groups` rounded to: float32 [T, K]."""
+    """Return the values that `quantize_groups` rounded to: float32 [T, K]."""
     # `fp8.widen` would lose NaN.
     return _scale(numbers.float(), scales)
 
 
 def dequantize_blocks(numbers: Tensor, scales: Tensor, block_rows: int = GROUP) -> Tensor:
-    """A weight e4m3 [N, K] whose `scales` are one a block of `block_rows` x 128: float32 [N, K]."""
+    """Dequantise a weight e4m3 [N, K] with one scale per block of `block_rows` x 128: float32 [N, K]."""
     return _scale(fp8.widen(numbers, torch.float32), scales.repeat_interleave(block_rows, 0)[: numbers.shape[0]])
 
 
 def _scale(wide: Tensor, scales: Tensor) -> Tensor:
-    """`wide` [N, K] times `scales` [N, ceil(K / 128)], in place."""
+    """Multiply `wide` [N, K] by `scales` [N, ceil(K / 128)] in place."""
     for index, columns in enumerate(wide.split(GROUP, 1)):
         columns.mul_(scales[:, index : index + 1])
     return wide
 
 
 def project(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, block_rows: int) -> Tensor:
-    """Quantised rows times the transpose of a quantised weight [N, K]: float32 [T, N]."""
+    """Multiply quantised rows by the transpose of a quantised weight [N, K]: float32 [T, N]."""
     rows = dequantize_groups(numbers, scales)
     out = rows.new_empty((rows.shape[0], weight.shape[0]))
     step = max(1, WIDE_ELEMENTS // (weight.shape[1] * block_rows)) * block_rows

@@ -1,7 +1,6 @@
-"""Rows times a bf16 weight on a CPU, in float32: norm before, gate or residual after, all in one call.
+"""Rows times a bf16 weight on a CPU in float32, with the norm before and the gate or residual after, in one call.
 
-A result's sum runs over K from the first number to the last, whatever the number of rows: a row's result does not
-depend on the rows beside it.
+Each sum runs over K in order, so that a row's result does not depend on the other rows.
 """
 
 import numba
@@ -14,7 +13,7 @@ from nanovllm_kernels.jit import (
     OPENMP,
     from_bf16,
     inverse_rms,
-    keep,
+    keep_alive,
     kernel,
     ordered_kernel,
     pointer,
@@ -35,12 +34,12 @@ from nanovllm_kernels.jit_tiles import (
     make_tile,
 )
 
-# Numbers of K whose float32 panel stays in the first-level cache.
+# Depth of a block: its float32 panel fits the first-level cache.
 DEPTH = 320
-# Rows packed at once per thread group; fewer than CONVERTED_ROWS multiply bf16 panels without a float32 copy.
+# Most rows packed at once. Fewer than CONVERTED_ROWS rows multiply bf16 panels without a float32 copy.
 BLOCK_ROWS = 252
 CONVERTED_ROWS = 43
-# Up to so many rows take a whole panel at once.
+# Up to this many rows process a whole panel at once, larger tiles one group of columns at a time.
 STREAMED_ROWS = 3
 
 _ZERO = np.float32(0.0)
@@ -57,7 +56,7 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 def can_gate(num_columns: int) -> bool:
-    """Whether a weight of so many columns, gates and the others, may be passed as `gated`."""
+    """Whether a weight with `num_columns` columns, the gate's and the up projection's, may be passed as `gated`."""
     return num_columns % (2 * PANEL) == 0
 
 
@@ -72,11 +71,15 @@ def project_rows(
     gated: bool,
     add: bool,
 ) -> None:
-    """Write into `out`, or add to it, normed rows `x` times a weight, plus a bias.
+    """Write normed rows `x` times a weight plus a bias into `out`.
 
-    x: contiguous float32 [M, K], M at least 1. norm_weight: float32, at least K numbers; None for no norm.
-    panels: the weight [N, K], by `pack_panels`. bias: contiguous bf16 [N]. out: contiguous float32 [M, N].
-    gated: `out` is [M, N / 2], and gets silu of the first half's results times the others: see `can_gate`.
+    x: contiguous float32 [M, K], M >= 1.
+    norm_weight: float32, at least K elements; None for no norm.
+    panels: the weight [N, K], from `pack_panels`.
+    bias: contiguous bf16 [N].
+    out: contiguous float32 [M, N].
+    gated: `out` is [M, N / 2]: silu of the first half's results times the second half's, see `can_gate`.
+    add: add to `out` instead of overwriting it.
     """
     num_rows, width = x.shape
     _project(
@@ -136,8 +139,8 @@ def _project(
         else:
             _pack(args, 0, -(-args[8] // TILE_ROWS))
         run_region(multiply, args_ptr, num_threads)
-    keep(args)
-    keep(scratch)
+    keep_alive(args)
+    keep_alive(scratch)
 
 
 def _pack_of_thread(args_ptr):
@@ -148,14 +151,14 @@ def _pack_of_thread(args_ptr):
 
 @kernel
 def _block_depth(depth):
-    """Numbers of K in all blocks but the last."""
+    """Return the depth of all blocks but the last."""
     num_blocks = -(-depth // DEPTH)
     return -(-depth // (num_blocks * UNROLL)) * UNROLL
 
 
 @ordered_kernel
 def _pack(args, first_tile, last_tile):
-    """Write normed rows of these tiles, block by block of K, in it tile by tile, each as [numbers of K, rows]."""
+    """Write normed rows of these tiles, block by block of K, within a block tile by tile, each as [depth, rows]."""
     num_rows, width, depth = args[8], args[9], args[10]
     num_tiles, step = -(-num_rows // TILE_ROWS), _block_depth(depth)
     eps = np.float32(args.view(np.float64)[3])
@@ -212,7 +215,7 @@ def _panels_of_thread(args_ptr):
         else:
             _multiply(args, panel, panel + 1, copy_ptr, sums_ptr)
         _finish(args, panel, sums_ptr)
-    keep(scratch)
+    keep_alive(scratch)
 
 
 @kernel
@@ -221,7 +224,7 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
     num_tiles, step = -(-num_rows // TILE_ROWS), _block_depth(depth)
     panel_ptr = args[4] + 2 * panel * depth * PANEL
     converts = num_rows >= CONVERTED_ROWS
-    # Each pass over a block asks for an equal part of the next block.
+    # Each pass over a block prefetches an equal part of the next block.
     num_passes = num_tiles if num_rows <= STREAMED_ROWS else num_tiles * NUM_GROUPS
     ahead_step = LINE * UNROLL // num_passes
     for start in range(0, depth, step):

@@ -1,10 +1,8 @@
-"""Block FP8 on CUDA: rows quantised in groups of 128, and their product with a weight in blocks of 128.
+"""Block FP8 on CUDA: quantises rows in groups of 128, and multiplies them by a weight in blocks of 128 x 128.
 
-A few rows that need no norm are quantised on their way along K, since a tile is just one group of each row: every CTA
-does it again, which is hidden behind the weight's way through memory. Others are quantised beforehand, and normed where
-that is due. The product ends with the gate or the residual. Within a group tensor cores add up; across groups sums are
-float32, as their accumulators are too narrow for more. A weight of few columns is split along K as in `triton_split`.
-This room must not know which layer a weight belongs to.
+Few rows without a norm are quantised inside the product: each CTA repeats this, hidden behind the loads of the weight.
+Tensor cores sum within a group; sums across groups are float32, because the tensor cores' accumulators are narrower.
+Weights with few columns are split along K as in `triton_split`.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -20,16 +18,16 @@ from nanovllm_kernels.gemm.block_fp8_reference import GROUP
 from nanovllm_kernels.gemm.tiles import BlockFP8Config
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Of a row without a norm a program quantises so many groups.
+# Groups of a row that a program quantises, if there is no norm.
 GROUPS_A_PROGRAM = 8
-# Hopper's e4m3 products have 64 rows: with fewer rows in a tile the weight is the left operand.
+# Hopper's e4m3 products have 64 rows: for tiles with fewer rows, the weight is the left operand.
 SWAPPED_BELOW = 64
-# Tiles of the weight that are asked for before the kernel ahead has ended.
+# Tiles of the weight that are prefetched before the previous kernel has ended.
 EARLY_TILES = 4
 
 
 def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """See `block_fp8.quantize_groups`; of `x` after RMSNorm where there is a weight for it."""
+    """Implement `block_fp8.quantize_groups`, after RMSNorm of `x` if `norm_weight` is given."""
     num_rows, width = x.shape
     groups = triton.cdiv(width, GROUP)
     numbers = torch.empty((num_rows, width), dtype=DTYPE, device=x.device)
@@ -71,10 +69,10 @@ def project(
     *,
     gated: bool,
 ) -> None:
-    """Write into `out` [M, N] the product of rows and a weight, with what stands around it.
+    """Write the product of rows and a weight into `out` [M, N], with bias, gate and residual.
 
-    x: e4m3 [M, K] with `x_scales`, or without them numbers that are quantised here. counters: zeros, one a tile, where
-    `config` splits K; left so.
+    x: e4m3 [M, K] with `x_scales`; without these, values that this kernel quantises.
+    counters: one zero per tile if `config` splits K; left zero.
     """
     num_rows, width = x.shape
     num_columns = out.shape[1]
@@ -124,9 +122,9 @@ def project(
 
 @triton.jit
 def _quantize(x, axis: tl.constexpr):
-    """Numbers under 448 of float32 `x`, and the scales of its groups, which lie along `axis`."""
+    """Round float32 `x` to e4m3, at most 448, and return its groups' scales too. Groups lie along `axis`."""
     largest = tl.maximum(tl.max(tl.abs(x), axis), 1e-10)
-    # Divisions that round as the reference's do.
+    # `div_rn` rounds like the reference's divisions.
     inverse = tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest)
     scales = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
     return (x * tl.expand_dims(inverse, axis)).to(tl.float8e4nv), scales
@@ -164,25 +162,25 @@ def _quantize_groups(
 
 
 @triton.jit
-def _fetch(pointers):
-    """Have the lines at `pointers` brought to the L2 cache."""
+def _prefetch(pointers):
+    """Prefetch the lines at `pointers` into the L2 cache."""
     tl.inline_asm_elementwise(
         "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _fetch_tiles(weight_ptr, rows, valid, first, K: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
-    """Ask for the first TILES tiles of the weight's `rows`, one line of each row a tile."""
+def _prefetch_tiles(weight_ptr, rows, valid, first, K: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
+    """Prefetch the first TILES tiles of the weight's `rows`, one cache line per row and tile."""
     for tile in tl.static_range(TILES):
         ks = (first + tile) * GROUP
-        _fetch(weight_ptr + tl.where(valid & (ks < K), rows * K + ks, 0))
+        _prefetch(weight_ptr + tl.where(valid & (ks < K), rows * K + ks, 0))
 
 
 @triton.jit
 def _load_rows(x_ptr, x_scales_ptr, line, is_row, K: tl.constexpr, QUANTIZED: tl.constexpr):
-    """One group of each row: e4m3 numbers [M, 128] and their scales [M]."""
-    # What lies behind the end of a row is another one's.
+    """Load one group of each row: e4m3 values [M, 128] and their scales [M]."""
+    # Past the end of a row the next row begins: mask it.
     tile = tl.load(x_ptr + line[None, :], mask=is_row[:, None] & (line < K)[None, :], other=0.0)
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
@@ -207,8 +205,9 @@ def _multiply(
     ALIGNED: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """One group of rows times those of a tile's columns, which are the weight's rows from `first` on: [M, N], or
-    [N, M] where the weight is to be the left operand.
+    """Multiply one group of rows by the weight's rows from `first` on, of this tile's columns.
+
+    Returns [M, N], or [N, M] with SWAP, which makes the weight the left operand.
     """
     begin = tl.program_id(0) * BLOCK_N
     columns = begin + tl.arange(0, BLOCK_N)
@@ -230,8 +229,8 @@ def _multiply(
 
 
 @triton.jit
-def _leave(partial_ptr, counter_ptr, sums, up_sums, SPLITS: tl.constexpr, GATED: tl.constexpr):
-    """Store this split's sums for the last one to arrive at its tile, and say whether that is this one."""
+def _store_split(partial_ptr, counter_ptr, sums, up_sums, SPLITS: tl.constexpr, GATED: tl.constexpr):
+    """Store this split's sums, and return whether it is the last split to arrive at its tile."""
     size: tl.constexpr = sums.shape[0] * sums.shape[1]
     split = tl.program_id(2)
     if GATED:
@@ -239,7 +238,7 @@ def _leave(partial_ptr, counter_ptr, sums, up_sums, SPLITS: tl.constexpr, GATED:
         tl.store(partial_ptr + split * (2 * size) + size, up_sums)
     else:
         tl.store(partial_ptr + split * size, sums)
-    # Every thread's sums must be there before one of them says so.
+    # All threads of this program must have stored their sums before the counter is raised.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
@@ -248,8 +247,8 @@ def _leave(partial_ptr, counter_ptr, sums, up_sums, SPLITS: tl.constexpr, GATED:
 
 
 @triton.jit
-def _gather(partial_ptr, SPLITS: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Add up what all splits have left, always in the same order."""
+def _sum_splits(partial_ptr, SPLITS: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Add up the sums of all splits, in a fixed order."""
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for split in tl.static_range(SPLITS):
         sums += tl.load(partial_ptr + split * (PLANES * BLOCK_M * BLOCK_N), cache_modifier=".cg")
@@ -258,7 +257,7 @@ def _gather(partial_ptr, SPLITS: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def _add_bias(sums, bias_ptr, first, num_columns, BLOCK_N: tl.constexpr, BIAS: tl.constexpr):
-    """`sums` [M, N] with the bias from `first` on."""
+    """Add the bias from `first` on to `sums` [M, N]."""
     if BIAS:
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         bias = tl.load(bias_ptr + first + columns, mask=columns < num_columns, other=0.0)
@@ -268,7 +267,7 @@ def _add_bias(sums, bias_ptr, first, num_columns, BLOCK_N: tl.constexpr, BIAS: t
 
 @triton.jit
 def _store(sums, residual_ptr, residual_stride, out_ptr, rows, columns, num_columns, mask, RESIDUAL: tl.constexpr):
-    """Write `sums` plus the residual to their place in `out`."""
+    """Write `sums` plus the residual into `out`."""
     if RESIDUAL:
         residual = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
         sums += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
@@ -317,9 +316,9 @@ def _project(
     is_row, wide_rows = rows < num_rows, rows.to(tl.int64)
     if OVERLAP:
         valid, wide_columns = columns < num_columns, columns.to(tl.int64)
-        _fetch_tiles(weight_ptr, wide_columns, valid, split * span, K, GROUP, EARLY)
+        _prefetch_tiles(weight_ptr, wide_columns, valid, split * span, K, GROUP, EARLY)
         if GATED:
-            _fetch_tiles(weight_ptr, num_columns + wide_columns, valid, split * span, K, GROUP, EARLY)
+            _prefetch_tiles(weight_ptr, num_columns + wide_columns, valid, split * span, K, GROUP, EARLY)
         gdc_wait()
     x_ptr += wide_rows[:, None] * x_stride
     x_scales_ptr += wide_rows * x_scales_stride
@@ -371,14 +370,14 @@ def _project(
         tile_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         partial_ptr += tile_index.to(tl.int64) * (SPLITS * planes * BLOCK_M * BLOCK_N) + in_tile
-        is_last = _leave(partial_ptr, counter_ptr + tile_index, sums, up_sums, SPLITS, GATED)
+        is_last = _store_split(partial_ptr, counter_ptr + tile_index, sums, up_sums, SPLITS, GATED)
     if is_last:
         if SPLITS > 1:
-            sums = _gather(partial_ptr, SPLITS, planes, BLOCK_M, BLOCK_N)
+            sums = _sum_splits(partial_ptr, SPLITS, planes, BLOCK_M, BLOCK_N)
         sums = _add_bias(sums, bias_ptr, 0, num_columns, BLOCK_N, BIAS)
         if GATED:
             if SPLITS > 1:
-                up_sums = _gather(partial_ptr + BLOCK_M * BLOCK_N, SPLITS, planes, BLOCK_M, BLOCK_N)
+                up_sums = _sum_splits(partial_ptr + BLOCK_M * BLOCK_N, SPLITS, planes, BLOCK_M, BLOCK_N)
             up_sums = _add_bias(up_sums, bias_ptr, num_columns, num_columns, BLOCK_N, BIAS)
             sums = sums * tl.sigmoid(sums) * up_sums
         mask = is_row[:, None] & (columns < num_columns)[None, :]

@@ -1,12 +1,8 @@
-"""A few rows times a weight on CUDA, with the norm before it and the gate or the residual after it in the one kernel.
+"""A few rows times a weight on CUDA, with the norm before and the gate or residual after in one kernel.
 
-A decode of a few requests reads each weight once and does little else, so the work here is to keep loads on their way.
-The plain cores do the products: a warp's lanes lie along K, each adds up its own part of a row, and only the end of a
-column costs an exchange. The first weights are fetched before the kernel waits for the one ahead of it (programmatic
-dependent launch), so that the memory is busy while that one drains. This relies on weights being written by nothing
-that lets its followers begin early; all else is read after the wait. No result depends on which program ends first.
-
-This room must not know which layer a weight belongs to.
+Decoding few requests is bound by loading weights. A warp's lanes split K on the plain cores and exchange sums only at a
+column's end. The first weights are loaded before the kernel waits for the previous one (programmatic dependent launch):
+no kernel that releases its followers early may write weights. Other inputs are loaded after the wait.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -31,7 +27,7 @@ def project_rows(
     *,
     gated: bool,
 ) -> None:
-    """Write into `out` [M, N] what the package's `_project_rows_op` returns."""
+    """Write the result of the package's `_project_rows_op` into `out` [M, N]."""
     num_rows, width = x.shape
     num_columns = out.shape[1]
     config = rows_config(num_rows, num_columns, width, gated=gated)
@@ -129,9 +125,9 @@ def _project_rows(
 
 @triton.jit
 def _load_tile(weight_ptr, columns, num_columns, begin, K: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr):
-    """Of `columns` the weights from `begin` on: [CHUNKS, 1, columns, VECTOR], 0 outside.
+    """Load `columns`' weights from `begin` on: [CHUNKS, 1, columns, VECTOR], 0 outside.
 
-    The chunks come first so that neighbouring lanes get neighbouring chunks: Triton lays equals in this order.
+    Chunks are the first dimension so that neighbouring lanes get neighbouring chunks: Triton breaks ties in this order.
     """
     ks = begin + tl.arange(0, CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     ks = ks[:, None, None, :]
@@ -150,7 +146,7 @@ def _load_following(
     CHUNKS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The tile after the one at `begin`, on its way while that is added up; `tile` itself where one tile is all."""
+    """Load the tile after the one at `begin`, overlapping its use; return `tile` if there is only one."""
     if K > CHUNKS * VECTOR:
         tile = _load_tile(weight_ptr, columns, num_columns, begin + CHUNKS * VECTOR, K, CHUNKS, VECTOR)
     return tile
@@ -158,7 +154,7 @@ def _load_following(
 
 @triton.jit
 def _finish_sums(sums, scale, bias_ptr, columns, num_columns, BIAS: tl.constexpr):
-    """Add up what the lanes have, times `scale`, and add the bias: [CHUNKS, rows, columns] -> [rows, columns]."""
+    """Sum over the lanes, multiply by `scale` and add the bias: [CHUNKS, rows, columns] -> [rows, columns]."""
     out = tl.sum(sums, 0) * scale
     if BIAS:
         out += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)

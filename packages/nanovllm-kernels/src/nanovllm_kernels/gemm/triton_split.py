@@ -1,10 +1,8 @@
-"""Tens or hundreds of rows times a weight of few columns, on CUDA.
+"""Tens or hundreds of rows times a weight with few columns, on CUDA.
 
-Such a product has too few tiles for all SMs, and each would be a long walk along K. So several CTAs share a tile, each
-with a part of K; the last of them to arrive adds up their sums, always in the same order, so that the result depends on
-no timing. The weight is asked for before the kernel waits for the one ahead of it (programmatic dependent launch).
-
-This room must not know which layer a weight belongs to.
+Such a product has too few tiles for all SMs, so several CTAs share a tile and each sums a part of K. The last CTA to
+arrive adds up the parts in a fixed order. Weights are prefetched before the kernel waits for the previous one
+(programmatic dependent launch).
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -22,7 +20,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 def project_split(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor, out: Tensor
 ) -> None:
-    """Write into `out` [M, N] what the package's `_project_split_op` returns."""
+    """Write the result of the package's `_project_split_op` into `out` [M, N]."""
     num_rows, width = x.shape
     num_columns = out.shape[1]
     config = split_config(num_rows)
@@ -59,8 +57,8 @@ def project_split(
 
 
 @triton.jit
-def _fetch(pointers):
-    """Have the lines at `pointers` brought to the L2 cache."""
+def _prefetch(pointers):
+    """Prefetch the lines at `pointers` into the L2 cache."""
     tl.inline_asm_elementwise(
         "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -100,7 +98,7 @@ def _project_split(
     if OVERLAP:
         if tl.program_id(1) == 0:
             for begin in tl.static_range(0, span, BLOCK_K):
-                _fetch(weight_ptr + begin + tl.arange(0, BLOCK_K // line)[None, :] * line)
+                _prefetch(weight_ptr + begin + tl.arange(0, BLOCK_K // line)[None, :] * line)
         gdc_wait()
     ks = tl.arange(0, BLOCK_K)[None, :]
     weight_ptr += ks
@@ -116,7 +114,7 @@ def _project_split(
     places = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     partial_ptr += tile_index.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + places
     tl.store(partial_ptr + split * (BLOCK_M * BLOCK_N), sums)
-    # Every thread's sums must be there before one of them says so.
+    # All threads of this program must have stored their sums before the counter is raised.
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr + tile_index, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(counter_ptr + tile_index, 0)

@@ -1,10 +1,9 @@
-"""How fast the kernels run on this GPU, against what its memory and its tensor cores could do.
-
+"""Measure how fast the kernels run on this GPU, relative to what its memory and tensor cores can do.
     python -m nanovllm_kernels.ladder [--json FILE] [--only WORD]
 
-Each figure is the median of CUDA-graph replays over several copies of the inputs that together exceed the L2 cache, so
-that every replay finds it cold. Bytes and operations are those the work must cost: what a kernel reads twice
-counts once. Of models only widths are known, and numbers are random.
+Each figure is the median of CUDA-graph replays over copies of the inputs that together exceed the L2 cache, so that the
+cache is cold. Bytes and operations are the minimum that the work requires: data that a kernel reads twice count once.
+Shapes are those of models; the data are random.
 """
 
 import argparse
@@ -29,7 +28,7 @@ __all__ = ["Figure", "Work", "ladder", "main", "measure", "selected"]
 
 
 def ladder() -> Iterator[Work]:
-    """All the work, smallest inputs first within a family."""
+    """Yield all works, smallest inputs first within a family."""
     yield copy_ceiling()
     yield from paged_works()
     yield from latent_works()
@@ -48,23 +47,23 @@ def ladder() -> Iterator[Work]:
 
 
 def selected(only: str) -> list[Work]:
-    """The work whose name has `only` in it and whose inputs fit this GPU."""
-    room = 0.4 * describe(torch.device("cuda", 0)).total_memory
-    return [work for work in ladder() if only in work.name and work.input_bytes <= room]
+    """Return the works whose names contain `only` and whose inputs fit this GPU."""
+    available_bytes = 0.4 * describe(torch.device("cuda", 0)).total_memory
+    return [work for work in ladder() if only in work.name and work.input_bytes <= available_bytes]
 
 
 def main() -> None:
-    """Measure the ladder, print it, and write it as JSON where asked."""
+    """Measure the ladder, print it, and write it as JSON if requested."""
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm_kernels.ladder",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument("--only", default="", help="measure only the work whose name has this in it")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--only", default="", help="measure only works whose names contain this")
     arguments = parser.parse_args()
     if not has_cuda():
-        sys.exit("this needs an NVIDIA GPU")
+        sys.exit("no NVIDIA GPU (Ampere or newer) found: the ladder measures CUDA kernels")
     device = describe(torch.device("cuda", 0))
     print(f"{device.name}, {device.num_sms} SMs, torch {torch.__version__}")  # noqa: T201 - the program's output
     figures = []

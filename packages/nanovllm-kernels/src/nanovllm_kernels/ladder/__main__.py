@@ -1,4 +1,4 @@
-"""`python -m nanovllm_kernels.ladder` measures the ladder."""
+"""Runs the ladder: `python -m nanovllm_kernels.ladder`."""
 
 from nanovllm_kernels.ladder import main
 

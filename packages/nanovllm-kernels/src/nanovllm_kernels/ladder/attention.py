@@ -1,7 +1,6 @@
-"""Attention over paged keys and values, and over paged latents: decodes and whole prompts.
+"""Works of attention over paged keys and values, and over paged latents: decodes and whole prompts.
 
-This room must not know how a work is timed. Decodes cost the bytes of what is cached, prompts their operations, and so
-do decodes of many heads over latents.
+Decodes cost the bytes of the cache. Prompts, and decodes of many heads over latents, cost their operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,17 +14,17 @@ from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HE
 from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# DeepSeek-V3's: of a head's key those not rotated and those rotated, of its value, and of a latent.
+# DeepSeek-V3's sizes of a head's key (unrotated and rotated part), of its value, and of a latent.
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 
 
 def decode_inputs(batch: int, context: int, page_size: int, *, in_fp8: bool) -> tuple[torch.Tensor | None, ...]:
-    """(queries, cache, scales, tables, lengths) of one query a request over `context` tokens, pages in random order."""
+    """Return (queries, cache, scales, tables, lengths): one query per request over `context` tokens, random pages."""
     width = context // page_size
     num_blocks = batch * width + 1
     shape = (num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
     if in_fp8:
-        # Any numbers but NaN, and none above 2.
+        # Any values except NaN, at most 2.
         kv_cache = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF).view(fp8.DTYPE)
     else:
         kv_cache = random(*shape)
@@ -38,14 +37,14 @@ def decode_inputs(batch: int, context: int, page_size: int, *, in_fp8: bool) -> 
 def decode_work(
     name: str, make: Callable[[int], Callable[[], object]], batch: int, context: int, page_size: int, *, in_fp8: bool
 ) -> Work:
-    """Decode attention, whose cost is its keys and values, with their scales."""
+    """Decode attention, whose cost is the bytes of keys, values and scales."""
     cost = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if in_fp8 else HEAD_DIM * 2)
     prefix = "FP8 " if in_fp8 else ""
     return Work(f"{prefix}{name} batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
 
 
 def decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
-    """Decode attention by Triton, over a cache of bf16 or of FP8."""
+    """Decode attention by the Triton kernel, over a cache of bf16 or FP8."""
 
     def make(_: int) -> Callable[[], object]:
         q, kv_cache, kv_scales, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=in_fp8)
@@ -68,7 +67,7 @@ def decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) ->
 
 
 def cute_decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
-    """The same by the CuTe DSL."""
+    """Decode attention by the CuTe DSL kernel."""
     from nanovllm_kernels.attention.cute_decode import make_workspace, paged_decode
 
     def make(_: int) -> Callable[[], object]:
@@ -80,7 +79,7 @@ def cute_decode(batch: int, context: int, page_size: int, *, in_fp8: bool = Fals
 
 
 def flash_decode(batch: int, context: int, page_size: int) -> Work:
-    """The same by FlashAttention, which the engine leaves to prompts."""
+    """Decode attention by FlashAttention, which the engine uses for prompts only."""
     from nanovllm_kernels.attention.flash_prefill import paged_prefill
 
     def make(_: int) -> Callable[[], object]:
@@ -104,8 +103,9 @@ def latent_attention_work(
     in_fp8: bool = False,
     backend: Backend = "triton",
 ) -> Work:
-    """Latent attention of `query_len` queries a request at the end of `context` tokens, pages of 64 in random order,
-    with the products that bring queries to the latents and results back.
+    """Latent attention of the last `query_len` of `context` tokens per request, pages of 64 in random order.
+
+    Includes the projections of queries into the latent space and of results back.
     """
     page_size, width = 64, LATENT_DIM + ROPE_DIM
 
@@ -113,7 +113,7 @@ def latent_attention_work(
         num_pages = batch * context // page_size
         kv_cache = random(num_pages, page_size, 1, width)
         if in_fp8:
-            # Any numbers but NaN, and none above 2.
+            # Any values except NaN, at most 2.
             numbers = torch.randint(0, 256, kv_cache.shape, device="cuda", dtype=torch.uint8)
             kv_cache = numbers.bitwise_and_(0xBF).view(fp8.DTYPE)
         kv_scales = fp8.make_scales(kv_cache) if in_fp8 else None
@@ -141,7 +141,7 @@ def latent_attention_work(
 
 
 def latent_decode(batch: int, context: int, num_heads: int, *, in_fp8: bool = False) -> Work:
-    """Decodes: in bytes, latents and what expands them, where heads are few; else in operations."""
+    """Decodes over latents: cost in bytes of latents and expansion for few heads, else in operations."""
     if num_heads <= 16:
         cached = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if in_fp8 else 2)
         cost = cached + num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM * 2
@@ -151,7 +151,7 @@ def latent_decode(batch: int, context: int, num_heads: int, *, in_fp8: bool = Fa
 
 
 def latent_prefill(batch: int, length: int, num_heads: int, backend: Backend = "triton") -> Work:
-    """Whole prompts, in the operations that plain attention takes."""
+    """Whole prompts over latents; cost in the operations of plain attention."""
     pairs = length * (length + 1) / 2
     cost = 2 * batch * num_heads * pairs * (KEY_DIM + ROPE_DIM + VALUE_DIM)
     name = _by("MLA prefill", backend)
@@ -159,14 +159,14 @@ def latent_prefill(batch: int, length: int, num_heads: int, backend: Backend = "
 
 
 def latent_chunk(length: int, context: int, num_heads: int) -> Work:
-    """The last `length` tokens of a prompt of `context`, in the operations that absorbed attention takes."""
+    """The last `length` tokens of a prompt of `context` tokens; cost in the operations of absorbed attention."""
     pairs = length * (context - length) + length * (length + 1) / 2
     cost = 2 * num_heads * (pairs * (2 * LATENT_DIM + ROPE_DIM) + length * (KEY_DIM + VALUE_DIM) * LATENT_DIM)
     return latent_attention_work(f"MLA chunk of {length}", 1, length, context, num_heads, cost, "TFLOP/s")
 
 
 def latent_works() -> Iterator[Work]:
-    """Latent attention with the heads that one of eight ranks has, and with all of them."""
+    """Latent attention with the heads of one of eight ranks, and with all heads."""
     for num_heads in (16, 128):
         for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
             for in_fp8 in (False, True):
@@ -176,7 +176,7 @@ def latent_works() -> Iterator[Work]:
 
 
 def prefill_backends() -> tuple[Backend, ...]:
-    """Who has kernels for prompts here."""
+    """Return the backends that have prompt kernels on this machine."""
     return ("triton", "flash") if has_flash_attention() else ("triton",)
 
 
@@ -185,7 +185,7 @@ def _by(name: str, backend: Backend) -> str:
 
 
 def prefill(batch: int, length: int, backend: Backend = "triton") -> Work:
-    """Whole prompts, causal."""
+    """Whole prompts with causal attention."""
     page_size = 16
     width = length // page_size
 
@@ -213,7 +213,7 @@ def prefill(batch: int, length: int, backend: Backend = "triton") -> Work:
 
 
 def paged_works() -> Iterator[Work]:
-    """Decodes and whole prompts by everyone who has kernels for them here."""
+    """Decodes and whole prompts by every backend that has kernels for them on this machine."""
     for page_size in (16, 64):
         for batch in (1, 8, 64, 256):
             for context in (512, 2048, 8192, 32768):

@@ -1,6 +1,6 @@
-"""Attention launched as in a captured step: padded tokens, places without a request, lengths known to the device alone.
+"""Works of attention as a captured step launches it: padded tokens, empty places, lengths known to the device only.
 
-Whole prompts and most chunks cost their operations. Works whose name ends in "by bytes" cost the cache that they read.
+Whole prompts and most chunks cost their operations. Works named "by bytes" cost the bytes of cache that they read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +16,17 @@ from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ra
 from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# Block tables are as wide as the longest request that the engine admits.
+# Block tables are as wide as the longest request that the engine accepts.
 MAX_SEQ_LEN = 131_072
 PAGE_SIZE = COPIED_PAGE_SIZE
-# Qwen3-0.6B's.
+# Query and key-value heads of Qwen3-0.6B.
 FEW_HEADS = (16, 8)
-# A request: its queries, and all its tokens.
+# (queries, total tokens) of a request.
 Request = tuple[int, int]
 
 
 def step_tables(requests: Sequence[Request], places: int, page_size: int) -> tuple[torch.Tensor, ...]:
-    """(block tables, seq_lens, query_start_loc) of the requests, then of empty places; pages in random order."""
+    """Return (block tables, seq_lens, query_start_loc) of the requests and empty places; pages in random order."""
     pages = [-(-length // page_size) for _, length in requests]
     order = torch.randperm(max(1, sum(pages)), device="cuda").int()
     tables = torch.zeros((places, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
@@ -40,7 +40,7 @@ def step_tables(requests: Sequence[Request], places: int, page_size: int) -> tup
 
 
 def num_pairs(requests: Sequence[Request]) -> float:
-    """Pairs of a query and a key that it sees."""
+    """Return the number of (query, visible key) pairs."""
     return sum(count * (length - count) + count * (count + 1) / 2 for count, length in requests)
 
 
@@ -56,9 +56,9 @@ def captured_attention(
     by_bytes: bool = False,
     whole: bool = False,
 ) -> Work:
-    """Attention of `requests` in a step of `num_tokens`.
+    """Attention of `requests` in a step of `num_tokens` tokens.
 
-    backend: None for FlashAttention alone, as it is. whole: as for `plan_batch`.
+    backend: None for FlashAttention alone. whole: as for `plan_batch`.
     """
     num_heads, num_kv_heads = heads
     num_pages = max(1, sum(-(-length // PAGE_SIZE) for _, length in requests))
@@ -95,7 +95,7 @@ def captured_attention(
 
 
 def captured_latent_chunk(length: int, context: int, num_heads: int) -> Work:
-    """The last `length` tokens of `context` over latents, in a captured step of 512 tokens with 256 places."""
+    """The last `length` tokens of `context` over latents, in a captured step of 512 tokens and 256 places."""
     page_size, num_tokens, width = 64, 512, LATENT_DIM + ROPE_DIM
 
     def make(_: int) -> Callable[[], object]:
@@ -121,7 +121,7 @@ def captured_latent_chunk(length: int, context: int, num_heads: int) -> Work:
 
 
 def plan_of_work(requests: Sequence[Request], places: int, num_tokens: int) -> Work:
-    """The kernel that plans wide tiles, once a step."""
+    """The kernel that plans wide tiles, once per step."""
     from nanovllm_kernels.attention import tiles
 
     config = tiles.tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, wide=True)
@@ -142,7 +142,7 @@ def plan_of_work(requests: Sequence[Request], places: int, num_tokens: int) -> W
 
 
 def captured_works() -> Iterator[Work]:
-    """Chunks over long contexts, whole prompts, drafts to verify, and steps in which a launch finds no work."""
+    """Chunks over long contexts, whole prompts, drafts to verify, and steps without work."""
     backends: list[Backend | None] = ["triton"]
     backends += ["fastest"] if has_flash_attention() or has_cute() else []
     backends += [None] if has_flash_attention() else []
@@ -150,7 +150,7 @@ def captured_works() -> Iterator[Work]:
         for context in (8192, 32_768, MAX_SEQ_LEN):
             name, requests = f"chunk of {length} over {context}", [(length, context)]
             for backend in backends:
-                # The operations of 16 queries take less time than their keys.
+                # 16 queries are bound by loading keys, so that their cost is shown in bytes too.
                 for by_bytes in (False, True) if length == 16 else (False,):
                     yield captured_attention(
                         name, requests, places=256, num_tokens=512, backend=backend, by_bytes=by_bytes

@@ -1,6 +1,6 @@
-"""Linear layers with what stands before and after them, in bf16 and in block FP8.
+"""Works of linear layers with what precedes and follows them, in bf16 and in block FP8.
 
-This room must not know how a work is timed. Few rows cost the bytes of the weight.
+Few rows cost the bytes of the weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model's widths: of the residual stream, of all heads with their keys and values, of the query heads alone."""
+    """A model's widths: residual stream, all heads with keys and values, query heads, intermediate, vocabulary."""
 
     name: str
     hidden: int
@@ -33,8 +33,9 @@ SHAPES = (Shapes("0.6B", 1024, 4096, 2048, 3072, 151_936), Shapes("8B", 4096, 61
 
 
 def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
-    """A layer's linears with what stands before and after them, and the head: as chosen for so many rows, and where
-    that is the one kernel, in pieces too.
+    """A layer's linears with what precedes and follows them, and the output head, as the engine runs `num_rows` rows.
+
+    If that is one kernel, the separate operators are measured too.
     """
     norm_weight = random(shapes.hidden)
     eps = 1e-5
@@ -42,7 +43,7 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
     def norm_then(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(rms_norm(x, norm_weight, eps), weight)
 
-    # By name: columns, width, what is chosen and the pieces, each of a weight, rows and a residual.
+    # By name: columns, width, the engine's choice and the separate operators, given a weight, rows and a residual.
     works: dict[str, tuple[int, int, Call, Call]] = {
         "norm + qkv": (
             shapes.qkv,
@@ -88,8 +89,9 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
 
 
 def block_fp8_linears(num_rows: int) -> Iterator[Work]:
-    """Products with block FP8 weights of an 8B model and of DeepSeek-R1, what is multiplied quantised on its way: as
-    chosen for so many rows. Few rows cost the weight.
+    """Products with block FP8 weights of an 8B model and of DeepSeek-R1, as the engine runs `num_rows` rows.
+
+    Inputs are quantised inside. Few rows cost the bytes of the weight.
     """
     for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
         few = num_rows <= tiles.OWN_FP8_ROWS

@@ -1,7 +1,4 @@
-"""Random numbers, and the heads of an 8B model: what works of several families take.
-
-This room must not know an operator, nor how a work is timed.
-"""
+"""Random inputs, and the head counts of an 8B model, which works of several families use."""
 
 import torch
 
@@ -10,5 +7,5 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
 def random(*shape: int) -> torch.Tensor:
-    """Normal numbers in bf16 on the GPU."""
+    """Return normally distributed bf16 values on the GPU."""
     return torch.randn(shape, device="cuda", dtype=DTYPE)

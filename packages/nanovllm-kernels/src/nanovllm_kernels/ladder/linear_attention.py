@@ -1,6 +1,6 @@
-"""Recurrent layers: Gated DeltaNet of decodes and of prompts, whole or behind others.
+"""Works of recurrent layers: Gated DeltaNet for decodes and prompts.
 
-This room must not know how a work is timed. Decodes cost the bytes of their states, prompts their operations.
+Decodes cost the bytes of their states, prompts their operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,9 @@ DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128
 
 
 def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Work:
-    """Qwen3-Next's recurrent layer of requests with so many tokens each behind `context` others, from its projections
-    to its gated norm: decodes in the bytes of their states, prompts in the operations of their recurrence.
+    """Qwen3-Next's recurrent layer, from its projections to its gated norm.
+
+    lengths: new tokens of each request. context: tokens before them.
     """
     batch, num_tokens, group, dim = len(lengths), sum(lengths), DELTA_V_HEADS // DELTA_K_HEADS, DELTA_DIM
     channels = DELTA_K_HEADS * (2 + group) * dim
@@ -52,7 +53,7 @@ def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Wor
 
 
 def delta_nets() -> Iterator[Work]:
-    """Decodes with states of both kinds, and prompts."""
+    """Decodes with states of both dtypes, and prompts."""
     for batch in (1, 8, 64, 256):
         for state_dtype in (torch.float32, torch.bfloat16):
             yield delta_net([1] * batch, 1000, state_dtype)

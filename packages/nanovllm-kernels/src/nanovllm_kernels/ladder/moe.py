@@ -1,6 +1,6 @@
-"""Mixtures of experts, in bf16 and in block FP8: the choice, and the experts themselves.
+"""Works of mixtures of experts in bf16 and in block FP8: the routing and the experts.
 
-This room must not know how a work is timed. Choices are random: a mixture's cost is that of no favourites.
+Tokens choose experts uniformly at random.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_exp
 
 @dataclass(frozen=True)
 class Mixture:
-    """A model's experts: how many, how many a token chooses, their widths, whether a gated one is shared besides."""
+    """A model's experts: their number, choices per token, widths, and whether there is also a gated shared expert."""
 
     name: str
     num_experts: int
@@ -27,12 +27,12 @@ class Mixture:
 
     @property
     def total(self) -> int:
-        """How many there are with the shared one, and so how many logits."""
+        """Number of experts with the shared one, which is also the number of logits."""
         return self.num_experts + self.shared
 
     @property
     def routing(self) -> Routing:
-        """How tokens choose."""
+        """How tokens choose experts."""
         return Routing(self.top_k, shared="gated" if self.shared else "none")
 
 
@@ -44,7 +44,7 @@ MIXTURES = (
 
 
 def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
-    """Experts of normal numbers in bf16, or of any but NaN in FP8."""
+    """Return experts with normally distributed bf16 values, or any FP8 values except NaN."""
     shapes = (
         (mixture.total, 2 * mixture.width, mixture.hidden),
         (mixture.total, mixture.hidden, mixture.width),
@@ -59,8 +59,9 @@ def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
 
 
 def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
-    """Experts that tokens choose at random; the cost is the weights of those that any is expected to choose, or for
-    many tokens the operations.
+    """Experts chosen at random by `num_tokens` tokens.
+
+    The cost is the bytes of the expected number of chosen experts, or for many tokens the operations.
     """
     size = mixture.hidden * mixture.width
 
@@ -81,7 +82,7 @@ def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
 
 
 def routing(mixture: Mixture, num_tokens: int) -> Work:
-    """The choice of experts, whose cost is its logits."""
+    """The choice of experts, whose cost is the bytes of its logits."""
 
     def make(_: int) -> Callable[[], object]:
         logits = torch.randn(num_tokens, mixture.total, device="cuda")
@@ -99,5 +100,5 @@ def mixtures() -> Iterator[Work]:
             yield routing(mixture, num_tokens)
             yield experts(mixture, num_tokens, in_fp8=False)
             yield experts(mixture, num_tokens, in_fp8=True)
-    # Of DeepSeek-V3's widths, about 32 rows each.
+    # DeepSeek-V3's widths, about 32 rows per expert.
     yield experts(Mixture("of 16", 16, 1, 7168, 2048), 512, in_fp8=True)

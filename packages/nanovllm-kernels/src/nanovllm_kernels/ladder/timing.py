@@ -1,7 +1,4 @@
-"""How a piece of work is timed and reported.
-
-This room must not know an operator: whoever makes a work brings the call, and says what it must cost.
-"""
+"""Times works and reports figures. A work supplies the call to time and its cost."""
 
 import statistics
 from collections.abc import Callable
@@ -16,7 +13,7 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the ladder: `rate` in `unit`, `microseconds` a call."""
+    """One line of the ladder: `rate` in `unit`, `microseconds` per call."""
 
     name: str
     microseconds: float
@@ -26,7 +23,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Work:
-    """A call to time: `make(copy)` returns it bound to inputs of its own; `cost` in bytes or operations a call."""
+    """A call to time: `make(copy)` binds it to inputs of its own. cost: bytes or operations per call."""
 
     name: str
     make: Callable[[int], Callable[[], object]]
@@ -36,12 +33,12 @@ class Work:
 
 
 def measure(work: Work) -> Figure:
-    """Replay one graph that calls each copy once, and take the median time of a call."""
-    # What was measured before had inputs of other shapes.
+    """Replay one graph that calls each copy once, and return the median time per call."""
+    # Inputs of the previous work had other shapes: free their memory.
     torch.cuda.empty_cache()
     copies = max(1, min(MOST_COPIES, int(COLD_BYTES // work.input_bytes) + 1))
     calls = [work.make(copy) for copy in range(copies)]
-    # The calls run on another stream than the one that fills their inputs.
+    # The calls run on another stream than the kernels that fill their inputs.
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

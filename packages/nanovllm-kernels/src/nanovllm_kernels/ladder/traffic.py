@@ -1,7 +1,4 @@
-"""What costs its traffic alone: a plain copy, the elementwise operators, and sampling.
-
-This room must not know how a work is timed.
-"""
+"""Works that cost only memory traffic: a plain copy, the elementwise operators, and sampling."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +11,7 @@ from nanovllm_kernels.sampling import sample
 
 
 def copy_ceiling() -> Work:
-    """What a plain copy reaches: the ceiling of every figure in bytes."""
+    """A plain copy, whose rate is the ceiling of all figures in bytes."""
     size = 1 << 30
 
     def make(_: int) -> Callable[[], object]:
@@ -26,7 +23,7 @@ def copy_ceiling() -> Work:
 
 
 def elementwise(num_tokens: int) -> Iterator[Work]:
-    """Norms, rotary embedding and gate of an 8B model's shapes."""
+    """Norm, rotary embedding and gate with an 8B model's shapes."""
     hidden, intermediate = 4096, 14336
     row = num_tokens * hidden * 2
     weight = random(hidden)
@@ -56,7 +53,7 @@ def elementwise(num_tokens: int) -> Iterator[Work]:
 
 
 def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
-    """Greedy, plain and filtered draws from float32 logits: steep ones, and ones of which top-p keeps most."""
+    """Greedy, plain and filtered draws from float32 logits: steep ones, and flat ones of which top-p keeps most."""
     ones = torch.ones(batch, device="cuda")
     zeros = torch.zeros(batch, device="cuda")
     seeds = torch.arange(batch, device="cuda")

@@ -1,9 +1,7 @@
-"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464): attention whose memory of tokens is one matrix.
+"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464): linear attention whose memory is one matrix.
 
-This room must not know models, nor who owns a slot. A request's state lies in a slot: of each layer the recurrent
-matrices of its heads and the last inputs of its convolution. From a layer's projections to its gated norm a token of a
-decode is one Triton kernel on CUDA, and prompts go chunk by chunk through a few; elsewhere it is the plain torch of
-`reference`.
+A request's state lies in a slot: per layer the recurrent matrices of the heads, and the convolution's last inputs. On
+CUDA a layer is one Triton kernel for decodes, and a few kernels chunk by chunk for prompts; `reference` is plain torch.
 """
 
 from dataclasses import dataclass
@@ -22,9 +20,9 @@ Backend = Literal["torch", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """What recurrent layers must know of a step's batch, the same for each of them. Made by `plan_states`.
+    """What recurrent layers need of a step's batch, the same for every layer. Made by `plan_states`.
 
-    plan: what plain torch works out once a step, else None. The rest: as given to `plan_states`.
+    plan: work plan of the plain torch path, else None. Other fields: as given to `plan_states`.
     """
 
     slots: Tensor
@@ -40,9 +38,9 @@ class StateBatch:
 class DeltaWeights(NamedTuple):
     """A layer's weights besides its projections, for Hk key heads of Dk, each with Hv / Hk value heads of Dv.
 
-    conv: float32 [W, C], the oldest tap first; its C channels are each key head's query, its key, and its value heads.
-    decay: float32 [Hv], the exponential of what checkpoints call A_log. dt_bias: float32 [Hv]. norm: float32 [Dv].
-    eps: the norm's.
+    conv: float32 [W, C], the oldest tap first; channels are, per key head, its query, its key, and its value heads.
+    decay: float32 [Hv], exp of the checkpoint's A_log. dt_bias: float32 [Hv].
+    norm: float32 [Dv], and eps: of the gated norm.
     """
 
     conv: Tensor
@@ -65,23 +63,22 @@ def plan_states(
 ) -> StateBatch:
     """Prepare a step for its recurrent layers, once for all of them.
 
-    slots: int32 [B], where each request's state lies. No two requests share one, but for slot 0, which is for padding
-        and whose content means nothing. A request that has no token yet begins with a state of zeros, whatever its slot
-        holds.
-    saves: int32 [B, S, 2], pairs of a position and a slot: once a request's state has taken in exactly so many of its
-        tokens, within this step, it is written to that slot too. Positions are multiples of CHECKPOINT; 0 is for none.
-    seq_lens: int32 [B], tokens of each request, this step's included. query_start_loc: int32 [B + 1], where each
-        request's tokens of this step begin.
-    num_decodes: how many leading requests have exactly one token; None where the host doesn't know (not for "torch"):
-        then the launches cover every case, so that a captured graph may be replayed for any lengths within the bounds.
-    max_query_len: the most tokens that a request may have, num_tokens: that the step may have; known to the host.
-    backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs a CUDA device, or its
-        interpreter, and never waits for it; a request may then have no token.
+    slots: int32 [B], each request's state slot, unique except slot 0, which is for padding and holds undefined values.
+        A request without computed tokens starts from a state of zeros, whatever its slot holds.
+    saves: int32 [B, S, 2], pairs (position, slot): when a request has processed exactly `position` tokens, within this
+        step, its state is also written to `slot`. Positions are multiples of CHECKPOINT; 0 for an unused pair.
+    seq_lens: int32 [B], tokens of each request, including this step's.
+    query_start_loc: int32 [B + 1], each request's first token in the step.
+    num_decodes: leading requests with exactly one token. None: unknown to the host (not for "torch"); launches then
+        cover every case, so that a captured graph can be replayed for any lengths within the bounds.
+    max_query_len: bound on the tokens per request. num_tokens: bound on the tokens of the step.
+    backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
+        never waits, and allows requests without tokens.
     """
     plan = None
     if backend == "torch":
         if num_decodes is None:
-            raise ValueError('the backend "torch" must know num_decodes')
+            raise ValueError('num_decodes is None, but the backend "torch" needs it')
         plan = reference.plan(slots, saves, seq_lens, query_start_loc, num_decodes)
     return StateBatch(slots, saves, seq_lens, query_start_loc, num_decodes, max_query_len, num_tokens, plan)
 
@@ -89,18 +86,18 @@ def plan_states(
 def gated_delta_net(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, batch: StateBatch
 ) -> Tensor:
-    """A layer from its projections to its gated norm: causal convolution, SiLU, gated delta rule, norm, gate.
+    """Compute a layer from its projections to its gated norm: causal convolution, SiLU, gated delta rule, norm, gate.
 
-    Of a value head with its key head's query and key, both of length 1 and the query by Dk^-0.5:
+    For a value head with its key head's query and key, both normed to length 1 and the query scaled by Dk^-0.5:
     S = exp(-decay * softplus(a + dt_bias)) * S;  S += sigmoid(b) * (v - S k) k^T;  o = S q;
-    and the result is the RMSNorm of o times silu(z).
+    the result is the RMSNorm of o times silu(z).
 
-    qkvz: [T, Hk * (2 Dk + 2 Hv / Hk * Dv)], of each key head its query, its key, its value heads, and their gates z;
-        rows contiguous. ba: [T, 2 Hv], of each key head the b of its value heads, then their a. Both of one dtype.
-    recurrent: [num_slots, Hv, Dv, Dk], the matrices S, floating-point numbers of 2 or 4 bytes; computed in float32.
-    conv: [num_slots, W, C]: the convolution's input at position p lies in row p % W of a slot. Its inputs are rounded
-        to its dtype first.
-    Both are contiguous, and overwritten in the slots of `batch`. Returns [T, Hv * Dv] in the dtype of `qkvz`.
+    qkvz: [T, Hk * (2 Dk + 2 Hv / Hk * Dv)], per key head its query, key, value heads, and the value heads' gates z;
+        rows contiguous.
+    ba: [T, 2 Hv], per key head the b of its value heads, then their a; qkvz's dtype.
+    recurrent: [num_slots, Hv, Dv, Dk], the matrices S, of 2 or 4 bytes per element, contiguous; computed in float32.
+    conv: [num_slots, W, C], contiguous; row p % W holds the convolution's input at position p, rounded to conv's dtype.
+    Both states are overwritten in the slots of `batch`. Returns [T, Hv * Dv] in qkvz's dtype.
     """
     if batch.plan is not None:
         return reference.gated_delta_net(qkvz, ba, weights, recurrent, conv, batch.plan)
@@ -124,7 +121,7 @@ def gated_delta_net(
 
 
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy the states of whole slots, in order: a copy reads what the copies before it wrote. Takes no other memory.
+    """Copy the states of whole slots, in order and in place: each copy sees the results of the copies before it.
 
     states: [layers, num_slots, ...], contiguous. sources, targets: int64 [n], the slots to read and to overwrite.
     """

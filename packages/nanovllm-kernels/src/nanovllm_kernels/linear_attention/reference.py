@@ -1,8 +1,7 @@
-"""Gated DeltaNet in plain torch: the oracle of the kernels, and the CPU path.
+"""Gated DeltaNet in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes go through it all at once, prompts one after another: each in chunks whose tokens act on one another through the
-inverse of a triangular matrix (the WY form: Yang et al. 2024, https://arxiv.org/abs/2406.06484), so that only chunks,
-not tokens, must wait for the state before them.
+Decodes run together, prompts one by one in chunks. Within a chunk tokens interact through the inverse of a triangular
+matrix (WY form, Yang et al. 2024, https://arxiv.org/abs/2406.06484), so that only chunks depend on the previous state.
 """
 
 from typing import NamedTuple, Protocol
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Tokens of a chunk. They end where a sequence's position is a multiple of it, so that states there can be kept.
+# Tokens per chunk. Chunks end at multiples of this position, so that states there can be saved.
 CHECKPOINT = 64
 NORM_EPS = 1e-6
 
@@ -19,7 +18,7 @@ NORM_EPS = 1e-6
 class Prefill(NamedTuple):
     """One request with several tokens: rows `begin` to `end` of the step, at positions from `position` on.
 
-    saves: at which positions within this step its state goes to which slots.
+    saves: pairs (position, slot) of states to save within this step.
     """
 
     begin: int
@@ -30,8 +29,10 @@ class Prefill(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A step: int64 slots and positions of the requests with one token, each [n], which are its first n rows; of those
-    whose state is also saved the rows and the slots, int64 [m]; the other requests.
+    """A step's requests: the first n have one token each, the others are `prefills`.
+
+    slots, positions: int64 [n], of the requests with one token.
+    save_rows, save_slots: int64 [m], the rows of those whose state is also saved, and the slots.
     """
 
     slots: Tensor
@@ -55,14 +56,14 @@ class _Weights(Protocol):
 
 
 class _Gates(NamedTuple):
-    """By token and value head, float32 [.., Hv]: how much of the state is left, as a logarithm, and the step size."""
+    """Per token and value head, float32 [.., Hv]: the logarithm of the state's decay, and the step size."""
 
     log_decay: Tensor
     beta: Tensor
 
 
 def plan(slots: Tensor, saves: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int) -> Plan:
-    """What the package's `plan_states` works out."""
+    """Return the plan of the package's `plan_states`."""
     starts, lengths, owned = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
     wanted: list[list[list[int]]] = saves.tolist()
     kept = [(row, slot) for row in range(num_decodes) for at, slot in wanted[row] if at == lengths[row]]
@@ -126,9 +127,7 @@ def _rows(gates: _Gates, begin: int, end: int) -> _Gates:
 
 
 def _heads(mixed: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys [n, Hv, Dk], normed and repeated for each value head, and values [n, Hv, Dv], of `mixed` [n, C],
-    beside states of `shape`.
-    """
+    """Split `mixed` [n, C] into queries and keys [n, Hv, Dk], normed and repeated, and values [n, Hv, Dv]."""
     _, num_v_heads, v_dim, k_dim = shape
     num_k_heads = (mixed.shape[1] - num_v_heads * v_dim) // (2 * k_dim)
     group = num_v_heads // num_k_heads
@@ -138,19 +137,19 @@ def _heads(mixed: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _convolve_one(inputs: Tensor, weight: Tensor, conv: Tensor, plan: Plan) -> Tensor:
-    """Convolution and SiLU of one token a request: `inputs` [n, C] -> float32 [n, C]; keeps them in `conv`."""
+    """Convolution and SiLU of one token per request: `inputs` [n, C] -> float32 [n, C]; stores them in `conv`."""
     width = len(weight)
     conv[plan.slots, plan.positions % width] = inputs
     positions = plan.positions.unsqueeze(1) + torch.arange(1 - width, 1, device=inputs.device)
     window = conv[plan.slots.unsqueeze(1), positions % width].float()
-    # Nothing stands before a sequence, though the slot may hold what another left there.
+    # Before a sequence's first token the inputs are zero; the slot may hold those of another request.
     window = torch.where((positions >= 0).unsqueeze(-1), window, 0.0)
     conv[plan.save_slots] = conv[plan.slots[plan.save_rows]]
     return functional.silu((window * weight).sum(1))
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, plan: Plan) -> Tensor:
-    """The delta rule for one token a request: float32 [n, Hv, Dv]; the states in `recurrent` go on by it."""
+    """Apply the delta rule to one token per request: float32 [n, Hv, Dv]; updates the states in `recurrent`."""
     begun = (plan.positions > 0).view(-1, 1, 1, 1)
     state = torch.where(begun, recurrent[plan.slots].float(), 0.0) * gates.log_decay.exp()[..., None, None]
     known = torch.matmul(state, k.unsqueeze(-1)).squeeze(-1)
@@ -163,7 +162,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, pla
 
 
 def _convolve(inputs: Tensor, weight: Tensor, conv: Tensor, prefill: Prefill) -> Tensor:
-    """Convolution and SiLU of one request's tokens: `inputs` [n, C] -> float32 [n, C]; keeps the last in `conv`."""
+    """Convolution and SiLU of one request's tokens: `inputs` [n, C] -> float32 [n, C]; stores the last in `conv`."""
     width = len(weight)
     before = torch.arange(prefill.position - width + 1, prefill.position, device=inputs.device)
     history = torch.where((before >= 0).unsqueeze(-1), conv[prefill.slot, before % width], 0.0)
@@ -182,15 +181,15 @@ def _convolve(inputs: Tensor, weight: Tensor, conv: Tensor, prefill: Prefill) ->
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, prefill: Prefill) -> Tensor:
-    """The delta rule for one request's tokens, chunk by chunk: float32 [n, Hv, Dv]; its state goes on by them.
+    """Apply the delta rule to one request's tokens, chunk by chunk: float32 [n, Hv, Dv]; updates its state.
 
-    In a chunk with decays G_i from its beginning to token i, let A be the strictly lower part of
-    beta_i k_i k_j exp(G_i - G_j), and T = (1 + A)^-1. Then the changes to a state S are
+    In a chunk with log decays G_i from its beginning to token i, let A be the strictly lower part of
+    beta_i k_i k_j exp(G_i - G_j), and T = (1 + A)^-1. The changes to a state S are then
     T (beta v) - T (beta exp(G) k) S^T.
     """
     count, front = len(q), prefill.position % CHECKPOINT
     back = -(front + count) % CHECKPOINT
-    # Padded to whole chunks with tokens that change nothing: [Hv, chunks, CHECKPOINT, ..].
+    # Pad to whole chunks with tokens that change nothing: [Hv, chunks, CHECKPOINT, ..].
     q, k, v = (_split(functional.pad(x, (0, 0, 0, 0, front, back))) for x in (q, k, v))
     log_decay, beta = (_split(functional.pad(x, (0, 0, front, back))) for x in gates)
     total = log_decay.cumsum(-1)

@@ -1,9 +1,7 @@
-"""Gated DeltaNet of requests with several tokens, on CUDA: prompts, whole or in chunks.
+"""Gated DeltaNet of requests with several tokens on CUDA: prompts, whole or in chunks.
 
-Four kernels and a short one. What tokens of one chunk do to one another is worked out for all chunks at once, see
-`triton_prepare`; then a program for each request, value head and block of its value dimensions goes from chunk to chunk
-with the state in its registers. Everything about the launches follows from numbers known to the host; which requests
-are meant is found on the device. This room must not know how a chunk is prepared, only what comes of it.
+`triton_prepare` computes what does not depend on states, for all chunks at once. Then one program per request, value
+head and block of value dimensions goes from chunk to chunk with the state in registers. The device finds the requests.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -16,7 +14,7 @@ from nanovllm_kernels.linear_attention import DeltaWeights, StateBatch
 from nanovllm_kernels.linear_attention.triton_prepare import SIZE, count_tiles, find_chunk, padded, prepare
 from nanovllm_kernels.linear_attention.triton_step import silu, sizes_of
 
-# Value dimensions whose state a program carries: few, since programs are few.
+# Value dimensions per program: few, so that there are enough programs.
 VALUES = 32
 
 
@@ -29,7 +27,7 @@ def prefill(
     batch: StateBatch,
     out: Tensor,
 ) -> None:
-    """See the package's `gated_delta_net`; writes the rows of `out` that belong to requests with several tokens."""
+    """Implement the package's `gated_delta_net` for the rows of `out` of requests with several tokens."""
     sizes = sizes_of(recurrent, conv)
     num_reqs = len(batch.slots)
     padded_k, padded_v = padded(sizes.k_dim), padded(sizes.v_dim)
@@ -96,7 +94,7 @@ def _scan(
     VALUES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """One request's chunks in order, for some of the value dimensions of one head."""
+    """Process one request's chunks in order, for some of the value dimensions of one head."""
     head = tl.program_id(1)
     request = tl.program_id(2)
     start = tl.load(query_start_loc_ptr + request)
@@ -169,7 +167,7 @@ def _norm_and_gate(
     V_DIM: tl.constexpr,
     PADDED_V: tl.constexpr,
 ):
-    """The gated norm of a chunk's results of one head, in place."""
+    """Apply the gated norm to a chunk's results of one head, in place."""
     _, start, first, seq_len, begin = find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0))
     if seq_len == 0:
         return

@@ -1,4 +1,4 @@
-"""Copies of whole states between slots on CUDA, without memory beside the slots."""
+"""Copies of whole states between slots on CUDA, without additional memory."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers of a state that one program copies at a time.
+# Elements of a state that one program copies at a time.
 BLOCK = 4096
 
 
@@ -22,7 +22,7 @@ def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["num_copies"], do_not_specialize_on_alignment=["sources_ptr", "targets_ptr"])
 def _copy_states(states_ptr, sources_ptr, targets_ptr, layer_stride, slot_stride, num_copies, BLOCK: tl.constexpr):
-    """The same block of one layer's state in all copies, one copy after another."""
+    """Copy the same block of one layer's state for all pairs of slots, one after another."""
     offsets = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < slot_stride
     states_ptr += tl.program_id(0).to(tl.int64) * layer_stride + offsets
@@ -30,5 +30,5 @@ def _copy_states(states_ptr, sources_ptr, targets_ptr, layer_stride, slot_stride
         source, target = tl.load(sources_ptr + copy), tl.load(targets_ptr + copy)
         numbers = tl.load(states_ptr + source * slot_stride, mask=inside)
         tl.store(states_ptr + target * slot_stride, numbers, mask=inside)
-        # The next copy may read what this one wrote.
+        # The next copy may read what this copy wrote.
         tl.debug_barrier()

@@ -1,9 +1,7 @@
-"""What tokens of one chunk do to one another, on CUDA, for all chunks of all requests at once.
+"""Computes, for all chunks of all requests at once on CUDA, what does not depend on the recurrent states.
 
-Convolution and gates, and of the recurrence what doesn't depend on the state before the chunk: a triangular system a
-chunk and value head, see the reference. Chunks end where positions are multiples of CHECKPOINT, so a request may begin
-in the middle of one; a tile is a whole chunk, its rows before the request's first and behind its last token masked.
-This room must not know recurrent states.
+These are convolution, gates, and a triangular system per chunk and value head (see `reference`). A tile is a whole
+chunk: rows before the request's first token or after its last are masked.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -20,21 +18,22 @@ from nanovllm_kernels.linear_attention.reference import CHECKPOINT
 from nanovllm_kernels.linear_attention.triton_step import L2_EPS, Sizes, log_decay, silu
 
 SIZE = tl.constexpr(CHECKPOINT)
-# Rows of the blocks on the diagonal of a triangular matrix, which are inverted row by row.
+# Rows of the diagonal blocks of a triangular matrix, which are inverted row by row.
 BLOCK = tl.constexpr(16)
-# Least side of a tile of a matrix product. With 16, Triton 3.6 compiles `_solve` of 16-bit numbers for Hopper into one
-# that gives other numbers altogether.
+# Least side of a tile of a matrix product. With 16, Triton 3.6 miscompiles `_solve` of 16-bit elements for Hopper: its
+# results are wrong.
 MIN_TILE = 32
 CHANNEL_BLOCK = 1024
 
 
 class Chunks(NamedTuple):
-    """What is known of every chunk but for the state before it; T tokens, Hv value heads of dimension V, keys of K.
+    """Results for every chunk that do not depend on states: T tokens, Hv value heads of dimension V, keys of K.
 
-    Typed as the projections are. mixed [T, channels]: convolved queries, keys and values. readers [T, Hv, K] and
-    new_values [T, Hv, V]: the system's solutions; the changes to a state S are new_values - readers S^T.
-    scores [T, Hv, CHECKPOINT]: what a token reads of its chunk's changes. totals [T, Hv], float32: logarithms of the
-    decay since the chunk began.
+    mixed: [T, channels], convolved queries, keys and values.
+    readers, new_values: [T, Hv, K] and [T, Hv, V], solutions of the system: a state S changes by
+        new_values - readers S^T.
+    scores: [T, Hv, CHECKPOINT], weights with which a token reads its chunk's changes.
+    totals: float32 [T, Hv], logarithm of the decay since the chunk's beginning. Others: dtype of the projections.
     """
 
     mixed: Tensor
@@ -45,19 +44,17 @@ class Chunks(NamedTuple):
 
 
 def padded(dim: int) -> int:
-    """The side of a matrix product's tile that holds `dim`."""
+    """Return the side of a matrix product's tile that holds `dim`."""
     return max(MIN_TILE, triton.next_power_of_2(dim))
 
 
 def count_tiles(num_tokens: int, num_reqs: int) -> int:
-    """How many tiles `find_chunk` numbers: at least as many as there are chunks, whatever the lengths."""
+    """Return the number of tiles that `find_chunk` numbers: at least the number of chunks, for any lengths."""
     return num_tokens // CHECKPOINT + 2 * num_reqs
 
 
 def prepare(qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv: Tensor, batch: StateBatch, sizes: Sizes) -> Chunks:
-    """All that needs no recurrent state, see the package's `gated_delta_net`; keeps the convolution's last inputs, in
-    the slots and where states are saved.
-    """
+    """Compute `Chunks`, and store the convolution's last inputs in the requests' slots and in slots of saved states."""
     num_tokens, num_reqs = len(qkvz), len(batch.slots)
     num_tiles = count_tiles(num_tokens, num_reqs)
     padded_k, padded_v = padded(sizes.k_dim), padded(sizes.v_dim)
@@ -127,11 +124,11 @@ def prepare(qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv: Tensor, batch
 
 @triton.jit
 def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tile):
-    """Whose chunk a tile is: the request, its first token and position in this step, its length, the chunk's first
-    position. The length is 0 if the tile is nobody's.
+    """Return a tile's request, the request's first token and position in this step, its length (0 if the tile is
+    unused), and the chunk's first position.
 
-    Request r's tiles are numbered from start_r // SIZE + 2 r, which leaves room for a first and a last chunk that are
-    not whole: find the last request that begins at or before.
+    Request r's tiles are numbered from start_r // SIZE + 2 r, which leaves numbers for an incomplete first and last
+    chunk. Binary search for the last request that begins at or before `tile`.
     """
     low = 0
     high = num_reqs - 1
@@ -170,17 +167,17 @@ def _convolve(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Convolution and SiLU of a chunk's query, key or value head; the first two normed."""
+    """Apply convolution and SiLU to a chunk's query, key or value head; norm queries and keys."""
     request, start, first, seq_len, begin = find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0))
     if seq_len == 0:
         return
-    owner = tl.program_id(1) // (2 + GROUP)
+    k_head = tl.program_id(1) // (2 + GROUP)
     piece = tl.program_id(1) % (2 + GROUP)
     inner = tl.where(piece < 2, piece * K_DIM, 2 * K_DIM + (piece - 2) * V_DIM)
     dim = tl.where(piece < 2, K_DIM, V_DIM)
     columns = tl.arange(0, PADDED)
-    channels = owner * (2 * K_DIM + GROUP * V_DIM) + inner + columns
-    sources = owner * (2 * K_DIM + 2 * GROUP * V_DIM) + inner + columns
+    channels = k_head * (2 * K_DIM + GROUP * V_DIM) + inner + columns
+    sources = k_head * (2 * K_DIM + 2 * GROUP * V_DIM) + inner + columns
     column_mask = columns < dim
     positions = begin + tl.arange(0, SIZE)
     row_mask = (positions >= first) & (positions < seq_len)
@@ -226,7 +223,7 @@ def _keep_inputs(
     WIDTH: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
 ):
-    """Write one request's last inputs to its slot, and those up to where its state is saved beside that."""
+    """Store one request's last inputs in its slot, and the inputs before each saved position in that state's slot."""
     request = tl.program_id(0)
     start = tl.load(query_start_loc_ptr + request)
     count = tl.load(query_start_loc_ptr + request + 1) - start
@@ -236,7 +233,7 @@ def _keep_inputs(
     first = seq_len - count
     channels = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     mask = channels < CHANNELS
-    # The row of token p is that of position first + p.
+    # Offset so that adding a position gives that token's row.
     sources = channels + channels // PER_KEY * GATES
     row_ptr = qkvz_ptr + (start - first).to(tl.int64) * qkvz_stride + sources
     slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (WIDTH * CHANNELS) + channels
@@ -252,7 +249,7 @@ def _keep_inputs(
                     tl.store(there_ptr + place, x.to(conv_ptr.dtype.element_ty), mask=mask)
                 else:
                     tl.store(there_ptr + place, tl.load(slot_ptr + place, mask=mask, other=0.0), mask=mask)
-    # Older inputs, where there are fewer new ones, are where they belong.
+    # If there are fewer than WIDTH - 1 new inputs, the slot already holds the older ones.
     tl.debug_barrier()
     for back in tl.static_range(1, WIDTH):
         if back <= count:
@@ -262,10 +259,10 @@ def _keep_inputs(
 
 @triton.jit
 def _invert(a):
-    """(1 + a)^-1 of float32 a [SIZE, SIZE] that is 0 on and above its diagonal.
+    """Return (1 + a)^-1 for float32 a [SIZE, SIZE] that is 0 on and above its diagonal.
 
-    Blocks on the diagonal row by row, all at once; with D of their inverses and L the blocks below them, n = D L is 0
-    to the number of blocks, so that (1 + n)^-1 D = (1 - n) (1 + n^2) D.
+    Diagonal blocks are inverted row by row, all at once. With D the diagonal of their inverses and L the blocks below,
+    n = D L is nilpotent of order 4 (the number of blocks), so the inverse is (1 + n)^-1 D = (1 - n) (1 + n^2) D.
     """
     blocks: tl.constexpr = SIZE // BLOCK
     tl.static_assert(blocks == 4)
@@ -313,18 +310,18 @@ def _solve(
     PADDED_V: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """A chunk of one value head, but for the state before it: see the reference for the formulas."""
+    """Solve one chunk of one value head, without the state before it; the formulas are in `reference`."""
     _, start, first, seq_len, begin = find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0))
     if seq_len == 0:
         return
     head = tl.program_id(1)
-    owner = head // GROUP
+    k_head = head // GROUP
     place = head % GROUP
     rows = tl.arange(0, SIZE)
     positions = begin + rows
     row_mask = (positions >= first) & (positions < seq_len)
     tokens = (start + positions - first).to(tl.int64)
-    ba_ptrs = ba_ptr + tokens * ba_stride + owner * (2 * GROUP) + place
+    ba_ptrs = ba_ptr + tokens * ba_stride + k_head * (2 * GROUP) + place
     beta = tl.sigmoid(tl.load(ba_ptrs, mask=row_mask, other=0.0).to(tl.float32))
     a = tl.load(ba_ptrs + GROUP, mask=row_mask, other=0.0).to(tl.float32)
     left = tl.where(row_mask, log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)), 0.0)
@@ -333,7 +330,7 @@ def _solve(
 
     k_dims = tl.arange(0, PADDED_K)
     k_mask = row_mask[:, None] & (k_dims < K_DIM)[None, :]
-    first_ptrs = mixed_ptr + tokens[:, None] * CHANNELS + owner * (2 * K_DIM + GROUP * V_DIM)
+    first_ptrs = mixed_ptr + tokens[:, None] * CHANNELS + k_head * (2 * K_DIM + GROUP * V_DIM)
     q = tl.load(first_ptrs + k_dims[None, :], mask=k_mask, other=0.0)
     k = tl.load(first_ptrs + K_DIM + k_dims[None, :], mask=k_mask, other=0.0)
     causal = rows[:, None] >= rows[None, :]

@@ -1,9 +1,7 @@
 """Gated DeltaNet of requests with one token each, on CUDA: from the projections to the gated norm in one kernel.
 
-A program has the state of one value head, which is read once and written once: of few programs each holds all of it at
-a time, as every load on its way counts; of many each holds a block of its rows, and the next are on their way.
-What it needs of its key head (two convolved vectors) it works out itself, as its neighbours of the same key head do:
-they may, since the place that the step's input of the convolution goes to is none that the step reads.
+A program reads and writes the state of one value head: all rows at once if there are few programs, else in pipelined
+blocks. All programs of a key head convolve its query and key: no program reads the position to which one writes.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -21,19 +19,17 @@ from nanovllm_kernels.linear_attention.reference import NORM_EPS
 from nanovllm_kernels.platform import can_overlap_launches, describe
 
 L2_EPS = tl.constexpr(NORM_EPS)
-# Of few programs: elements of a state that a warp holds at a time.
+# With few programs: elements of a state per warp.
 WARP_ELEMENTS = 4096
-# Of many programs, several of which share a processor: rows of a state that one holds at a time, by the bytes of a
-# number; elements of these a warp; and how many such blocks are on their way. On one H200, Qwen3-Next's layer of 16, 64
-# and 256 requests, us: float32 23.2, 78.5, 289.8 (3.79 TB/s), with 16 rows and two warps 26.1, 82.5, 290.9; bf16 15.8,
-# 43.1, 150.3 (3.74 TB/s), with 8 rows and a warp 16.1, 44.6, 152.4; with three or five on their way up to 2% more.
+# With many programs, several per SM: rows of a state loaded at once, by element size in bytes; elements of these per
+# warp; and blocks in flight. Chosen on an H200 for Qwen3-Next's layer, where other choices were up to 12% slower.
 BLOCK_ROWS = {4: 8, 2: 16}
 BLOCK_WARP_ELEMENTS = 1024
 BLOCKS_ON_THEIR_WAY = 4
 
 
 class Sizes(NamedTuple):
-    """A layer's: key heads, value heads, their dimensions, channels and taps of the convolution."""
+    """A layer's key heads, value heads, their dimensions, and the convolution's channels and taps."""
 
     num_k_heads: int
     num_v_heads: int
@@ -44,12 +40,12 @@ class Sizes(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Value heads per key head."""
         return self.num_v_heads // self.num_k_heads
 
 
 def sizes_of(recurrent: Tensor, conv: Tensor) -> Sizes:
-    """Of the caches' shapes, see the package's `gated_delta_net`."""
+    """Derive the sizes from the caches' shapes, see the package's `gated_delta_net`."""
     _, num_v_heads, v_dim, k_dim = recurrent.shape
     _, width, channels = conv.shape
     return Sizes((channels - num_v_heads * v_dim) // (2 * k_dim), num_v_heads, k_dim, v_dim, channels, width)
@@ -64,7 +60,7 @@ def step(
     batch: StateBatch,
     out: Tensor,
 ) -> None:
-    """See the package's `gated_delta_net`; writes the rows of `out` that belong to requests with one token."""
+    """Implement the package's `gated_delta_net` for the rows of `out` of requests with one token."""
     sizes = sizes_of(recurrent, conv)
     num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
     padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
@@ -109,14 +105,14 @@ def step(
 
 @triton.jit
 def log_decay(a, decay, dt_bias):
-    """How much of a state is left, as a logarithm, of its gate `a`."""
+    """Return the logarithm of a state's decay, from its gate `a`."""
     x = a + dt_bias
     return -decay * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
 
 
 @triton.jit
 def silu(x):
-    """x times its sigmoid."""
+    """Return x times its sigmoid."""
     return x * tl.sigmoid(x)
 
 
@@ -132,7 +128,7 @@ def _convolve(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Convolution and SiLU of one token's inputs, at `new_ptrs`, which go to the slot where `writes`."""
+    """Apply convolution and SiLU to one token's inputs at `new_ptrs`; store the inputs in the slot where `writes`."""
     new = tl.load(new_ptrs, mask=mask, other=0.0).to(slot_ptr.dtype.element_ty)
     total = new.to(tl.float32) * tl.load(weight_ptr + (WIDTH - 1) * CHANNELS + channels, mask=mask, other=0.0)
     for tap in tl.static_range(WIDTH - 1):
@@ -146,7 +142,7 @@ def _convolve(
 
 @triton.jit
 def _save_inputs(from_ptr, to_ptr, channels, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """Copy what a slot has of the convolution's inputs."""
+    """Copy the convolution's inputs from one slot to another."""
     for tap in tl.static_range(WIDTH):
         at = tap * CHANNELS + channels
         tl.store(to_ptr + at, tl.load(from_ptr + at, mask=mask, other=0.0), mask=mask)
@@ -197,7 +193,7 @@ def _step(
         return
     slot = tl.load(slots_ptr + request).to(tl.int64)
     position = tl.load(seq_lens_ptr + request) - 1
-    owner = head // GROUP
+    k_head = head // GROUP
     place = head % GROUP
 
     k_dims, v_dims = tl.arange(0, PADDED_K), tl.arange(0, PADDED_V)
@@ -205,38 +201,40 @@ def _step(
     rows = tl.arange(0, BLOCK_V)
     state_ptr = recurrent_ptr + slot * (HEADS * V_DIM * K_DIM)
     entries = head * (V_DIM * K_DIM) + rows[:, None] * K_DIM + k_dims[None, :]
-    # A sequence begins with zeros, whatever the slot holds.
+    # A sequence starts from zeros, whatever the slot holds.
     held = k_mask[None, :] & (position > 0)
 
-    qkvz_ptr += token * qkvz_stride + owner * (2 * K_DIM + 2 * GROUP * V_DIM)
+    qkvz_ptr += token * qkvz_stride + k_head * (2 * K_DIM + 2 * GROUP * V_DIM)
     slot_ptr = conv_ptr + slot * (WIDTH * CHANNELS)
-    q_channels = owner * (2 * K_DIM + GROUP * V_DIM) + k_dims
+    q_channels = k_head * (2 * K_DIM + GROUP * V_DIM) + k_dims
     k_channels = q_channels + K_DIM
     v_at = 2 * K_DIM + place * V_DIM + v_dims
-    v_channels = owner * (2 * K_DIM + GROUP * V_DIM) + v_at
-    mine = k_mask & (place == 0)
-    q = _convolve(qkvz_ptr + k_dims, slot_ptr, conv_weight_ptr, q_channels, k_mask, mine, position, CHANNELS, WIDTH)
+    v_channels = k_head * (2 * K_DIM + GROUP * V_DIM) + v_at
+    writes_key = k_mask & (place == 0)
+    q = _convolve(
+        qkvz_ptr + k_dims, slot_ptr, conv_weight_ptr, q_channels, k_mask, writes_key, position, CHANNELS, WIDTH
+    )
     k = _convolve(
-        qkvz_ptr + K_DIM + k_dims, slot_ptr, conv_weight_ptr, k_channels, k_mask, mine, position, CHANNELS, WIDTH
+        qkvz_ptr + K_DIM + k_dims, slot_ptr, conv_weight_ptr, k_channels, k_mask, writes_key, position, CHANNELS, WIDTH
     )
     v = _convolve(qkvz_ptr + v_at, slot_ptr, conv_weight_ptr, v_channels, v_mask, v_mask, position, CHANNELS, WIDTH)
     q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * (K_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
 
-    ba_ptr += token * ba_stride + owner * (2 * GROUP) + place
+    ba_ptr += token * ba_stride + k_head * (2 * GROUP) + place
     beta = tl.sigmoid(tl.load(ba_ptr).to(tl.float32))
     a = tl.load(ba_ptr + GROUP).to(tl.float32)
     left = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
     of_key = tl.sum(k * q, 0)
     out = tl.zeros([BLOCKS, BLOCK_V], dtype=tl.float32)
-    # Nothing but states is read in this loop: with other reads between them it was slower.
+    # This loop loads only states: other loads between them made it slower.
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         first = block * BLOCK_V
         inside = (first + rows < V_DIM)[:, None]
         s = tl.load(state_ptr + entries + first * K_DIM, mask=inside & held, other=0.0).to(tl.float32) * left
         v_block = v if BLOCKS == 1 else tl.gather(v, first + rows, 0)
         change = (v_block - tl.sum(s * k[None, :], 1)) * beta
-        # Of the state before its change, so that both sums are taken in one pass.
+        # Uses the state before its change, so that one pass computes both sums.
         o = tl.sum(s * q[None, :], 1) + change * of_key
         out = tl.where((tl.arange(0, BLOCKS) == block)[:, None], o[None, :], out)
         kept = (s + change[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)
@@ -249,7 +247,7 @@ def _step(
     out_ptrs = out_ptr + token * (HEADS * V_DIM) + head * V_DIM + dims
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=dims < V_DIM)
 
-    # What this program has written to its slot, which its other threads can read from here on.
+    # After this barrier all threads can read what this program wrote to its slot.
     tl.debug_barrier()
     for index in range(num_saves):
         save_ptr = saves_ptr + (request * num_saves + index) * 2
@@ -261,6 +259,6 @@ def _step(
                 kept = tl.load(state_ptr + at, mask=mask, other=0.0)
                 tl.store(recurrent_ptr + there * (HEADS * V_DIM * K_DIM) + at, kept, mask=mask)
             there_ptr = conv_ptr + there * (WIDTH * CHANNELS)
-            _save_inputs(slot_ptr, there_ptr, q_channels, mine, CHANNELS, WIDTH)
-            _save_inputs(slot_ptr, there_ptr, k_channels, mine, CHANNELS, WIDTH)
+            _save_inputs(slot_ptr, there_ptr, q_channels, writes_key, CHANNELS, WIDTH)
+            _save_inputs(slot_ptr, there_ptr, k_channels, writes_key, CHANNELS, WIDTH)
             _save_inputs(slot_ptr, there_ptr, v_channels, v_mask, CHANNELS, WIDTH)

@@ -1,9 +1,7 @@
-"""Mixtures of experts: who computes what of a token, and SwiGLU experts with the weighted sum of their results.
+"""Mixtures of experts: `route` chooses each token's experts; `fused_experts` runs SwiGLU experts and sums the results.
 
-On CUDA, for few tokens (see `tiles`) two Triton kernels that sort nothing, for one token and block FP8 two without
-tensor cores, for more a sort on the device and two grouped products; nothing waits for the device, and no launch
-depends on what the tokens chose. Elsewhere plain torch.
-This room must not know models, nor where the experts' weights came from.
+On CUDA nothing waits for the device, and no launch depends on which experts were chosen. One token with block FP8
+weights runs `triton_one`, few tokens (see `tiles`) run `triton_few`, others `triton_grouped`. A CPU runs `reference`.
 """
 
 from dataclasses import dataclass
@@ -20,13 +18,14 @@ __all__ = ["PackedExperts", "Routing", "fused_experts", "pack_experts", "route"]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a token chooses its `top_k` experts and weighs what they say.
+    """How a token chooses its `top_k` experts and their weights.
 
-    scoring: what makes scores of logits. renormalize: the chosen scores are divided by their sum. scale: and then
-        multiplied by this. num_groups, top_groups: only the experts of a token's best groups are eligible (DeepSeek-AI
-        2024, https://arxiv.org/abs/2412.19437); a group is as good as the sum of its best two.
-    shared: whether every token goes to one expert more, and that with the weight 1 ("always") or with one that a logit
-        of its own decides ("gated").
+    scoring: function that turns logits into scores.
+    renormalize: divide the chosen scores by their sum.
+    num_groups, top_groups: only experts of a token's best groups are eligible (DeepSeek-AI 2024,
+        https://arxiv.org/abs/2412.19437). A group's score is the sum of its two best scores.
+    scale: factor for the weights, applied after renormalizing.
+    shared: whether each token also uses a shared expert: with weight 1 ("always") or a gate logit's sigmoid ("gated").
     """
 
     top_k: int
@@ -39,9 +38,9 @@ class Routing:
 
 
 class PackedExperts(NamedTuple):
-    """Experts' weights, made ready for `fused_experts` by `pack_experts`, which says what they are.
+    """Experts' weights as `fused_experts` takes them. `pack_experts` describes the tensors.
 
-    counters: on CUDA int32 zeros; every launch leaves them so, and only one at a time may use them.
+    counters: int32 zeros on CUDA, else None. Each launch leaves them zero; concurrent launches may not share them.
     """
 
     w13: Tensor
@@ -54,11 +53,13 @@ class PackedExperts(NamedTuple):
 def pack_experts(
     w13: Tensor, w2: Tensor, scales13: Tensor | None = None, scales2: Tensor | None = None
 ) -> PackedExperts:
-    """Make experts ready for `fused_experts`, without a copy.
+    """Prepare experts for `fused_experts`, without a copy.
 
-    w13: [E, 2 I, H], contiguous, of each expert the gate's rows, then the others. w2: [E, H, I], contiguous.
-    scales13, scales2: beside weights of float8_e4m3fn, of each block of 128 x 128 one, float32 [E, 2, ceil(I / 128),
-        ceil(H / 128)] and [E, ceil(H / 128), ceil(I / 128)], contiguous; the blocks of the others begin with them.
+    w13: [E, 2 I, H], contiguous; for each expert the gate's I rows, then the up projection's I rows.
+    w2: [E, H, I], contiguous; the down projection.
+    scales13: for float8_e4m3fn weights, float32 [E, 2, ceil(I / 128), ceil(H / 128)], contiguous, one per 128 x 128
+        block. The up projection's blocks start at its own first row. None: weights are not FP8.
+    scales2: likewise, float32 [E, ceil(H / 128), ceil(I / 128)].
     """
     counters = None
     if w2.is_cuda:
@@ -67,14 +68,14 @@ def pack_experts(
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each token's experts and their weights, float32 [T, k] and int32 [T, k], of `logits` [T, E].
+    """Choose each token's experts, in float32. On CUDA the lowest id wins a tie, and NaN logits give valid ids.
 
-    bias: float32 [E], added to the scores where experts and groups are chosen, and not where they are weighed (Wang et
-    al. 2024, https://arxiv.org/abs/2408.15664). Computed in float32. E / num_groups is a whole number, and the best
-    groups have `top_k` experts or more. On CUDA the lowest id of equals comes first; logits that are no numbers give
-    ids within range all the same.
-    A shared expert is number E, and each token's last: then both are [T, k + 1], and nothing said above concerns it. If
-    it is gated, logits are [T, E + 1], and its weight is the sigmoid of the last.
+    logits: [T, E], or [T, E + 1] if the shared expert is gated; the last is then that expert's gate logit.
+    routing: E must be a multiple of `num_groups`, and the best groups must hold at least `top_k` experts.
+    bias: float32 [E], added to the scores to choose experts and groups, but not in the weights (Wang et al. 2024,
+        https://arxiv.org/abs/2408.15664).
+    Returns: weights float32 [T, k] and expert ids int32 [T, k]. With a shared expert both are [T, k + 1]: each token's
+        last id is E, and its weight (1, or the gate logit's sigmoid) is neither renormalized nor scaled.
     """
     if not logits.is_cuda:
         return reference.route(logits, routing, bias)
@@ -86,14 +87,15 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 def fused_experts(
     x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, residual: Tensor | None = None
 ) -> Tensor:
-    """`sum_j weights[t, j] * down(silu(gate(x[t])) * up(x[t]))` with the experts `ids[t, j]`, plus `residual`: [T, H].
+    """Return `sum_j weights[t, j] * down(silu(gate(x[t])) * up(x[t]))` of experts `ids[t, j]`, plus `residual`: [T, H].
 
-    x: [T, H], rows contiguous, T at least 1. weights: float32 [T, k]. ids: int32 [T, k], contiguous, those of a token
-        all different. residual: [T, H], float32 beside any `x`, or of its dtype; may be overwritten, and may share
-        memory with what is returned, which has its dtype, and without one that of `x`.
-    `x` has the experts' dtype, where these aren't FP8; on a CPU it may be float32 beside any. What is multiplied by FP8
-    weights is quantised in groups of 128 as `block_fp8.quantize_groups` does. The weighted sum is float32, on CUDA for
-    many tokens of terms that were rounded to the dtype of `x`.
+    x: [T, H], rows contiguous, T >= 1. Its dtype is the experts', or any if these are FP8; a CPU also takes float32.
+        FP8 experts quantise their inputs in groups of 128, as `block_fp8.quantize_groups` does.
+    weights: float32 [T, k].
+    ids: int32 [T, k], contiguous; a token's ids differ.
+    residual: [T, H], float32 or `x`'s dtype. May be overwritten, and may share memory with the result.
+    Returns: the sum in the residual's dtype, else in `x`'s. Sums are float32; for many tokens on CUDA their terms are
+        first rounded to `x`'s dtype.
     """
     if x.is_cuda or torch.compiler.is_compiling():
         return _fused_experts_op(x, *experts, weights, ids, residual)
@@ -135,7 +137,7 @@ def _fused_experts_op(
     ids: Tensor,
     residual: Tensor | None,
 ) -> Tensor:
-    """What `fused_experts` does, into a tensor of its own. `counters` are zeros before and after."""
+    """Implement `fused_experts` with a new tensor as result. `counters` are zeros before and after."""
     if counters is None:
         experts = PackedExperts(w13, w2, scales13, scales2, None)
         return reference.fused_experts(x, experts, weights, ids, None if residual is None else residual.clone())

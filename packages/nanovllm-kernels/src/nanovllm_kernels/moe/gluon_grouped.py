@@ -1,12 +1,7 @@
-"""Two grouped products of block FP8 experts for many rows each, on Hopper, whose warps have different jobs.
+"""Grouped products of block FP8 experts with many rows per expert, on Hopper, with specialised warps, in Gluon.
 
-One warp of a program copies tiles from memory into a ring, and runs ahead, also into the next piece of work; two groups
-of four warps multiply, each 64 of a tile's 128 rows, and are not in step, so that while one scales and adds what the
-tensor cores gave, or stores, they work for the other. Rows are put into the order of experts before that, for the
-copies take tiles and not rows. In Gluon, as Triton leaves none of this to its user. `tiles.specializes` says which
-widths it is for.
-
-This room must not know how experts were chosen, nor who sorted the pairs.
+One warp per program copies tiles into a ring and runs ahead into the next tile. Two groups of four warps multiply 64
+rows each, so one group's scaling and stores overlap the other's products. `tiles.specializes` gives the widths.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -31,13 +26,13 @@ from nanovllm_kernels.moe.tiles import GROUP, SPECIALIZED_ROWS
 from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe
 
-# A tile: SPECIALIZED_ROWS rows, half of them each group's, by two blocks of 128 columns, 128 deep.
+# A tile has SPECIALIZED_ROWS rows (half per group of warps) and two blocks of 128 columns; a step is 128 deep.
 HALF, COLUMNS, DEPTH = SPECIALIZED_ROWS // 2, 128, 128
 STAGES = 4
-# Numbers in shared memory lie as the tensor cores want them.
+# Shared memory layout that the tensor cores require.
 SHARED = gl.NVMMASharedLayout(128, 8, 2)
-# Registers of a thread: as launched, of the copying warp, and, of what it and its three idle neighbours leave, of those
-# that multiply, who have 192 of sums.
+# Registers per thread: at launch, in the copying warp, and in the multiplying warps (192 of which hold sums). The
+# latter get what the copying warp and its three idle neighbours release.
 LAUNCH_REGISTERS, FETCH_REGISTERS, GROUP_REGISTERS = 168, 24, 240
 GATHER_ROWS = 16
 GATHER_BLOCK = 1024
@@ -54,9 +49,9 @@ def multiply(
     pairs: SortedPairs,
     parts: Tensor,
 ) -> None:
-    """Write into `parts` [T k, H], 16-bit, what each pair's expert says of `x` [T, H], quantised, times its weight.
+    """Write each pair's weighted expert result into `parts` [T k, H], 16-bit. `x` [T, H] is quantised.
 
-    pairs: in tiles of SPECIALIZED_ROWS.
+    pairs: sorted, in tiles of SPECIALIZED_ROWS rows. Copies take whole tiles, so rows are first gathered in this order.
     """
     num_pairs, hidden_size = parts.shape
     width = w2.shape[2]
@@ -64,7 +59,7 @@ def multiply(
     launch = {"OVERLAP": overlap, "launch_pdl": overlap}
     floats = {"dtype": torch.float32, "device": x.device}
     rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    # Behind each group's there is room for as many as a tile may have, which are read and not used.
+    # A tile's loads may reach SPECIALIZED_ROWS past a group's last row; these values are not used.
     scales_stride = num_pairs + SPECIALIZED_ROWS
     row_scales = torch.empty((hidden_size // GROUP, scales_stride), **floats)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
@@ -120,7 +115,7 @@ def multiply(
 
 
 def _describe_rows(matrix: Tensor, num_rows: int) -> TensorDescriptor:
-    """How the copies see a matrix, `num_rows` of its rows at once."""
+    """Return the TMA descriptor of a matrix that copies `num_rows` rows at once."""
     return TensorDescriptor.from_tensor(matrix, [num_rows, DEPTH], SHARED)
 
 
@@ -145,7 +140,7 @@ def _gather_rows(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Each pair's row of `x`, its scales group by group, and its weight to the pair's place."""
+    """Copy each pair's row of `x`, its scales (group by group) and its weight to the pair's place in sorted order."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -187,7 +182,7 @@ def _grouped_product(
     FETCH_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """GATED: of each row gate and up, and what they make, quantised. Else down, weighed, to each row's pair."""
+    """GATED: write quantised `silu(gate) * up` of each row. Otherwise write the weighted down product to each pair."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -215,20 +210,20 @@ def _grouped_product(
 
 @gluon.jit
 def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
-    """Of a piece of work the expert and the first row; behind the last, some or other's."""
+    """Return the expert and the first row of a work item; past the last item, those of the last."""
     entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
     return gl.load(entry_ptr), gl.load(entry_ptr + 1)
 
 
 @gluon.jit
 def _fetch(rings, sources, WIDTH: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):
-    """One warp: of each piece of work, step by step, the rows and the weights into the ring."""
+    """Copying warp: for each work item and step, load the tile's rows and weights into the ring."""
     x_ring, weight_ring, full, empty = rings
     x_desc, weight_desc, starts_ptr, tiles_ptr = sources
     TILE: gl.constexpr = 128 if GATED else 256
     COLUMN_TILES: gl.constexpr = WIDTH // TILE
     PER_EXPERT: gl.constexpr = 2 * WIDTH if GATED else WIDTH
-    # From the first block of columns to the second.
+    # Distance from the first block of columns to the second.
     APART: gl.constexpr = WIDTH if GATED else 128
     num_work = gl.load(tiles_ptr) * COLUMN_TILES
     step = 0
@@ -238,7 +233,7 @@ def _fetch(rings, sources, WIDTH: gl.constexpr, K: gl.constexpr, GATED: gl.const
         column = expert * PER_EXPERT + (work % COLUMN_TILES) * TILE
         for k in range(0, K, 128):
             stage = step % STAGES
-            # Nobody has to leave what was never taken.
+            # In the first pass over the ring every stage is free, and this wait returns at once.
             mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
             ready = full.index(stage)
             mbarrier.expect(ready, 3 * 128 * 128, pred=both)
@@ -261,7 +256,7 @@ def _multiply(
     STAGES: gl.constexpr,
     INDEX: gl.constexpr,
 ):
-    """Four warps: the products of their 64 rows of each tile, and what becomes of them. INDEX: which rows."""
+    """Four warps: multiply and store rows `64 * INDEX` to `64 * INDEX + 63` of each tile."""
     x_ring, weight_ring, full, empty = rings
     x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr = sources
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -273,7 +268,7 @@ def _multiply(
     work = gl.program_id(0)
     step = 0
     if work < num_work:
-        # Scales are loaded a step before they are needed, a tile's first before the tile ahead of it is stored.
+        # Scales are loaded one step ahead; a tile's first scales are loaded before the previous tile is stored.
         expert, first = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
         end = gl.load(starts_ptr + expert + 1)
         row_scale, left_scale, right_scale = _load_scales(
@@ -287,9 +282,9 @@ def _multiply(
             if not GATED:
                 pair = gl.load(order_ptr + places, mask=inside, other=0)
                 weight = gl.load(weights_ptr + places, mask=inside, other=0.0)
-            # Never a constant: what the compiler knows dead, it stumbles over.
-            taken = first + 64 * INDEX < end
-            if taken:
+            # The compiler fails on a branch that it knows is never taken: keep the condition a runtime value.
+            has_rows = first + 64 * INDEX < end
+            if has_rows:
                 left = gl.zeros([64, 128], gl.float32, SUMS)
                 right = gl.zeros([64, 128], gl.float32, SUMS)
                 left_factor, right_factor = row_scale * left_scale, row_scale * right_scale
@@ -297,8 +292,8 @@ def _multiply(
                 row_scale, left_scale, right_scale = _load_scales(
                     x_scales_ptr, scales_ptr, expert, first, work, second, lanes, scales_stride, WIDTH, K, GATED
                 )
-                # One product in the code, of either block of columns in turn: of two, the compiler would give each
-                # registers of its own, which there aren't.
+                # One product for both blocks of columns, in turn: with two, the compiler would give each its own
+                # registers, and there are too few.
                 for turn in range(2 * STEPS):
                     stage = step % STAGES
                     block = turn & 1
@@ -319,7 +314,7 @@ def _multiply(
                         mbarrier.arrive(empty.index(stage))
                         right += product * right_factor[:, None]
                         left_factor, right_factor = row_scale * left_scale, row_scale * right_scale
-                        # Behind the last step: those of a step again, which nothing uses.
+                        # After the last step this loads the last scales again; they are not used.
                         row_scale, left_scale, right_scale = _load_scales(
                             x_scales_ptr,
                             scales_ptr,
@@ -378,13 +373,13 @@ def _load_scales(
     K: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """A step's scales: of the rows, behind the last some or other, and of the two blocks of columns."""
+    """Load a step's scales: of the rows (unused values past the last row) and of the two blocks of columns."""
     BLOCKS: gl.constexpr = WIDTH // 128
     DEEP: gl.constexpr = K // 128
     COLUMN_TILES: gl.constexpr = BLOCKS if GATED else BLOCKS // 2
     row_scale = gl.load(x_scales_ptr + (step * scales_stride + first) + lanes)
     tile = work % COLUMN_TILES
-    # All of them are fewer than 2^31.
+    # 32-bit offsets suffice: there are fewer than 2^31 scales.
     if GATED:
         left_ptr = scales_ptr + ((expert * 2 * BLOCKS + tile) * DEEP + step)
         return row_scale, gl.load(left_ptr), gl.load(left_ptr + BLOCKS * DEEP)
@@ -394,7 +389,7 @@ def _load_scales(
 
 @gluon.jit
 def _store_numbers(numbers, out_ptr, first, column, end, WIDTH: gl.constexpr):
-    """e4m3 [64, 128], 16 bytes a thread and each warp its own rows, as the sums have them."""
+    """Store e4m3 [64, 128], 16 bytes per thread. Each warp keeps the rows that it has in the sums."""
     STORED: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0], [8, 0]],
         [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]],
@@ -410,7 +405,7 @@ def _store_numbers(numbers, out_ptr, first, column, end, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _store_parts(parts, pair, num_rows, out_ptr, column, WIDTH: gl.constexpr):
-    """[64, 128] to the pairs of the first `num_rows`, 16 bytes a thread, each warp its own rows as in the sums."""
+    """Store [64, 128] to the first `num_rows` pairs, 16 bytes per thread. Each warp keeps its rows of the sums."""
     STORED: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
         [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],

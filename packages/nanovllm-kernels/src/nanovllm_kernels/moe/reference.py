@@ -1,7 +1,6 @@
-"""Mixtures of experts in plain torch: the oracle of the kernels, and the CPU path.
+"""Mixtures of experts in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Each expert that any token chose is read once, where it lies: a copy of the chosen ones, for one batched product, would
-be read and written besides. So there is a loop over these experts, and none over tokens.
+It loops over the chosen experts and reads each in place once. A batched product would first copy their weights.
 """
 
 from typing import Protocol
@@ -12,7 +11,7 @@ from torch import Tensor
 from nanovllm_kernels.elementwise import silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, linear
 
-# Beneath any sum of scores that a token can have; keeps the division from 0 / 0.
+# Smaller than any sum of a token's scores; prevents 0 / 0.
 LEAST_SUM = 1e-20
 
 
@@ -67,7 +66,7 @@ def route(logits: Tensor, routing: _Routing, bias: Tensor | None) -> tuple[Tenso
 
 
 def _mask_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
-    """`choice` [T, E] with -inf outside of each token's best groups, by the sum of a group's best two."""
+    """Return `choice` [T, E] with -inf outside each token's best groups, ranked by the sum of their two best scores."""
     grouped = choice.reshape(len(choice), num_groups, -1)
     group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
     kept = group_scores.topk(top_groups, -1).indices
@@ -86,19 +85,19 @@ def fused_experts(x: Tensor, experts: _Experts, weights: Tensor, ids: Tensor, re
     parts = [
         _run_expert(own, experts, expert) for expert, own in zip(hit.tolist(), rows.split(counts.tolist()), strict=True)
     ]
-    said = torch.cat(parts).float().mul_(weights.flatten().index_select(0, order).unsqueeze(1))
+    weighted = torch.cat(parts).float().mul_(weights.flatten().index_select(0, order).unsqueeze(1))
     if residual is not None and residual.dtype == torch.float32:
-        return residual.index_add_(0, tokens, said)
-    total = said.new_zeros((num_tokens, hidden_size)).index_add_(0, tokens, said)
+        return residual.index_add_(0, tokens, weighted)
+    total = weighted.new_zeros((num_tokens, hidden_size)).index_add_(0, tokens, weighted)
     return total.to(x.dtype) if residual is None else residual.add_(total)
 
 
 def _run_expert(x: Tensor, experts: _Experts, expert: int) -> Tensor:
-    """Rows of one expert, [n, H] -> [n, H]."""
+    """Run one expert on its rows: [n, H] -> [n, H]."""
     w13, w2 = experts.w13[expert], experts.w2[expert]
     if experts.scales13 is None or experts.scales2 is None:
         return linear(silu_and_mul(linear(x, w13)), w2)
-    # Each half's blocks begin with it.
+    # Scale blocks of the gate and of the up projection start at their own first row.
     gate, up = (block_fp8.BlockFP8Weight(*half) for half in zip(w13.chunk(2), experts.scales13[expert], strict=True))
     hidden = silu_and_mul(torch.cat((block_fp8.linear(x, gate), block_fp8.linear(x, up)), -1))
     return block_fp8.linear(hidden, block_fp8.BlockFP8Weight(w2, experts.scales2[expert]))

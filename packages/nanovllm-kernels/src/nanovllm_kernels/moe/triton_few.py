@@ -1,12 +1,8 @@
-"""Experts for few tokens on CUDA: nothing is sorted, and each expert that was chosen is read once.
+"""Experts for few tokens on CUDA: pairs are not sorted, and each chosen expert is read once.
 
-A program takes one expert and some of its columns, for all tokens that chose it: the rows of its tile are the tokens,
-those that didn't are zeros, for the product costs nothing beside the weight's way through memory. Which programs there
-are depends on the number of tokens alone; those for whose pair another program has the same expert end at once. What
-the experts say is added up by the last program of its columns to arrive, always in the same order, so that the result
-depends on no timing. Of block FP8 weights the rows are quantised on their way in.
-
-This room must not know how experts were chosen.
+A program computes some columns of one expert for all tokens. Rows of tokens that did not choose the expert are zero:
+the time to load the weights dominates. The grid depends on the number of tokens only; programs whose expert belongs to
+an earlier pair exit. The last program of a column tile adds up the experts' results in a fixed order.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -101,8 +97,8 @@ def few_experts(
 def _claim(
     ids_ptr, num_tokens, TOP_K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr, BY_EXPERT: tl.constexpr
 ):
-    """This program's expert; of each token in which place it has it, TOP_K or more for none; whether any has, and no
-    program for an earlier pair takes it.
+    """Return this program's expert, the slot in which each token chose it (TOP_K or more: not chosen), and whether
+    this program computes it: some token chose it, and no program of an earlier pair has it.
     """
     group = tl.program_id(1)
     tokens = tl.arange(0, ROWS)[:, None]
@@ -114,10 +110,10 @@ def _claim(
         expert = tl.load(ids_ptr + group)
     chosen = ids == expert
     places = tl.min(tl.where(chosen, slots, PADDED_K), 1)
-    works = tl.min(places, 0) < TOP_K
+    is_owner = tl.min(places, 0) < TOP_K
     if not BY_EXPERT:
-        works = tl.min(tl.min(tl.where(chosen, pairs, ROWS * PADDED_K), 1), 0) == group
-    return expert.to(tl.int64), places, works
+        is_owner = tl.min(tl.min(tl.where(chosen, pairs, ROWS * PADDED_K), 1), 0) == group
+    return expert.to(tl.int64), places, is_owner
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -145,8 +141,8 @@ def _few_gate_up(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert, places, works = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
-    if works:
+    expert, places, is_owner = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
+    if is_owner:
         tokens = tl.arange(0, ROWS).to(tl.int64)
         inside = places < TOP_K
         begin = tl.program_id(0) * BLOCK_N
@@ -208,12 +204,12 @@ def _few_down(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert, places, works = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
+    expert, places, is_owner = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
     tokens = tl.arange(0, ROWS).to(tl.int64)
     begin = tl.program_id(0) * BLOCK_N
     columns = begin + tl.arange(0, BLOCK_N)
     real = (columns < WIDTH)[None, :]
-    if works:
+    if is_owner:
         pairs = (tokens * TOP_K + places)[:, None]
         inside = (places < TOP_K)[:, None]
         ks = tl.arange(0, BLOCK_K)[None, :]
@@ -231,7 +227,7 @@ def _few_down(
                 sums = add_product(sums, x, tile, 1.0, False, SWAPPED)
         result = sums.T if SWAPPED else sums
         tl.store(partial_ptr + pairs * WIDTH + columns[None, :], result, mask=inside & real)
-    # Every thread's sums must be there before one of them says so.
+    # All threads of this program must have stored their sums before the counter is raised.
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel") == tl.num_programs(1) - 1:
         tl.store(counter_ptr + tl.program_id(0), 0)

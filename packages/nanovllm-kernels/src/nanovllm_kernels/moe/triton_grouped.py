@@ -1,11 +1,7 @@
 """Experts for many tokens on CUDA: pairs of a token and an expert sorted by expert, then two grouped products.
 
-Which rows are whose is known to the device alone (`triton_sort`): the grids depend on the number of tokens, and the
-products' programs stay and take one tile after another. What a token's experts say is written pair by pair and added up
-by a kernel of its own, always in the same order. Of block FP8 weights, the first product's rows come quantised, and it
-quantises what it gives; of many rows an expert, on Hopper, `gluon_grouped` has these products.
-
-This room must not know how experts were chosen.
+The grids depend on the number of tokens only, and persistent programs take one tile after another. Results are written
+pair by pair; a separate kernel adds them up in a fixed order. For many rows per expert Hopper uses `gluon_grouped`.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -43,8 +39,9 @@ def grouped_experts(
     out: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Write into `out` [T, H] what the package's `fused_experts` returns. Beside FP8 weights `x` is quantised already;
-    what the experts say is rounded to `dtype` before it is added up.
+    """Write the result of the package's `fused_experts` into `out` [T, H].
+
+    `x` is already quantised if weights are FP8. Each expert's result is rounded to `dtype` before it is added up.
     """
     num_tokens, top_k = ids.shape
     num_pairs = num_tokens * top_k
@@ -91,13 +88,13 @@ def _multiply(
     parts: Tensor,
     config: GroupedConfig,
 ) -> None:
-    """Write into `parts` [T k, H] what each pair's expert says, times its weight."""
+    """Write each pair's expert result times its weight into `parts` [T k, H]."""
     num_pairs, width = parts.shape[0], w2.shape[2]
     quantized = x_scales is not None
     overlap = can_overlap_launches(x.device)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     hidden_scales = torch.empty((num_pairs, triton.cdiv(width, GROUP)), dtype=torch.float32, device=x.device)
-    # Under the interpreter there are no SMs to count.
+    # The interpreter reports zero SMs.
     programs = config.per_sm * max(1, describe(x.device).num_sms)
     products = (
         (True, x, x_scales, w13, scales13, hidden),
@@ -159,7 +156,7 @@ def _grouped_product(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """GATED: of each pair's token gate and up, to rows in the order. Else of these rows down, weighed, to each pair."""
+    """GATED: `silu(gate) * up` of each pair's token, in sorted order. Otherwise: the weighted down product per pair."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,17 +1,12 @@
-"""Block FP8 experts for one token on CUDA: the products of matrices with a vector.
+"""Block FP8 experts for one token on CUDA: matrix-vector products without tensor cores.
 
-Tensor cores would have a tile of 64 rows for the one there is, and so few programs that each reads its weights in many
-turns. Here a program has a few of the columns and their whole depth, or as much of it as its threads hold, on its way
-at once. The token is quantised as it is elsewhere, the sums are float32, and nothing is added up across programs.
+Each program loads a few columns over their whole depth, or as much as its threads hold, at once. Tensor-core tiles
+would waste 63 of 64 rows and leave too few loads in flight. Sums are float32; no sum spans programs.
 
-No load may be masked out as a kernel is compiled: where sums end is told at run time (`k`, `top_k`), and the last part
-of a sum has no more groups than it needs. For where the two pairs of numbers that go into one word of FP8 are known to
-be equal, as zeros in place of what isn't loaded are, ptxas 12.8 and 12.9 leave out one of the two conversions and let
-the other (F2FP.E4M3.PACK_AB_MERGE_C) merge a register that nothing has written: half of the word is what another kernel
-left there, and where that is NaN a scale of zero doesn't help. And of weights known to be zero these two and 13.0 take
-the upper half of a word for 0x0008.
-
-This room must not know how experts were chosen.
+Weight loads need masks unknown at compile time, hence the runtime sizes `k` and `top_k`. If the compiler knows that
+masked FP8 values are zero, ptxas 12.8 and 12.9 drop one of two equal conversions and merge an uninitialised register
+into the word (F2FP.E4M3.PACK_AB_MERGE_C): garbage, possibly NaN, that a zero scale does not remove. ptxas 12.8 to 13.0
+also turn the upper half of such a zero word into 0x0008.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -84,7 +79,7 @@ def one_token(
 
 @triton.jit
 def _quantized(x):
-    """`block_fp8.quantize_groups` of x [..., 128]: numbers, which float32 holds as they are, and scales [...]."""
+    """Quantise x [..., 128] like `block_fp8.quantize_groups`: e4m3 values as float32, and scales [...]."""
     x = x.to(tl.float32)
     axis: tl.constexpr = len(x.shape) - 1
     largest = tl.maximum(tl.max(tl.abs(x), axis), 1e-10)
@@ -104,13 +99,13 @@ def _gates_and_ups(
     WIDTH: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Sums [BLOCK_N, GROUPS], each over one group, of gates and of what they gate."""
+    """Return sums [BLOCK_N, GROUPS] of the gate's and of the up projection's products, each over one group."""
     blocks: tl.constexpr = (WIDTH + 127) // 128
     depth: tl.constexpr = (K + 127) // 128
     groups = first + tl.arange(0, GROUPS)
     ks = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = (columns < WIDTH)[:, None, None] & (ks < k)[None, :, :]
-    # The weights first: they are long on their way.
+    # Issue the weight loads first: they take longest.
     gate = tl.load(rows_ptr + ks[None, :, :], mask=inside, other=0.0)
     up = tl.load(rows_ptr + WIDTH * K + ks[None, :, :], mask=inside, other=0.0)
     real = groups * 128 < k
@@ -136,7 +131,7 @@ def _one_gate_up(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A few columns of one expert."""
+    """Compute a few columns of one expert's `silu(gate) * up`."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -149,7 +144,7 @@ def _one_gate_up(
     own_scales_ptr = scales_ptr + (expert * 2 * blocks + begin // 128) * depth
     rows_ptr = weight_ptr + (expert * 2 * WIDTH + columns)[:, None, None] * K
     whole: tl.constexpr = depth // GROUPS * GROUPS
-    # Added up when there is no more to come, as that takes all warps.
+    # Reduced over groups only after the loop, because the reduction synchronises all warps.
     gates = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     ups = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     for first in tl.static_range(0, whole, GROUPS):
@@ -185,7 +180,7 @@ def _one_down(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """All that the experts say to a few columns."""
+    """Compute a few columns of the weighted sum over all chosen experts."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

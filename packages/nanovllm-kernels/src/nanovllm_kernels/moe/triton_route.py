@@ -1,7 +1,4 @@
-"""Who computes what of a token, on CUDA: one program a token, the choices one after another in registers.
-
-This room must not know experts.
-"""
+"""The CUDA kernel of `route`: one program per token makes its choices one after another in registers."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -35,7 +32,7 @@ def route(
     num_slots = top_k + (shared != "none")
     weights = torch.empty((num_tokens, num_slots), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_tokens, num_slots), dtype=torch.int32, device=logits.device)
-    # Of one group nothing is masked.
+    # If all groups are eligible, treat them as one group.
     num_groups = num_groups if top_groups < num_groups else 1
     group_size = num_experts // num_groups
     overlap = can_overlap_launches(logits.device)
@@ -89,7 +86,7 @@ def _route(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """SLOTS: TOP_K, or one more for a shared expert. GATED: that one has a logit of its own, behind the others."""
+    """SLOTS: TOP_K, plus one with a shared expert. GATED: the shared expert has a logit, after the experts' logits."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -133,7 +130,7 @@ def _route(
         found = tl.min(tl.min(tl.where((choice == best) & inside, experts, num_experts), 1), 0)
         is_found = experts == found
         weights = tl.where(slots == slot, tl.sum(tl.sum(tl.where(is_found, scores, 0.0), 1), 0), weights)
-        # Of logits that are no numbers nothing is the largest, and yet there has to be an expert.
+        # NaN logits match no maximum: use the last expert, so that the id stays valid.
         ids = tl.where(slots == slot, tl.minimum(found, num_experts - 1), ids)
         choice = tl.where(is_found, none, choice)
     if RENORMALIZE:

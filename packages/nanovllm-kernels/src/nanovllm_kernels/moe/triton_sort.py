@@ -1,10 +1,7 @@
-"""Pairs of a token and an expert, put into the order of experts on the device, and cut into tiles of one expert each.
+"""Sorts pairs of a token and an expert by expert on the device, and cuts them into tiles of one expert each.
 
-Up to `ALONE` pairs are one program's: it counts each expert's, and where a pair found the count is its place among
-them. More are parts, whose programs a launch before counts, and which then add up what the parts before theirs have.
-Nothing waits for the device, and no launch depends on what the tokens chose.
-
-This room must not know what is done with a tile.
+One program sorts up to `ALONE` pairs: a pair's count when it is added is its rank within the expert. More pairs are
+split into parts: a first launch counts each part, and the second adds the counts of the parts before.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -20,21 +17,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels.moe.tiles import most_tiles
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Pairs that one program sorts alone, and those of a part where there are up to FEW_PARTS, and where there are more. On
-# one H200, us: 704 of 513 experts 3.1, 2,048 of 256 experts 5.2; 2,816 of 513 alone 8.4, in parts of 1,024 5.5, of
-# 2,048 8.2; 11,264 in these 6.3 and 8.5; 90,112 in these 17.5 and 12.2.
+# ALONE: most pairs that one program sorts. PART: pairs per part for up to FEW_PARTS parts; LARGE_PART: for more. Chosen
+# on an H200: 2,816 pairs took 8.4 us alone, 5.5 us in small parts; 90,112 took 17.5 us in small parts, 12.2 in large.
 ALONE = 2048
 PART = 1024
 FEW_PARTS = 16
 LARGE_PART = 2048
-# Parts whose counts are on their way at once.
+# Parts whose counts are loaded at once.
 COUNTED_AT_ONCE = 8
 
 
 class SortedPairs(NamedTuple):
-    """order: int32 [T k], the pairs, those of an expert among themselves in no order to rely on. starts: int32 [E + 1],
-    where each expert's begin in it, and where the last's end. tiles: int32 [.., 2], in the first row how many there
-    are, then of each its expert and its first place in the order.
+    """order: int32 [T k], pairs sorted by expert; the order within an expert is unspecified.
+    starts: int32 [E + 1], each expert's first place in `order`, then the end of the last expert's.
+    tiles: int32 [.., 2], the first row holds the number of tiles; then each tile's expert and its first place.
     """
 
     order: Tensor
@@ -43,7 +39,7 @@ class SortedPairs(NamedTuple):
 
 
 def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
-    """The pairs of `ids`, int32 [T, k], by expert, in tiles of `block_m` or less."""
+    """Sort the pairs of `ids`, int32 [T, k], by expert, into tiles of at most `block_m` pairs."""
     num_pairs, overlap = ids.numel(), can_overlap_launches(ids.device)
     integers = {"dtype": torch.int32, "device": ids.device}
     order, starts = torch.empty(num_pairs, **integers), torch.empty(num_experts + 1, **integers)
@@ -54,7 +50,7 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
         part = triton.next_power_of_2(num_pairs)
     num_parts, padded = triton.cdiv(num_pairs, part), triton.next_power_of_2(num_experts + 1)
     counts = torch.empty((num_parts, padded), **integers)
-    # Of one part a pair's place among its expert's stays in a register.
+    # A single part keeps ranks in registers, and does not use this tensor.
     ranks = order if alone else torch.empty_like(order)
     launch = {"PADDED": padded, "BLOCK": part, "OVERLAP": overlap, "num_warps": 8, "launch_pdl": overlap}
     if not alone:
@@ -79,7 +75,7 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
 
 @triton.jit
 def _load_ids(ids_ptr, num_pairs, BLOCK: tl.constexpr):
-    """The pairs of this program's part, which of them there are, and their experts."""
+    """Return the pairs of this program's part, a mask of those that exist, and their experts."""
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pairs < num_pairs
     return pairs, inside, tl.load(ids_ptr + pairs, mask=inside, other=0)
@@ -87,11 +83,11 @@ def _load_ids(ids_ptr, num_pairs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count(counts_ptr, ids, inside, PADDED: tl.constexpr):
-    """Count each expert's pairs, and return how many each pair has found counted. By atomics in memory: Triton's
-    histogram says no places, and takes the longer the more experts there are.
+    """Count each expert's pairs and return each pair's rank within its expert. Atomics are used because Triton's
+    histogram gives no ranks and slows down with the number of experts.
     """
     tl.store(counts_ptr + tl.arange(0, PADDED), tl.zeros((PADDED,), tl.int32))
-    # Other threads count on what these wrote.
+    # The zeros must be visible to all threads before they count.
     tl.debug_barrier()
     return tl.atomic_add(counts_ptr + ids, 1, mask=inside, sem="relaxed")
 
@@ -100,7 +96,7 @@ def _count(counts_ptr, ids, inside, PADDED: tl.constexpr):
 def _count_pairs(
     ids_ptr, counts_ptr, ranks_ptr, num_pairs, PADDED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """How many pairs of each expert a part has, and which of them each is."""
+    """Store each expert's number of pairs in this part, and each pair's rank within its expert and part."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -126,8 +122,8 @@ def _sort_pairs(
     ALONE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Where each expert's pairs begin in the order; this part's pairs to their places, those of an expert behind its
-    pairs in the parts before; and of each pair that begins a tile this tile.
+    """Store the first place of each expert, each pair of this part at its place in the order, and an entry for each
+    tile whose first pair is in this part. An expert's pairs follow its pairs of the parts before.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -152,7 +148,7 @@ def _sort_pairs(
     starts = tl.cumsum(totals, 0) - totals
     own = (totals + BLOCK_M - 1) // BLOCK_M
     before = tl.cumsum(own, 0) - own
-    # Of this part's first pair of an expert the place, and the same if tiles were full.
+    # Per expert: the place of this part's first pair, and the same place if every tile were full.
     begins_ptr += part * (2 * PADDED)
     tl.store(begins_ptr + experts, starts + earlier)
     tl.store(begins_ptr + PADDED + experts, before * BLOCK_M + earlier)
@@ -166,5 +162,5 @@ def _sort_pairs(
     tl.store(entry_ptrs + 1, places, mask=begins_tile)
     if part == 0:
         tl.store(tiles_ptr, tl.sum(own, 0))
-        # With the next one's after the last: its pairs end where those would begin.
+        # The entry after the last expert's marks the end of that expert's pairs.
         tl.store(starts_ptr + experts, starts, mask=experts <= num_experts)

@@ -1,7 +1,4 @@
-"""What both ways to run experts on CUDA do at each step along K.
-
-This room must not know which rows belong to which expert.
-"""
+"""Device functions for one step along K, used by `triton_few` and `triton_grouped`."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -11,14 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def load_weight(weight_ptr, columns, ks, WIDTH: tl.constexpr, K: tl.constexpr):
-    """Of a weight [WIDTH, K] the tile of `columns` [n] and `ks` [1, k], 0 outside."""
+    """Load the tile of `columns` [n] and `ks` [1, k] of a weight [WIDTH, K], with 0 outside."""
     mask = (columns < WIDTH)[:, None] & (ks < K)
     return tl.load(weight_ptr + columns[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
 
 
 @triton.jit
 def quantize_rows(x):
-    """`block_fp8.quantize_groups` of rows that are one group: e4m3, and a scale a row."""
+    """Quantise like `block_fp8.quantize_groups`, each row being one group: e4m3 values and one scale per row."""
     x = x.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)
     return (x * (448.0 / largest)[:, None]).to(tl.float8e4nv), largest / 448.0
@@ -26,7 +23,7 @@ def quantize_rows(x):
 
 @triton.jit
 def add_product(sums, x, weight, scales, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
-    """`sums` [rows, columns] plus rows `x` times the transpose of `weight`, times `scales` [rows] where SCALED.
+    """Return `sums` [rows, columns] plus `x @ weight.T`, the product times `scales` [rows] if SCALED.
 
     SWAPPED: the sums are [columns, rows].
     """

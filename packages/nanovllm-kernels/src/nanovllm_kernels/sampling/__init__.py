@@ -1,7 +1,7 @@
-"""From logits to tokens: penalties, biases, masks, temperature and filters, the draw, log-probabilities.
+"""From logits to tokens: penalties, biases, masks, temperature and filters, the draw, and log-probabilities.
 
-`apply_penalties` returns new logits; names that end in "_" change theirs in place. The draw is a stateless function of
-(seed, position, token id), see `noise`, so that it depends on neither the batch nor the device.
+`apply_penalties` returns new logits; functions whose names end in "_" change theirs in place. The draw is a stateless
+function of (seed, position, token id), see `noise`, so it depends on neither the batch nor the device.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ MIN_TEMPERATURE = reference.MIN_TEMPERATURE
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of B rows: chosen float32 [B]; top_ids int32 and top_logprobs float32 [B, n], best first."""
+    """Log-probabilities of B rows. chosen: float32 [B]. top_ids int32, top_logprobs float32: [B, n], best first."""
 
     chosen: Tensor
     top_ids: Tensor
@@ -39,16 +39,16 @@ class Logprobs(NamedTuple):
 def apply_penalties(
     logits: Tensor, rows: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Make tokens that occurred less likely. Returns new float32 logits [B, V].
+    """Make tokens that already occurred less likely. Returns new float32 logits [B, V].
 
-    logits: [B, V]. rows: int32 [B], the row of each in the tables, which the other arguments are.
-    counts: int32 [R, V], how often each token was made in the low bits, plus IN_PROMPT where the prompt has it.
-    repetition: float32 [R], 1 for off (Keskar et al. 2019): what a positive logit of a token in prompt or output is
-        divided by, and a negative one multiplied.
-    presence, frequency: float32 [R], 0 for off: subtracted once if the token was made, and once for each time it
-        was, as OpenAI's API documents them. The prompt doesn't count. They come after the repetition penalty.
+    logits: [B, V]. rows: int32 [B], each logits row's row in the other arguments, which are tables.
+    counts: int32 [R, V]; the low bits count how often each token was generated; IN_PROMPT is set if the prompt has it.
+    repetition: float32 [R], 1 for off (Keskar et al. 2019): divides positive logits, and multiplies negative ones, of
+        tokens in the prompt or the output.
+    presence, frequency: float32 [R], 0 for off: subtracted once if the token was generated, and once per time it was
+        generated, as OpenAI's API documents. The prompt does not count. Applied after the repetition penalty.
 
-    A row with all three off keeps its logits bit by bit, whatever its counts; on CUDA the counts are not read.
+    A row with all three off keeps its logits bit by bit; on CUDA its counts are not read.
     """
     if logits.is_cuda:
         return _apply_penalties_op(logits, rows, counts, repetition, presence, frequency)
@@ -58,13 +58,12 @@ def apply_penalties(
 def apply_bias_(
     logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
 ) -> None:
-    """Add biases to single tokens' logits, in place.
+    """Add biases to logits of single tokens, in place.
 
-    logits: float32 [B, V]. rows: int32 [B], each one's row in the tables. positions: int32 or int64 [B], of the token
-        to come.
-    bias_ids int32, bias_values float32, bias_until int32, each [R, K]: entry (id, value, until) counts while the
-        position is below `until`; unused entries have until = 0. Ids may repeat in a row: their values add up.
-        -inf forbids.
+    logits: float32 [B, V]. rows: int32 [B], each logits row's row in the tables.
+    positions: int32 or int64 [B], of the next token.
+    bias_ids int32, bias_values float32, bias_until int32, each [R, K]: entry (id, value, until) applies while the
+        position is below `until`; unused entries have until = 0. Values of repeated ids add up. -inf forbids a token.
     """
     if logits.is_cuda:
         _apply_bias_op(logits, rows, positions, bias_ids, bias_values, bias_until)
@@ -75,11 +74,10 @@ def apply_bias_(
 def apply_masks_(logits: Tensor, which: Tensor, masks: Tensor) -> None:
     """Forbid tokens in some rows, in place.
 
-    logits: float32 [B, V]. which: int32 [M], the rows of `logits` that have a mask, none of them twice; -1 for a mask
-        of no row.
-    masks: int32 [M, ceil(V / 32)]: token t is allowed in row which[m] where bit t % 32 of masks[m, t // 32] is set.
-        Forbidden ones become -inf. Allowed ones stay as they are but for -inf, which becomes a large negative number:
-        where a bias forbids all that a mask allows, the mask decides.
+    logits: float32 [B, V]. which: int32 [M], the row of `logits` for each mask, unique; -1 for an unused mask.
+    masks: int32 [M, ceil(V / 32)]: token t is allowed in row which[m] if bit t % 32 of masks[m, t // 32] is set.
+        Forbidden logits become -inf. An allowed logit of -inf becomes a large negative number: if a bias forbids all
+        tokens that a mask allows, the mask wins.
     """
     if logits.is_cuda:
         _apply_masks_op(logits, which, masks)
@@ -90,13 +88,12 @@ def apply_masks_(logits: Tensor, which: Tensor, masks: Tensor) -> None:
 def forbid_(
     logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
 ) -> None:
-    """Make tokens impossible that would end a forbidden sequence, in place.
+    """Forbid tokens that would complete a forbidden sequence, in place.
 
-    logits: float32 [B, V]. rows: int32 [B], each one's row in the tables. positions: int32 or int64 [B], of the token
-        to come.
-    tokens: int32 [R, T], all that is known of each row. num_prompt: int32 [R]; what lies before is no part of a
-        sequence.
-    sequences: int32 [R, K, L], each at the end of its L; what comes before it, and all of an unused one, is -1.
+    logits: float32 [B, V]. rows: int32 [B], each logits row's row in the tables.
+    positions: int32 or int64 [B], of the next token.
+    tokens: int32 [R, T], all known tokens. num_prompt: int32 [R]; prompt tokens are not part of a sequence.
+    sequences: int32 [R, K, L], each right-aligned and padded with -1; unused ones are all -1.
     """
     if logits.is_cuda:
         _forbid_op(logits, rows, positions, tokens, num_prompt, sequences)
@@ -116,18 +113,17 @@ def sample(
     all_greedy: bool,
     any_filter: bool,
 ) -> Tensor:
-    """Choose a token a row. Returns int32 [B].
+    """Choose one token per row. Returns int32 [B].
 
-    logits: [B, V]; -inf forbids a token, and at least one a row must be finite.
-    temperature: float32 [B], below MIN_TEMPERATURE for the likeliest token (the lowest id among equals). Applied first.
-    top_k: int32 [B], 0 for off: keeps the logits no less than the k-th largest (so that ties stay).
-    top_p: float32 [B], 1 for off: of what top-k left, keeps the smallest set {p >= t} whose mass is at least top_p
-        (Holtzman et al. 2020). min_p: float32 [B], 0 for off: keeps p >= min_p * max(p) (Nguyen et al. 2024). The
-        likeliest token always stays.
-    seeds: int64 [B]. positions: int32 or int64 [B], of the token to come.
-    all_greedy: the host knows that every temperature is below MIN_TEMPERATURE; then only the logits are looked at, and
-        the other tensors may have any length. any_filter: the host knows that some row has a filter on; when False,
-        top_k, top_p and min_p are not looked at.
+    logits: [B, V]; -inf forbids a token; each row needs at least one finite logit.
+    temperature: float32 [B], applied first. Below MIN_TEMPERATURE: the likeliest token (the lowest id among equals).
+    top_k: int32 [B], 0 for off: keeps the logits >= the k-th largest, including ties.
+    top_p: float32 [B], 1 for off: keeps the smallest set {p >= t} with a mass of at least top_p, of what top-k keeps
+        (Holtzman et al. 2020).
+    min_p: float32 [B], 0 for off: keeps p >= min_p * max(p) (Nguyen et al. 2024). No filter drops the likeliest token.
+    seeds: int64 [B]. positions: int32 or int64 [B], of the next token.
+    all_greedy: every temperature is below MIN_TEMPERATURE; other tensors are then not read and may have any length.
+    any_filter: some row has a filter on; if False, top_k, top_p and min_p are not read.
     """
     if logits.is_cuda:
         return _sample_op(logits, temperature, top_k, top_p, min_p, seeds, positions, all_greedy, any_filter)
@@ -135,7 +131,7 @@ def sample(
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-    """Log-probabilities under log_softmax(logits), in float32: of `tokens`, and of the `num_top` likeliest.
+    """Return log-probabilities, float32 log_softmax(logits), of `tokens` and of the `num_top` likeliest tokens.
 
     logits: [B, V]. tokens: int32 [B]. num_top: 0 .. V.
     """
@@ -145,10 +141,9 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 
 
 def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """How likely `tokens` are among all: int32 [B], of each how many are at least as likely, so 1 for the likeliest.
+    """Return the rank of each of `tokens`: int32 [B], the number of tokens at least as likely, 1 for the likeliest.
 
-    logits: [B, V]. tokens: int32 [B]. Plain torch on every device: few ask for it, and one pass over the logits is all
-    it takes.
+    logits: [B, V]. tokens: int32 [B]. Plain torch on every device, because it is rare and one pass over the logits.
     """
     return reference.ranks(logits, tokens)
 

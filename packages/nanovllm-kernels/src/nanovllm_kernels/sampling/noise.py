@@ -1,9 +1,7 @@
-"""The sampler's random numbers: a stateless function of (seed, position, token id).
+"""The sampler's random numbers: a stateless function of (seed, position, token id), with equal bits on all devices.
 
-The same three numbers give the same draw on every device, in every batch. Two 32-bit keys come from (seed, position);
-each token id is hashed under them by rounds of multiply and xor-shift (after Wang's and Appleby's integer mixers).
-All arithmetic is integer with wraparound, so that torch and Triton agree bit for bit; what follows it is float32.
-This room must not know logits.
+Two 32-bit keys are derived from (seed, position), and each token id is hashed under them by multiply and xor-shift
+(after Wang's and Appleby's integer mixers). Hashing is integer arithmetic, so that torch and Triton agree bit for bit.
 """
 
 import torch
@@ -11,22 +9,22 @@ from torch import Tensor
 
 SEED_MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 POSITION_MULTIPLIER = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
-# Keeps (seed 0, position 0, token 0) off the multipliers' fixed point, zero.
+# Without an offset, seed 0, position 0 and token 0 would hash to 0.
 KEY_OFFSET = 2611923443488327891  # 0x243F6A8885A308D3
 MIX_MULTIPLIER = -4658895280553007687  # 0xBF58476D1CE4E5B9
 TOKEN_MULTIPLIER = -1640531535  # 0x9E3779B1 as int32
 FIRST_MULTIPLIER = 569420461  # 0x21F0AAAD
 SECOND_MULTIPLIER = -749064809  # 0xD35A2D97
 
-# Bit 31 is the sign. Without bit 7 the largest value is 2^31 - 129, which float32 doesn't round up to 2^31: what is
-# made of it stays below 1.
+# Clears the sign, bit 31, and bit 7: then the largest value is 2^31 - 129, which float32 does not round up to 2^31, and
+# the uniform number stays below 1.
 UNIFORM_MASK = 0x7FFFFF7F
 UNIFORM_SCALE = 2.0**-31
 UNIFORM_OFFSET = 2.0**-32
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 keys [B] of int64 seeds [B] and int32 or int64 positions [B]."""
+    """Derive two int32 keys [B] from int64 seeds [B] and int32 or int64 positions [B]."""
     mixed = (seeds * SEED_MULTIPLIER).add_(positions.long() * POSITION_MULTIPLIER).add_(KEY_OFFSET)
     mixed ^= mixed >> 32
     mixed *= MIX_MULTIPLIER
@@ -35,7 +33,7 @@ def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash_tokens(token_ids: Tensor, first_key: Tensor, second_key: Tensor) -> Tensor:
-    """32 random bits, int32, for int32 `token_ids` [n] under keys of shape [] or [B, 1]."""
+    """Return 32 random bits, int32, for int32 `token_ids` [n] under keys of shape [] or [B, 1]."""
     bits = (token_ids * TOKEN_MULTIPLIER) ^ first_key
     bits ^= (bits >> 16) & 0xFFFF
     bits *= FIRST_MULTIPLIER
@@ -46,6 +44,6 @@ def hash_tokens(token_ids: Tensor, first_key: Tensor, second_key: Tensor) -> Ten
 
 
 def negative_exponentials(bits: Tensor) -> Tensor:
-    """Minus a float32 draw from the exponential distribution for each of `bits`; never zero and always finite."""
+    """Return minus a float32 exponential draw for each of `bits`; never zero and always finite."""
     uniform = (bits & UNIFORM_MASK).to(torch.float32)
     return torch.rsub(uniform, -UNIFORM_OFFSET, alpha=UNIFORM_SCALE).log1p_()

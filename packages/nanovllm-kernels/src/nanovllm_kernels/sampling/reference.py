@@ -1,7 +1,6 @@
-"""The sampling operators in plain torch: the oracle of the kernels, and the CPU path.
+"""The sampling operators in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Passes over the vocabulary are what costs here, so that rows without a filter are drawn together and a row with one is
-cut down to its candidates before anything is drawn.
+Passes over the vocabulary dominate: rows without filters are drawn together, others are first reduced to candidates.
 """
 
 import numpy as np
@@ -12,14 +11,14 @@ from nanovllm_kernels.sampling import noise
 
 IN_PROMPT = 1 << 30
 MIN_TEMPERATURE = 1e-5
-# The least that a mask leaves of what it allows; finite, and so over any temperature.
+# Smallest logit that a mask leaves for allowed tokens; stays finite when divided by any temperature.
 LEAST_ALLOWED = -1e30
 
-# A row is this many sorted candidates wide at first, and as many times wider at each new try: most nuclei are small,
-# and to sort the whole vocabulary takes ten times as long as to pick the first few hundred.
+# Sorted candidates per row at first, and the factor by which this grows at each retry. Most nuclei are small, and
+# sorting the whole vocabulary takes ten times as long as selecting a few hundred tokens.
 FIRST_CANDIDATES = 128
 WIDENING = 16
-# More of the largest than top-k asks for: room for ties with the k-th.
+# Extra candidates beyond top-k, for ties with the k-th.
 TIE_ROOM = 64
 # Elements drawn at once: a dozen passes over them stay in the cache.
 DRAW_ELEMENTS = 1 << 18
@@ -39,8 +38,8 @@ def apply_penalties(
     out = logits.to(torch.float32, copy=True)
     repeated = torch.where(out > 0, out / factor, out * factor)
     out = torch.where(seen != 0, repeated, out)
-    made = seen.bitwise_and_(IN_PROMPT - 1)
-    return out.sub_(once * (made > 0)).sub_(each * made)
+    generated = seen.bitwise_and_(IN_PROMPT - 1)
+    return out.sub_(once * (generated > 0)).sub_(each * generated)
 
 
 def apply_bias_(
@@ -59,7 +58,7 @@ def apply_masks_(logits: Tensor, which: Tensor, masks: Tensor) -> None:
     for row, mask in zip(which.tolist(), masks, strict=True):
         if row < 0:
             continue
-        # A byte at a time, the lowest bit first: tokens in order, as int32 are stored little-endian wherever we run.
+        # Lowest bit first: tokens are in order, because all supported CPUs are little-endian.
         bits = np.unpackbits(mask.contiguous().numpy().view(np.uint8), count=vocab_size, bitorder="little")
         allowed = torch.from_numpy(bits.view(np.bool_))
         logits[row].clamp_(min=LEAST_ALLOWED).masked_fill_(~allowed, -torch.inf)
@@ -74,9 +73,9 @@ def forbid_(
     back = torch.arange(1 - sequences.shape[2], 0, device=logits.device)
     at = positions.unsqueeze(1) + back
     known = tokens[rows.unsqueeze(1).long(), at.clamp(min=0).long()]
-    # Nothing is equal to what lies in the prompt.
-    made = torch.where(at >= num_prompt.index_select(0, rows).unsqueeze(1), known, -2).unsqueeze(1)
-    ending = ((begins == made) | (begins == -1)).all(-1) & (ends >= 0)
+    # -2 equals no token: tokens of the prompt never match.
+    generated = torch.where(at >= num_prompt.index_select(0, rows).unsqueeze(1), known, -2).unsqueeze(1)
+    ending = ((begins == generated) | (begins == -1)).all(-1) & (ends >= 0)
     values = torch.zeros_like(ends, dtype=torch.float32).masked_fill_(ending, -torch.inf)
     logits.scatter_add_(1, ends.clamp(min=0).long(), values)
 
@@ -108,8 +107,9 @@ def sample(
 
 
 def _draw(logits: Tensor, divisor: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
-    """A token of each row [B, V] by exponential races: the least of Exp(1) / p is a draw from p, as argmax with Gumbel
-    noise is, for one logarithm less.
+    """Draw a token of each row [B, V] by exponential races: the minimum of Exp(1) / p is a draw from p.
+
+    Equivalent to argmax with Gumbel noise, with one logarithm less.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
@@ -133,7 +133,7 @@ def _draw_filtered(
     first_keys: Tensor,
     second_keys: Tensor,
 ) -> Tensor:
-    """As `_draw`, from what each row's filters leave."""
+    """Like `_draw`, among the tokens that each row's filters keep."""
     drawn = []
     filters = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
     for row, (row_top_k, row_top_p, row_min_p) in enumerate(filters):
@@ -150,7 +150,7 @@ def _draw_filtered(
 
 
 def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """What one row's filters leave of its logits `scaled` [V] (temperature applied): values, falling, and token ids."""
+    """Return the values, falling, and token ids that one row's filters keep of `scaled` [V] (temperature applied)."""
     vocab_size = scaled.shape[0]
     if top_k >= vocab_size:
         top_k = 0
@@ -164,7 +164,7 @@ def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[
 
 
 def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> int:
-    """How many of `values`, the largest of `scaled` in falling order, the filters keep. All of them may mean more."""
+    """Count how many of `values`, the largest of `scaled`, falling, the filters keep. If all, there may be more."""
     weights = (values - values[0]).exp_().double()
     kept = values.shape[0]
     if top_k > 0:
@@ -173,12 +173,12 @@ def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p:
         if kept < values.shape[0] or kept == scaled.shape[0]:
             total = weights[:kept].sum()
         elif top_k > 0:
-            # Ties with the k-th go on beyond `values`: the mass isn't known yet.
+            # Ties with the k-th may go on beyond `values`: the mass is not known yet.
             return kept
         else:
             total = (scaled - values[0]).exp_().sum(dtype=torch.float64)
         short = int((weights[:kept].cumsum(0) < top_p * total).sum())
-        # Rounding may leave the whole short of itself.
+        # Due to rounding, even the full sum may be below its share.
         kept = int((values[:kept] >= values[min(short, kept - 1)]).sum())
     if min_p > 0:
         kept = min(kept, int((weights >= min_p).sum()))

@@ -1,4 +1,4 @@
-"""Penalties, biases, forbidden sequences and masks on CUDA. A row without any costs one copy of its logits."""
+"""Penalties, biases, forbidden sequences and masks on CUDA. A row without penalties only costs a copy of its logits."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -125,9 +125,9 @@ def _apply_penalties(
         seen = tl.load(counts_ptr + row * counts_stride + tokens, mask=mask, other=0)
         repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
         logits = tl.where(seen != 0, repeated, logits)
-        made = (seen & (IN_PROMPT - 1)).to(tl.float32)
-        logits -= tl.where(made > 0, presence, 0.0)
-        logits -= made * frequency
+        generated = (seen & (IN_PROMPT - 1)).to(tl.float32)
+        logits -= tl.where(generated > 0, presence, 0.0)
+        logits -= generated * frequency
     tl.store(out_ptr + index * vocab_size + tokens, logits, mask=mask)
 
 
@@ -209,11 +209,11 @@ def _forbid(
     if tl.max(ending.to(tl.int32), 0) == 0:
         return
     position = tl.load(positions_ptr + index).to(tl.int32)
-    first_made = tl.load(num_prompt_ptr + row)
+    first_generated = tl.load(num_prompt_ptr + row)
     for back in tl.range(1, LENGTH):
         at = position - back
-        # No token of a sequence equals -2: what lies in the prompt is no part of one.
-        made = tl.load(tokens_ptr + row * tokens_stride + at, mask=at >= first_made, other=-2)
+        # -2 equals no token: tokens of the prompt never match.
+        generated = tl.load(tokens_ptr + row * tokens_stride + at, mask=at >= first_generated, other=-2)
         wanted = tl.load(sequences_ptr + LENGTH - 1 - back, mask=ending, other=-1)
-        ending &= (wanted == made) | (wanted == -1)
+        ending &= (wanted == generated) | (wanted == -1)
     tl.store(out_ptr + index * out_stride + ends, float("-inf"), mask=ending)

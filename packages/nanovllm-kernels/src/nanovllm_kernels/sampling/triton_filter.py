@@ -1,12 +1,8 @@
-"""A draw among what a row's filters keep, without a sort and, as a rule, without another look at the row.
+"""Draws a token from what a row's filters keep, without sorting and usually without another pass over the row.
 
-The pass over the row has left the largest logit of every segment. Of the segments only those are gathered whose largest
-reaches a cut, chosen such that they are few and that they hold all that the filters could keep. Among those candidates,
-and where they are too many or not enough among the whole row, the draw finds the threshold by itself: the best of all
-that is left is the draw if the filters keep it, and if they don't, everything up to it is out and the next best
-follows. A token drawn from a distribution is mostly one that its nucleus holds, so that a try or two are all it takes
-(the rejection sampling of Ye et al. 2025, FlashInfer, but with noise that stays the same at every try: what comes out
-is exactly the best of the tokens kept).
+Candidates come from the segments whose maxima reach a cut that keeps all tokens that the filters may keep. The best of
+these is drawn if the filters keep it; if not, all tokens up to its level are dropped and the next best is tried
+(rejection sampling, Ye et al. 2025, FlashInfer, but with fixed noise: the result is exactly the best kept token).
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -16,38 +12,38 @@ import triton.language as tl
 
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, load_logits, scores
 
-# A row's largest logit is taken to be this at least, so that nothing subtracts infinity from infinity in a row that has
-# nothing else; over any temperature it is still finite.
+# Lower bound of a row's peak: avoids infinity minus infinity in a row without finite logits, and stays finite when
+# divided by any temperature.
 LOWEST = tl.constexpr(-1.0e30)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def is_filtered(temperature, top_k, top_p, min_p, vocab_size, MIN_TEMPERATURE: tl.constexpr):
-    """Whether a row's draw is among a part of its tokens."""
+    """Whether a row draws from a part of its tokens only."""
     some_out = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
     return (temperature >= MIN_TEMPERATURE) & some_out
 
 
 @triton.jit
 def _scaled(logits, temperature):
-    """Logits over the temperature, rounded as the reference rounds them: it is there that filters see ties."""
+    """Divide logits by the temperature with the reference's rounding, on which the filters' ties depend."""
     return tl.div_rn(logits, temperature)
 
 
 @triton.jit
 def _between(low, top):
-    """A pivot above `low`: halfway to `top`, and `top` when nothing lies between the two."""
+    """Return a pivot above `low`: halfway to `top`, or `top` if no number lies between."""
     pivot = 0.5 * low + 0.5 * top
     return tl.where(pivot > low, pivot, top)
 
 
 @triton.jit
 def _raise_cut(values, low, top, least, most):
-    """Raise `low` until at most `most` of `values` reach it, without letting it leave fewer than `least`.
+    """Raise `low` by bisection until at most `most`, but at least `least`, of `values` reach it.
 
-    Bisection. `top` is the largest value. Both ends move to values that occur, so that it ends soon among ties: more
-    than `most` may reach the cut then, and it is the least-th largest value itself.
+    top: the largest value. Both ends move to values that occur, so that ties end the search: then more than `most` may
+    reach the cut, which is the least-th largest value.
     """
     count = tl.sum((values >= low).to(tl.int32), 0)
     while (count > most) & (low < top):
@@ -63,7 +59,7 @@ def _raise_cut(values, low, top, least, most):
 
 @triton.jit
 def _weigh_row(logits_ptr, vocab_size, temperature, peak, low, INCLUSIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a row's tokens above `low`, or at it if INCLUSIVE: how many, their mass in likeliest tokens, the least."""
+    """Return count, mass (likeliest token = 1) and least value of a row's tokens above `low` (INCLUSIVE: or at it)."""
     lanes = tl.arange(0, BLOCK)
     scale = LOG2_E / temperature
     count = tl.zeros([BLOCK], dtype=tl.int32)
@@ -81,7 +77,7 @@ def _weigh_row(logits_ptr, vocab_size, temperature, peak, low, INCLUSIVE: tl.con
 
 @triton.jit
 def _raise_cut_of_row(logits_ptr, vocab_size, temperature, peak, low, wanted, BLOCK: tl.constexpr):
-    """The same over a whole row: the wanted-th largest value, or `low` where fewer reach that."""
+    """Like `_raise_cut` over a whole row: return the wanted-th largest value, or `low` if fewer reach it."""
     lanes = tl.arange(0, BLOCK)
     top = _scaled(peak, temperature)
     count, _, low = _weigh_row(logits_ptr, vocab_size, temperature, peak, low, True, BLOCK)
@@ -106,7 +102,7 @@ def _raise_cut_of_row(logits_ptr, vocab_size, temperature, peak, low, wanted, BL
 
 @triton.jit
 def _draw_from_row(logits_ptr, vocab_size, temperature, seed, position, peak, low, limit, target, BLOCK: tl.constexpr):
-    """The best token of a row, from `low` up, with fewer than `limit` tokens and less than `target` mass above it."""
+    """Draw a row's best token from `low` up that has fewer than `limit` tokens and less mass than `target` above it."""
     lanes = tl.arange(0, BLOCK)
     token = vocab_size
     searching = True
@@ -121,7 +117,7 @@ def _draw_from_row(logits_ptr, vocab_size, temperature, seed, position, peak, lo
             lane_best = tl.where(better, drawn, lane_best)
             lane_token = tl.where(better, tokens, lane_token)
         token = tl.min(tl.where(lane_best == tl.max(lane_best, 0), lane_token, NO_TOKEN), 0)
-        # A row without a finite logit has no best token.
+        # A row without finite logits has no best token.
         token = tl.minimum(token, vocab_size - 1)
         level = _scaled(load_logits(logits_ptr, token, token < vocab_size), temperature)
         searching = False
@@ -133,7 +129,7 @@ def _draw_from_row(logits_ptr, vocab_size, temperature, seed, position, peak, lo
 
 @triton.jit
 def _draw_from(values, drawn, weights, tokens, low, limit, target):
-    """The same from candidates: their scaled logits, scores, masses and ids. A forbidden one's value is -inf."""
+    """Like `_draw_from_row`, from candidates: scaled logits (-inf if excluded), scores, masses and ids."""
     token = NO_TOKEN
     searching = True
     while searching:
@@ -169,19 +165,19 @@ def draw_filtered(
     HITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row's token.
+    """Return the token of one filtered row.
 
-    peaks_ptr: the largest logit of each segment of SEGMENT tokens. hits_ptr: room for HITS ids of segments. peak: the
-    largest logit, no less than LOWEST. total: the mass of the row, in units of the likeliest token.
+    peaks_ptr: the largest logit of each segment of SEGMENT tokens. hits_ptr: space for HITS segment ids.
+    peak: the largest logit, at least LOWEST. total: mass of the row, with 1 for the likeliest token.
     """
     top = _scaled(peak, temperature)
-    # Below this nothing is ever drawn, nor does it weigh anything.
+    # Tokens below this are never drawn, and have no measurable mass.
     never = top - NEVER_DRAWN
     floor = never
     if min_p > 0:
         floor = tl.maximum(never, tl.minimum(top + tl.log(min_p), top))
     limited = (top_k > 0) & (top_k < vocab_size)
-    # top-p is a share of what top-k leaves, whatever min-p takes from it later.
+    # top-p applies to the mass that top-k keeps, before min-p.
     both = limited & (top_p < 1)
     low = tl.where(both, never, floor)
     limit = tl.where(limited & (top_p >= 1), top_k, vocab_size)
@@ -189,7 +185,7 @@ def draw_filtered(
     segments = tl.arange(0, PADDED_SEGMENTS)
     heights = tl.load(peaks_ptr + segments, mask=segments < num_segments, other=float("-inf"))
     heights = _scaled(heights, temperature)
-    # Segments whose largest reaches a cut hold at least as many tokens that do.
+    # At least as many tokens as segments reach a cut.
     wanted = tl.where(limited & (top_k <= HITS), top_k, HITS // 2)
     cut, num_hits = _raise_cut(heights, low, top, wanted, HITS)
     token = -1
@@ -206,7 +202,7 @@ def draw_filtered(
         weights = tl.where(values >= cut, tl.exp2((logits - peak) * (LOG2_E / temperature)), 0.0)
         mass = tl.sum(weights, 0)
         count = tl.sum((values >= cut).to(tl.int32), 0)
-        # Whether all that the filters may keep is here.
+        # Whether the candidates include all tokens that the filters may keep.
         complete = (cut <= low) | tl.where(limited, count >= top_k, (top_p < 1) & (mass >= top_p * total))
         if complete:
             share = total

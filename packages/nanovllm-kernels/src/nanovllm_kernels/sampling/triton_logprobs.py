@@ -1,4 +1,4 @@
-"""Log-probabilities on CUDA: one pass for the normalizer; the likeliest are picked from the logits themselves."""
+"""Log-probabilities on CUDA: one pass computes the normalizer; the likeliest tokens are selected from the logits."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -27,7 +27,7 @@ def _normalize(logits_ptr, tokens_ptr, chosen_ptr, normalizer_ptr, logits_stride
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     lanes = tl.arange(0, BLOCK)
-    # Each lane keeps its own maximum and sum; lowest finite number, so that a lane of infinities makes no NaN.
+    # Each lane has its own maximum and sum. Start at the lowest finite number: infinities alone would give NaN.
     lane_max = tl.full([BLOCK], -3.0e38, dtype=tl.float32)
     lane_sum = tl.zeros([BLOCK], dtype=tl.float32)
     for first in tl.range(0, vocab_size, BLOCK):

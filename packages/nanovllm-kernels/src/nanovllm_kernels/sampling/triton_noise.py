@@ -1,7 +1,6 @@
-"""What every token of a draw on CUDA is worth: its logit over the temperature, and `noise`'s random number with it.
+"""Scores of tokens for a draw on CUDA: the logit over the temperature plus the Gumbel noise of `noise`.
 
-This room must not know filters: it scores whatever tokens it is handed, and gives a token the same score wherever it
-is asked for.
+A token's score is the same in every kernel that computes it.
 """
 
 import math
@@ -32,23 +31,22 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _log2(x):
-    """Base 2 logarithm by the hardware's own instruction: tl.log2 is a polynomial of twelve terms and more."""
+    """Return log2 by the hardware's instruction: tl.log2 is a polynomial of twelve or more terms."""
     return tl.log2(x) if INTERPRETED else libdevice.fast_log2f(x)
 
 
 @triton.jit
 def load_logits(logits_ptr, tokens, mask):
-    """Logits in float32; -inf outside of the mask and for a NaN."""
+    """Load logits as float32; -inf outside the mask and for NaN."""
     logits = tl.load(logits_ptr + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(logits == logits, logits, float("-inf"))
 
 
 @triton.jit
 def scores(logits, tokens, scale, seed, position):
-    """Logits with Gumbel noise, in units of log 2: the greatest is the draw. `scale` is log2(e) / temperature.
+    """Return logits plus Gumbel noise in base 2: the largest is the draw. scale: log2(e) / temperature.
 
-    The integer steps of `noise`, then logarithms to base 2, which the hardware has: this runs for every token of the
-    vocabulary, so that instructions are what it costs.
+    Bound by instructions, because it runs for every token of the vocabulary; base-2 logarithms are one instruction.
     """
     mixed = seed * SEED_MULTIPLIER + position.to(tl.int64) * POSITION_MULTIPLIER + KEY_OFFSET
     mixed ^= mixed >> 32
@@ -58,10 +56,10 @@ def scores(logits, tokens, scale, seed, position):
     bits ^= (bits >> 16) & 0xFFFF
     bits *= FIRST_MULTIPLIER
     bits ^= (bits >> 15) & 0x1FFFF
-    # (bits + key) * multiplier, but with one instruction a token.
+    # (bits + key) * multiplier, with the key's product computed once per row.
     bits = bits * SECOND_MULTIPLIER + mixed.to(tl.int32) * SECOND_MULTIPLIER
     u = (bits & UNIFORM_MASK).to(tl.float32) * UNIFORM_SCALE + UNIFORM_OFFSET
-    # -log1p(-u): its series where 1 - u would lose the digits of a small u, to one part in 5 million.
+    # -log1p(-u): a series, exact to 2e-7, where 1 - u would lose the digits of a small u.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     exponential = tl.where(u < 0.0625, series, -LN_2 * _log2(1 - u))
     return logits * scale - _log2(exponential)

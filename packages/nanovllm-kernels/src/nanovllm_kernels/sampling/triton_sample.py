@@ -1,9 +1,7 @@
-"""The draw on CUDA: one pass over the logits, and a short look at what it leaves.
+"""The draw on CUDA: one pass over the logits by one program per chunk, then one program per row.
 
-The pass gives a program each chunk of a row, so that even a single row spreads over the device. Greedy rows and rows
-without a filter leave each chunk's best token, its Gumbel noise added; rows with a filter leave their chunks' maxima
-and masses and their segments' maxima, see `triton_filter`. A row's kind is read on the device: a captured graph serves
-any mixture, and a row pays for its own kind only.
+The pass leaves each chunk's best token with Gumbel noise; of rows with filters it leaves maxima and masses instead, see
+`triton_filter`. The device reads a row's kind, so that a captured graph serves any mixture.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -17,18 +15,18 @@ from nanovllm_kernels.sampling.reference import MIN_TEMPERATURE
 from nanovllm_kernels.sampling.triton_filter import LOWEST, NO_TOKEN, draw_filtered, is_filtered
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, load_logits, scores
 
-# Tokens that one program scans, and those among them that share an entry in the table of maxima: 64 bytes of float32,
-# so that to gather one wastes no bandwidth.
+# Tokens per program, and tokens per segment, whose maximum is stored: 64 bytes of float32, so that gathering a segment
+# wastes no bandwidth.
 CHUNK = 4096
 SEGMENT = 16
 SCAN_WARPS = 4
 CHOOSE_WARPS = 16
-# Segments that a filtered row gathers at most: 8192 candidates, which the registers of one program hold.
+# Most segments that a filtered row gathers: 8192 candidates, which fit the registers of one program.
 HITS = 512
-# Tokens of a row that are looked at together when its candidates were not enough.
+# Tokens processed at once if the gathered candidates are not enough.
 ROW_BLOCK = 8192
 
-# Noise lies between -2.9 and 22.2, so that no logit this far below the largest is ever drawn.
+# Noise lies between -2.9 and 22.2: logits this far below the largest are never drawn.
 NEVER_DRAWN = 30.0
 
 
@@ -117,7 +115,7 @@ def _scan_chunk(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """What one chunk of one row holds: its best token, or its maximum, mass and segments' maxima."""
+    """Store one chunk's best token; for a filtered row the chunk's maximum, mass and segment maxima."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = row * tl.num_programs(1) + chunk
@@ -139,12 +137,12 @@ def _scan_chunk(
         tl.store(masses_ptr + place, mass)
         tl.store(best_ptr + place, best)
     else:
-        worth = logits
+        values = logits
         if random:
-            worth = scores(logits, tokens, scale, tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-        best = tl.max(tl.max(worth, 1), 0)
+            values = scores(logits, tokens, scale, tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        best = tl.max(tl.max(values, 1), 0)
         tl.store(best_ptr + place, best)
-        tl.store(best_ids_ptr + place, tl.min(tl.min(tl.where(worth == best, tokens, NO_TOKEN), 1), 0))
+        tl.store(best_ids_ptr + place, tl.min(tl.min(tl.where(values == best, tokens, NO_TOKEN), 1), 0))
 
 
 @triton.jit
@@ -174,12 +172,12 @@ def _choose(
     HITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row's token, from what its chunks hold."""
+    """Choose one row's token from the results of its chunks."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, PADDED_CHUNKS)
     place = row * num_chunks + chunks
     best = tl.load(best_ptr + place, mask=chunks < num_chunks, other=float("-inf"))
-    # A row with a filter has no ids here, but another draw instead.
+    # For a filtered row this id is undefined, and replaced below.
     token = tl.load(best_ids_ptr + row * num_chunks + tl.argmax(best, 0))
     if FILTER:
         temperature = tl.load(temperature_ptr + row)

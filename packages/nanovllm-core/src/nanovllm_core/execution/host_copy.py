@@ -1,0 +1,54 @@
+"""Pinned host buffers to which the device copies the tokens of a step, with the events that time the step."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopySlot:
+    """The buffer and the events of one step.
+
+    tokens: pinned int32 [size].
+    token_array: int32 [size], the same memory as a numpy array.
+    begin, end: timing events, recorded on `stream` where the step begins and ends.
+    stream: the stream that steps run on. Asking torch for the current stream takes longer than recording an event.
+    """
+
+    tokens: Tensor
+    token_array: NDArray[np.int32]
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    stream: torch.cuda.Stream
+    _views: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def first_tokens(self, count: int) -> Tensor:
+        """A view of the first `count` of `tokens`, kept for later steps of the same size."""
+        if (view := self._views.get(count)) is None:
+            view = self._views[count] = self.tokens[:count]
+        return view
+
+
+class HostCopyRing:
+    """Slots used in turn by steps of up to `size` tokens each, because making buffers and events is slower than a copy.
+
+    A slot is used again `depth` + 2 steps later. depth: the most steps in flight. stream: the stream that steps run on.
+    """
+
+    def __init__(self, size: int, depth: int, stream: torch.cuda.Stream):
+        self._slots = [_make_slot(size, stream) for _ in range(depth + 2)]
+        self._index = 0
+
+    def take(self) -> HostCopySlot:
+        """The slot for the next step."""
+        self._index = (self._index + 1) % len(self._slots)
+        return self._slots[self._index]
+
+
+def _make_slot(size: int, stream: torch.cuda.Stream) -> HostCopySlot:
+    tokens = torch.empty(size, dtype=torch.int32, pin_memory=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    return HostCopySlot(tokens, tokens.numpy(), begin, end, stream)
