@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of a textbook model, told once, whatever the settings; others notice nothing."""
+"""Log-probabilities of prompts equal those of a simple model; other requests are unchanged."""
 
 import asyncio
 import random
@@ -67,7 +67,7 @@ def check(found: PromptLogprobs, num_top: int, prompt: list[int], expected: torc
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_those_of_the_oracle_whatever_the_settings(name, device, toy_spec, oracle, prompt_oracle):
+async def test_prompt_logprobs_equal_the_oracle_for_all_settings(name, device, toy_spec, oracle, prompt_oracle):
     settings = {**BASE, **CONFIGS[name], "device": device, "forbid_sync": device == "cuda"}
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**settings))
     rng, work = random.Random(1), requests(len(name))

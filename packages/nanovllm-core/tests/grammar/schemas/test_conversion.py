@@ -1,4 +1,4 @@
-"""What schemas become: texts that their grammars permit and don't, and refusals by keyword and place."""
+"""Converted schemas permit and reject the expected texts; refusals name keyword and place."""
 
 import json
 import random
@@ -171,7 +171,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_permitted(name):
+def test_converted_schema_permits_and_rejects_expected_values(name):
     schema, permitted, forbidden = CASES[name]
     compiled = grammar(schema)
     validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -213,7 +213,7 @@ def test_what_is_permitted(name):
         (False, "", "schema"),
     ],
 )
-def test_what_is_refused(schema, place, keyword):
+def test_unsupported_schema_is_refused_with_keyword_and_place(schema, place, keyword):
     with pytest.raises(SchemaError) as caught:
         convert_schema(schema, "tools[2].function.parameters")
     assert caught.value.place == "tools[2].function.parameters" + place

@@ -97,7 +97,7 @@ def a_value(rng: random.Random, depth: int = 2):
     return [a_value(rng, depth - 1) for _ in range(rng.randrange(3))]
 
 
-def test_what_is_permitted_is_valid():
+def test_values_permitted_by_the_grammar_are_valid():
     rng = random.Random(11)
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(VOCABULARY, stop_token_ids=[END]), max_threads=1)
     accepted = valid = permitted = 0

@@ -1,4 +1,4 @@
-"""Patterns: what xgrammar permits of them is what re finds, and formats are what checkers of them take."""
+"""Patterns: xgrammar permits what `re` finds, and formats permit what format checkers accept."""
 
 import itertools
 import json
