@@ -156,12 +156,12 @@ async def test_penalties_and_biases_reach_the_sampler(engine, oracle):
 
 
 async def test_options_of_a_rows_last_request_are_cleared(engine, oracle):
-    """In one batch with somebody who is told such things, where the tables are looked at."""
+    """One request of the batch has such options, so the step reads the tables of all rows."""
     prompt = prompts(1)[0]
-    told = {"logit_bias": {42: 100.0}, "forbidden": (tuple(oracle(prompt, 1)),)}
-    await asyncio.gather(*(collect(engine, greedy(f"a{index}", prompt, 3, **told)) for index in range(8)))
+    options = {"logit_bias": {42: 100.0}, "forbidden": (tuple(oracle(prompt, 1)),)}
+    await asyncio.gather(*(collect(engine, greedy(f"a{index}", prompt, 3, **options)) for index in range(8)))
     one, *others = await asyncio.gather(
-        collect(engine, greedy("b", prompt, 20, **told)),
+        collect(engine, greedy("b", prompt, 20, **options)),
         *(collect(engine, greedy(f"c{index}", prompt, 20)) for index in range(7)),
     )
     assert one == [42] * 20

@@ -113,7 +113,7 @@ async def test_a_prompt_that_asks_reads_no_cached_blocks_but_leaves_its_own(toy_
 
 @pytest.mark.gpu
 async def test_only_steps_that_tell_of_prompts_are_launched(toy_spec, oracle):
-    """All others are replayed, whoever is beside them."""
+    """All other steps are replayed from graphs."""
     settings = {**BASE, "device": "cuda", "graph_mode": "full", "forbid_sync": True}
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**settings))
     plain = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

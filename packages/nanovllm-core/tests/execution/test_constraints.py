@@ -19,7 +19,7 @@ VOCAB = 70
 
 
 class Event:
-    """Of a step that the device has not ended until somebody waits for it, or it is told."""
+    """The end event of a step that is unfinished until the test waits for it or sets `over`."""
 
     def __init__(self):
         self.over = True
