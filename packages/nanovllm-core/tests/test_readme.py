@@ -32,7 +32,7 @@ def test_it_is_short():
 
 
 @pytest.mark.slow
-def test_it_runs_with_core_alone(tmp_path):
+def test_readme_example_runs_with_core_alone(tmp_path):
     (tmp_path / "toy.py").write_text(example())
     uv("venv", "--quiet", "env", cwd=tmp_path)
     python = str(tmp_path / "env" / "bin" / "python")

@@ -33,7 +33,7 @@ def test_no_token_ids_are_an_empty_int32_array():
 @pytest.mark.parametrize(
     "ids", [[1.0], [True], ["a"], "12", [None], [[1, 2]], 5, [1 << 31], [-(1 << 31) - 1], [1 << 70], np.array([1.5])]
 )
-def test_what_int32_cannot_hold_is_refused(ids):
+def test_token_ids_beyond_int32_are_refused(ids):
     with pytest.raises(RequestError) as caught:
         Request("r", ids)
     assert caught.value.field == "prompt"

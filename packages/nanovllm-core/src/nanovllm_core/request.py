@@ -83,7 +83,7 @@ class SamplingParams:
     forbidden: sequences of token ids that the output may not contain.
     logprobs: alternatives to report per output token (0..20); None for no log-probabilities. They are computed from
         the model's distribution before penalties and temperature.
-    prompt_logprobs: the same for prompt tokens except the first. Cached blocks are then not used.
+    prompt_logprobs: the same for prompt tokens except the first. The whole prompt is then computed, even if cached.
     grammar: a grammar that the output must match; it takes precedence over all other options. A token that min_tokens
         or logit_bias suppress is sampled if the grammar allows no other. A complete grammar ends the request even with
         ignore_eos. stop_token_ids stop the request only where the grammar allows them.

@@ -86,7 +86,7 @@ def test_blocks_of_a_step_still_in_flight_are_not_found():
     assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
 
 
-def test_what_does_not_fit_changes_nothing():
+def test_failed_admission_changes_nothing():
     cache = manager(num_blocks=2, watermark=0.5)
     request = Request("a", [1] * 8)
     assert cache.admit(request, keep_watermark=True) == BlockShortage(3)

@@ -1,4 +1,4 @@
-"""How many blocks the same bytes are."""
+"""The number of blocks and slots for a given memory size."""
 
 from dataclasses import replace
 

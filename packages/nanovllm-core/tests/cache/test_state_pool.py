@@ -33,7 +33,7 @@ def test_wherever_a_prompt_is_left_a_checkpoint_is_near(length):
         assert shared - last <= length - shared + CHECKPOINT
 
 
-def test_a_prompt_leaves_one_where_it_leaves_others():
+def test_prompt_leaves_a_checkpoint_where_it_differs_from_earlier_prompts():
     assert checkpoint_positions(0, 10_000, 1000)[0] == 960
     assert 960 not in checkpoint_positions(0, 10_000, 0)
     assert min(checkpoint_positions(960, 10_000, 1000)) > 960

@@ -1,4 +1,4 @@
-"""The engine in its own process: the same answers, and clear words when it dies."""
+"""The engine in its own process gives the same answers, and fails open requests when it dies."""
 
 import asyncio
 import multiprocessing
@@ -64,7 +64,7 @@ async def test_the_same_answers_through_the_wire(toy_spec, oracle):
     assert engine.dead == "the engine was stopped"
 
 
-async def test_a_killed_engine_fails_those_who_wait(toy_spec):
+async def test_killed_engine_fails_open_requests(toy_spec):
     engine = await EngineClient.launch(toy_spec(), CONFIG)
     waiting = asyncio.create_task(collect(engine, greedy("a", [1], 250)))
     await asyncio.sleep(0.05)

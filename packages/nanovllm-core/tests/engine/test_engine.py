@@ -1,4 +1,4 @@
-"""The engine in this process, against an oracle that knows no cache, no batch and no steps."""
+"""The engine in this process, compared with an oracle without cache, batches and steps."""
 
 import asyncio
 import random
@@ -109,7 +109,7 @@ async def test_stopping(engine, oracle):
     assert (await last(engine, greedy("b", prompt, 3))).finish_reason == "length"
 
 
-async def test_min_tokens_holds_back_what_would_stop(engine, oracle):
+async def test_min_tokens_suppresses_stop_tokens(engine, oracle):
     prompt = prompts(1)[0]
     stop = oracle(prompt, 1)[0]
     tokens = await collect(engine, greedy("a", prompt, 10, stop_token_ids=(stop,), min_tokens=4))
@@ -155,13 +155,13 @@ async def test_penalties_and_biases_reach_the_sampler(engine, oracle):
     assert len(set(penalised)) > len(set(tokens))
 
 
-async def test_what_a_row_was_told_before_is_forgotten(engine, oracle):
-    """In one batch with somebody who is told such things, where the tables are looked at."""
+async def test_options_of_a_rows_last_request_are_cleared(engine, oracle):
+    """One request of the batch has such options, so the step reads the tables of all rows."""
     prompt = prompts(1)[0]
-    told = {"logit_bias": {42: 100.0}, "forbidden": (tuple(oracle(prompt, 1)),)}
-    await asyncio.gather(*(collect(engine, greedy(f"a{index}", prompt, 3, **told)) for index in range(8)))
+    options = {"logit_bias": {42: 100.0}, "forbidden": (tuple(oracle(prompt, 1)),)}
+    await asyncio.gather(*(collect(engine, greedy(f"a{index}", prompt, 3, **options)) for index in range(8)))
     one, *others = await asyncio.gather(
-        collect(engine, greedy("b", prompt, 20, **told)),
+        collect(engine, greedy("b", prompt, 20, **options)),
         *(collect(engine, greedy(f"c{index}", prompt, 20)) for index in range(7)),
     )
     assert one == [42] * 20
@@ -205,7 +205,7 @@ async def test_closing_a_stream_frees_everything(engine, monkeypatch):
     assert await collect(engine, greedy("a", [1], 2)), "the id is free again"
 
 
-async def test_who_is_more_urgent_goes_first(toy_spec):
+async def test_more_urgent_request_goes_first(toy_spec):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, "max_num_seqs": 1}))
     order = []
 
@@ -223,7 +223,7 @@ async def test_who_is_more_urgent_goes_first(toy_spec):
     assert order == ["running", "urgent", "usual", "usual too", "later"]
 
 
-async def test_a_taken_id_is_refused_and_harms_nobody(engine, oracle):
+async def test_duplicate_request_id_is_refused_without_affecting_others(engine, oracle):
     first = asyncio.create_task(collect(engine, greedy("a", [1, 2, 3], 30)))
     await asyncio.sleep(0.01)
     with pytest.raises(RequestError, match="in use"):

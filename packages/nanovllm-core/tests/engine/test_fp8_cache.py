@@ -56,7 +56,7 @@ async def test_the_tokens_of_quantised_keys_and_values(name, device, toy_spec, e
     assert all(same) if device == "cpu" else sum(same) >= 12
 
 
-def test_quantised_keys_and_values_are_told_apart(oracle, expected):
+def test_fp8_cache_changes_tokens(oracle, expected):
     """Else the test above would prove nothing of the quantisation."""
     assert [oracle(prompt, OUTPUT) for prompt in prompts()] != expected
 

@@ -130,7 +130,9 @@ async def serve(toy_spec, compiler, oracle, device: str, settings: dict) -> tupl
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_answers_match_and_free_neighbours_are_as_alone(name, toy_spec, compiler, oracle, vetter, monkeypatch):
+async def test_answers_match_grammars_and_other_requests_are_unchanged(
+    name, toy_spec, compiler, oracle, vetter, monkeypatch
+):
     vetter.use(monkeypatch)
     finished, preemptions = await serve(toy_spec, compiler, oracle, "cpu", CONFIGS[name])
     assert finished >= 8
@@ -184,7 +186,7 @@ async def test_stop_token_ids_stop_where_the_grammar_allows_them(engine):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_a_budget_closes_what_is_too_long(depth, toy_spec, oracle):
+async def test_budget_closes_an_overlong_first_part(depth, toy_spec, oracle):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, "depth": depth}, device="cpu"))
     prompt = [7, 8, 9]
     free = oracle(prompt, 40)
@@ -264,7 +266,7 @@ async def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engi
     assert engine.stats.num_requests_waiting == 0
 
 
-async def test_what_cannot_be_followed_fails_alone(engine, monkeypatch, oracle):
+async def test_failing_grammar_fails_only_its_request(engine, monkeypatch, oracle):
     free = asyncio.create_task(collect(engine, request("f", [5, 6], None, temperature=0, ignore_eos=True)))
     # The letter has no token in this vocabulary.
     with pytest.raises(GrammarError, match="allows no token of the vocabulary"):

@@ -1,4 +1,4 @@
-"""The loop's order of things, and how it ends."""
+"""The order in which the loop plans, launches and posts, and how it stops."""
 
 import asyncio
 import threading
@@ -64,7 +64,7 @@ async def test_next_step_is_launched_before_outputs_are_posted(is_asynchronous, 
     assert " ".join(events[: 2 * OUTPUTS]) == order
 
 
-async def test_what_comes_while_a_step_is_launched_is_in_the_next(toy_spec, monkeypatch):
+async def test_request_that_arrives_during_a_launch_is_in_the_next_step(toy_spec, monkeypatch):
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=2))
     loop._runner.is_asynchronous = True
     first, second = request(), request()
@@ -238,7 +238,7 @@ async def test_outputs_of_a_finished_step_come_out_although_the_next_launch_fail
     assert len(tokens) == 1
 
 
-async def test_what_waits_and_runs_is_known_during_a_long_step(toy_spec, monkeypatch):
+async def test_stats_count_waiting_and_running_requests_during_a_long_step(toy_spec, monkeypatch):
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, max_num_seqs=1))
     launch, computing, go_on = loop._runner.launch, threading.Event(), threading.Event()
 

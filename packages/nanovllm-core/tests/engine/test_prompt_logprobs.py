@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of a textbook model, told once, whatever the settings; others notice nothing."""
+"""Log-probabilities of prompts equal those of a simple model; other requests are unchanged."""
 
 import asyncio
 import random
@@ -67,7 +67,7 @@ def check(found: PromptLogprobs, num_top: int, prompt: list[int], expected: torc
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_those_of_the_oracle_whatever_the_settings(name, device, toy_spec, oracle, prompt_oracle):
+async def test_prompt_logprobs_equal_the_oracle_for_all_settings(name, device, toy_spec, oracle, prompt_oracle):
     settings = {**BASE, **CONFIGS[name], "device": device, "forbid_sync": device == "cuda"}
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**settings))
     rng, work = random.Random(1), requests(len(name))
@@ -113,7 +113,7 @@ async def test_a_prompt_that_asks_reads_no_cached_blocks_but_leaves_its_own(toy_
 
 @pytest.mark.gpu
 async def test_only_steps_that_tell_of_prompts_are_launched(toy_spec, oracle):
-    """All others are replayed, whoever is beside them."""
+    """All other steps are replayed from graphs."""
     settings = {**BASE, "device": "cuda", "graph_mode": "full", "forbid_sync": True}
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**settings))
     plain = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Several clients of one engine process: each gets its own, a step at a time, and leaves nothing behind."""
+"""Several clients of one engine process: each gets its own outputs, and leaves nothing behind."""
 
 import asyncio
 import multiprocessing
@@ -144,7 +144,7 @@ def test_a_backlog_is_one_output_whatever_came():
     assert bell.failure is None
 
 
-def test_what_is_told_of_a_prompt_comes_once_with_the_first_token():
+def test_prompt_logprobs_come_once_with_the_first_token():
     streams, bell = RequestStreams(), Bell()
     backlog = Backlog(Request("a", [1, 2, 3], SamplingParams(prompt_logprobs=1)), bell)
     streams.open(9, backlog)

@@ -1,4 +1,4 @@
-"""When a step waits for the tokens of the one before, and when it doesn't."""
+"""When a step waits for the tokens of the previous step because of grammars and budgets."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ VOCAB = 70
 
 
 class Event:
-    """Of a step that the device has not ended until somebody waits for it, or it is told."""
+    """The end event of a step that is unfinished until the test waits for it or sets `over`."""
 
     def __init__(self):
         self.over = True
@@ -99,7 +99,7 @@ def allowed(masks: torch.Tensor) -> list[list[int]]:
     return [np.flatnonzero(row[:VOCAB]).tolist() for row in bits]
 
 
-def test_masks_of_an_earlier_step_are_nobody_s():
+def test_masks_of_an_earlier_step_apply_to_no_row():
     """A captured choice of tokens looks at as many as it has rows, however few were sent."""
     buffer = MaskBuffer(4, 2, torch.device("cpu"))
     for which in ([2, 0, 3], [1]):
@@ -134,7 +134,7 @@ def test_a_step_waits_only_when_a_mask_depends_on_the_step_before():
     assert not constraints._constraints
 
 
-def test_a_row_that_sits_out_or_is_another_s_by_now_is_left_alone():
+def test_skipped_and_reassigned_rows_are_not_advanced():
     constraints = Constraints(2, VOCAB, torch.device("cpu"))
     budget = Budget(0, (9,))
     assert not constraints.begin(plan([0, 1], [new_row(0, budget), new_row(1, None)], [False, True]))

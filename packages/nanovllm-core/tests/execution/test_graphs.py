@@ -1,4 +1,4 @@
-"""Which captured step answers for a batch, and that it does what launching the step does."""
+"""The selection of captured steps, and that a replayed step equals a launched one."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The device's tables follow plans, and cost the host the same whatever the number of requests."""
+"""The device tables follow plans, with constant cost on the host."""
 
 from dataclasses import replace
 

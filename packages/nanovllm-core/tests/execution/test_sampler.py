@@ -1,4 +1,4 @@
-"""The choice of tokens: the same whether looked up by compiled code or not, and whatever else other rows ask for."""
+"""Sampling does not depend on compilation or on the options of other rows."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def started(table: RequestTable, options: list[dict]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_needs_of_others_change_no_choice(seed):
+def test_needs_of_other_rows_do_not_change_tokens(seed):
     rng = np.random.default_rng(seed)
     table = RequestTable(ROWS, 32, 16, VOCAB, 1, torch.device("cpu"))
     # Requests before these leave tables that the next ones must not see.
@@ -114,7 +114,7 @@ def test_counts_start_anew_whatever_was_written_for_the_row():
         assert int(counts[token]) == output.count(token) + (IN_PROMPT if token in prompt else 0)
 
 
-def test_only_who_asked_gets_log_probabilities():
+def test_only_rows_that_asked_get_log_probabilities():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
     which, wanted = np.array([0, 1, 3, 4]), np.array([2, -1, 0, 3])
@@ -171,7 +171,7 @@ class CountingEvent:
         return False
 
 
-def test_a_step_that_samples_nothing_ends_with_an_event_that_is_waited_for():
+def test_step_without_sampling_records_an_event_at_its_end():
     nothing, end = np.zeros(0, np.int64), CountingEvent()
     tokens = torch.zeros(4, dtype=torch.int32)
     handle = StepHandle(None, nothing, nothing, HostCopySlot(tokens, tokens.numpy(), CountingEvent(), end, None))

@@ -1,4 +1,4 @@
-"""Bounded strings: what their rules allow, counted, and that nothing in them is left to be tried at every mask."""
+"""The rules of bounded strings allow exactly the right strings, with precomputed masks."""
 
 import json
 import random
@@ -84,7 +84,7 @@ def fits(written: bytes, low: int, high: int) -> bool:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 40), (2, 48), (0, 63), (5, 130), (0, 200)])
-def test_masks_are_what_fits(compiler, low, high):
+def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
     """But for tokens of more than MIN_TAIL - BLOCK characters, which may be left out."""
     schema = {
         "type": "object",
@@ -149,7 +149,7 @@ def test_only_patterns_that_bound_a_length_are_taken():
         assert parse_bounded_pattern(other) is None, other
 
 
-def test_what_only_looks_like_a_bounded_string_is_as_it_was(compiler):
+def test_other_patterns_are_left_unchanged(compiler):
     """Constants, names of properties, and words that the rules are made with."""
     look = {"type": "string", "pattern": "^(?:[a-b]){0,3}$"}
     schema = {

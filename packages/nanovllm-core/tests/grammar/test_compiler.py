@@ -58,7 +58,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return matcher.inner.accept_string(text) and matcher.inner.is_completed()
 
 
-def test_what_models_like_to_write_is_allowed_and_whitespace_is_bounded(compiler):
+def test_usual_json_formatting_is_allowed_and_whitespace_is_bounded(compiler):
     grammar = compiler.compile(JSON)
     assert accepts(grammar, '{"a": 1, "b": "x"}')
     assert accepts(grammar, '{"a":1,"b":"x"}')
@@ -108,7 +108,7 @@ def test_whitespace_is_bounded_wherever_a_structural_tag_has_json():
         ("structural_tag", '{"type": "structural_tag", "format": {"type": "x"}}', "this structural tag can't be"),
     ],
 )
-def test_what_cannot_be_compiled_says_why_in_one_line(compiler, kind, source, message):
+def test_grammar_that_cannot_be_compiled_has_a_one_line_error(compiler, kind, source, message):
     with pytest.raises(GrammarError, match=f"^{message}") as caught:
         compiler.compile(GrammarSpec(kind, source))
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The cache of grammars: each compiled once, whoever asks, and the least recently used given up."""
+"""The grammar cache: compiles each grammar once and evicts the least recently used."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ def compiled(monkeypatch) -> list[GrammarSpec]:
     return specs
 
 
-async def test_a_grammar_is_compiled_once_whoever_waits_and_whoever_gives_up(kept, compiled):
+async def test_grammar_is_compiled_once_for_concurrent_and_cancelled_callers(kept, compiled):
     waiting = [asyncio.create_task(kept.compile(REGEX)) for _ in range(5)]
     await asyncio.sleep(0)
     waiting[0].cancel()
@@ -74,7 +74,7 @@ async def test_limits_are_named(kept, monkeypatch):
         await kept.compile(JSON)
 
 
-async def test_a_vocabulary_that_cannot_be_read_is_told_to_who_asks_and_logged(caplog):
+async def test_unreadable_vocabulary_is_raised_and_logged(caplog):
     def fail() -> Vocabulary:
         raise OSError("no such file")
 
@@ -85,7 +85,7 @@ async def test_a_vocabulary_that_cannot_be_read_is_told_to_who_asks_and_logged(c
     kept.close()
 
 
-async def test_closing_ends_who_waits(kept):
+async def test_close_fails_waiting_callers(kept):
     waiting = asyncio.create_task(kept.compile(REGEX))
     await asyncio.sleep(0)
     kept.close()

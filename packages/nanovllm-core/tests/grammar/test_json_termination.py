@@ -1,4 +1,4 @@
-"""Strings, numbers and nesting end, whoever writes them, and nothing else is made to."""
+"""Endless strings, numbers and nesting of JSON are ended; other output is unchanged."""
 
 import json
 
@@ -132,7 +132,7 @@ def test_nesting_ends_unless_it_must_go_on(compiler, form):
     assert text.count(b"{") == (41 if name == "b" else MAX_DEPTH)
 
 
-def test_free_text_and_grammars_of_ones_own_are_left_alone(compiler):
+def test_free_text_and_custom_grammars_are_not_terminated(compiler):
     tagged = {
         "type": "sequence",
         "elements": [{"type": "any_text", "excludes": ["#"]}, {"type": "const_string", "value": "#"}],

@@ -1,4 +1,4 @@
-"""Grammars that want too much are refused in time, and harm nobody."""
+"""Grammars that take too much time or memory are refused in time, without affecting others."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def strict():
     vetter.close()
 
 
-def test_what_takes_too_long_is_refused_in_time_and_holds_up_nobody(strict):
+def test_slow_grammar_is_refused_in_time_without_delaying_others(strict):
     refused: list[tuple[str, float]] = []
 
     def refuse() -> None:
@@ -95,7 +95,7 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_it_ends_with_its_parent_and_so_does_what_it_tries():
+def test_vetting_process_and_its_children_end_with_the_parent():
     here = Path(__file__).parent
     path = os.pathsep.join(map(str, (here, here.parent / "support")))
     command = [sys.executable, "-c", PARENT]

@@ -27,7 +27,7 @@ def mixed(rows, others, weights):
     return [(rows + others) * weight for weight in weights]
 
 
-def test_one_serves_any_number_of_rows(counter):
+def test_one_compilation_serves_any_number_of_rows(counter):
     weights = (torch.randn(8), torch.randn(1))
     fast = compiled(mixed, 9)
     for num_rows, count in [(8, 0), (64, 1), (8, 1), (9, 1), (16, 1), (1, 1), (1000, 1)]:
@@ -47,7 +47,7 @@ def test_a_single_row_is_compiled_where_it_is_wanted(counter):
     assert counter.frame_count == 2
 
 
-def test_each_is_compiled_for_itself(counter):
+def test_each_function_is_compiled_separately(counter):
     made = [(compiled(mixed, 9), torch.randn(width)) for width in (4, 8, 12)]
     for _ in range(2):
         for fast, weight in made:
@@ -56,7 +56,7 @@ def test_each_is_compiled_for_itself(counter):
     assert counter.frame_count == 3
 
 
-def test_what_is_compiled_is_kept_where_that_can_be(tmp_path, monkeypatch):
+def test_compiled_code_is_cached_if_the_directory_is_writable(tmp_path, monkeypatch):
     compiled(mixed, 9)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")

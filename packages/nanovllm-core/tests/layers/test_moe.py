@@ -1,4 +1,4 @@
-"""Experts and routers: where checkpoints' tensors go, on one rank and on several."""
+"""Experts and routers load checkpoints to the right places, on one rank and on several."""
 
 import time
 from dataclasses import replace

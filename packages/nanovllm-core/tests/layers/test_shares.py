@@ -1,4 +1,4 @@
-"""Layers split over ranks: what the ranks have, put together, is what one rank would have had."""
+"""Layers split over ranks: the combined result equals that of one rank."""
 
 from dataclasses import replace
 
@@ -86,7 +86,7 @@ def test_a_tied_head_shares_the_table_of_its_embedding(build):
     assert head.weight.data.data_ptr() == embedding.weight.data_ptr()
 
 
-def test_what_ranks_cannot_split_evenly_is_refused(ranks):
+def test_uneven_split_over_ranks_is_refused(ranks):
     build = ranks(3)[0]
     with pytest.raises(ValueError, match="gate_proj"):
         ColumnParallelLinear(8, (Part("gate_proj", 10),), build)

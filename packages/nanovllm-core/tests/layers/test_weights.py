@@ -70,7 +70,7 @@ def test_a_tensor_that_comes_twice_is_refused(model):
         load_weights(model, pairs)
 
 
-def test_only_what_ignore_names_may_be_extra(model):
+def test_extra_tensor_is_an_error_unless_ignored(model):
     extra = {"old.inv_freq": torch.ones(2)}
     load_weights(model, (whole() | extra).items(), lambda name: name.endswith("inv_freq"))
     with pytest.raises(WeightError, match="extra"):

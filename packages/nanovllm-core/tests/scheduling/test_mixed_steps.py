@@ -1,4 +1,4 @@
-"""Which prompts share a step with decodes and with each other, and in what order they are served."""
+"""Which prompts share a step, and the order in which they are served."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""In steady decode a step's work in Python does not grow with the number of requests."""
+"""The Python work of a steady decode step does not grow with the number of requests."""
 
 import numpy as np
 import pytest
@@ -88,14 +88,14 @@ def test_plenty_of_blocks_are_given_to_all_in_one_step():
     assert max(ahead) == 1
 
 
-def test_few_blocks_are_given_to_who_needs_one_now():
+def test_scarce_blocks_go_only_to_requests_that_need_one_now():
     # Three for each prompt, and three more: less than four for each that will need one.
     grown, ahead = held_by_need(6 * BLOCK_SIZE, 3 * BLOCK_SIZE)
     assert grown == [1] * 3 * BLOCK_SIZE
     assert max(ahead) == 0
 
 
-def test_nobody_is_given_a_block_beyond_its_end():
+def test_no_request_gets_a_block_beyond_its_maximum_length():
     cache = CacheManager(1000, BLOCK_SIZE, prefix_caching=False, prefix_hash="fast", watermark=0)
     scheduler = Scheduler(cache, max_num_seqs=2, limits=StepLimits(1024), max_model_len=LONGEST, eos_token_ids=[EOS])
     # The first needs a block at once, the other's is enough for all of its answer.

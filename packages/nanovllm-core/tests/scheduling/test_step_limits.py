@@ -1,4 +1,4 @@
-"""Steps stay within their limits in time, on a simulated device whose steps take what their work costs."""
+"""Steps stay within their time limits, on a simulated device."""
 
 import random
 from collections import deque

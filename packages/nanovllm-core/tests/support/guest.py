@@ -1,4 +1,4 @@
-"""A process that joins an engine and never leaves of its own accord. On the path, as it must be imported there."""
+"""A program that connects to an engine and never disconnects. Imported by the child process."""
 
 import asyncio
 from multiprocessing.connection import Connection

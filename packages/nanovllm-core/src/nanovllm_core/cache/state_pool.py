@@ -20,7 +20,8 @@ def checkpoint_positions(begin: int, end: int, shared: int) -> list[int]:
     shared: leading tokens that earlier prompts had too; later prompts may also differ from there on.
 
     The other positions are near the end, where a continued conversation differs, at distances that double because
-    states are large. A request that shares all but n tokens finds a checkpoint at most n + CHECKPOINT tokens earlier.
+    states are large. A request that shares all but n tokens finds a checkpoint at most n + CHECKPOINT tokens before its
+    first different token.
     """
     last = end - end % CHECKPOINT
     distances = [0, *(CHECKPOINT << doublings for doublings in range(MAX_CHECKPOINTS))]
