@@ -71,9 +71,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="dtype of weights and activations")
     model.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     model.add_argument("--seed", type=int, default=0, help="base of the seeds of requests without a seed")
-    model.add_argument(
-        "--attention-backend", choices=("auto", "torch", "triton", "flash"), default="auto", help="attention kernels"
-    )
+    model.add_argument("--attention-backend", choices=("auto", *BACKENDS), default="auto", help="attention kernels")
     engine = flags.add_argument_group("engine")
     engine.add_argument("--max-model-len", type=_integer(1), help="most tokens of a request's prompt and output")
     engine.add_argument("--max-num-seqs", type=_integer(1), help="most sequences that run at once")

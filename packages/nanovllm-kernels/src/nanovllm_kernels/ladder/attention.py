@@ -80,13 +80,13 @@ def cute_decode(batch: int, context: int, page_size: int, *, in_fp8: bool = Fals
 
 def flash_decode(batch: int, context: int, page_size: int) -> Work:
     """Decode attention by FlashAttention, which the engine uses for prompts only."""
-    from nanovllm_kernels.attention.flash_prefill import paged_prefill
+    from nanovllm_kernels.attention.flash_prefill import FlashRequests, paged_prefill
 
     def make(_: int) -> Callable[[], object]:
         q, kv_cache, _, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=False)
         starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-        query_lens, out = starts.diff(), torch.empty_like(q)
-        return lambda: paged_prefill(q, kv_cache, tables, seq_lens, starts, query_lens, HEAD_DIM**-0.5, 1, out)
+        requests, out = FlashRequests(starts, starts.diff(), seq_lens, tables), torch.empty_like(q)
+        return lambda: paged_prefill(q, kv_cache, requests, HEAD_DIM**-0.5, 1, out)
 
     return decode_work("flash decode", make, batch, context, page_size, in_fp8=False)
 
