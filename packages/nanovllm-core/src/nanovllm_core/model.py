@@ -69,9 +69,10 @@ class ForwardContext:
     kv_caches: one per PagedSpec or MLASpec, in the order of `CausalLM.cache_specs`. PagedSpec: [num_blocks, block_size,
         2 * num_kv_heads, head_dim], key heads before value heads. MLASpec: [num_blocks, block_size, 1, latent_dim +
         rope_dim].
-    kv_scales: for FP8 one per cache, uint8 [num_blocks, heads per slot, block_size], see `nanovllm_kernels.fp8`.
-    launch: if not None, called with a layer's attention and queries instead of the attention itself. It is set while a
-        step is captured in pieces, between which attention is launched at each replay.
+    kv_scales: one per cache if these are FP8, else empty: uint8 [num_blocks, heads, block_size], where heads is the
+        third dimension of the cache; see `nanovllm_kernels.fp8`.
+    launch: if set, a layer calls it with its attention and queries instead of computing attention. It is set while a
+        step is captured in pieces: attention runs between the captured graphs, and is launched anew at each replay.
     state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
     states: state slots of the batch's requests; None for a model without recurrent layers.
     """

@@ -13,7 +13,8 @@ SCALE_BYTES = 1
 EXPONENT_BIAS = 127
 # Bias of e4m3's exponents.
 NARROW_BIAS = 7
-# The largest e4m3 is 1.75 * 2^8. Added to float32 bits, BEYOND_LARGEST raises the exponent of mantissas above 1.75.
+# The largest e4m3 is 1.75 * 2^8. Adding BEYOND_LARGEST to float32 bits carries into the exponent
+# exactly if the significand is above 1.75.
 LARGEST_EXPONENT = 8
 BEYOND_LARGEST = (1 << 23) - 1 - 0x600000
 # 2^-40: the least scale, so that a head of zeros has a scale too, and kernels may divide by any scale.

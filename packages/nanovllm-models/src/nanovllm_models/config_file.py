@@ -72,7 +72,7 @@ def parse_rotary(
 
     max_position: longest sequence of the model, in tokens.
     default_theta: base of the frequencies if config.json has none.
-    partial_of: head size of an architecture that may rotate a part of each head; None if it always rotates all of it.
+    partial_of: size of a head if the architecture may rotate a part of each head; None if it rotates whole heads.
     default_fraction: fraction of each head that is rotated if config.json has none.
     Raises ModelError for a kind of scaling that is not implemented.
     """
@@ -113,7 +113,10 @@ def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None, default:
             return 1.0
         rotary_dim = int(head_dim * fraction)
         if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-            raise fields.error("partial_rotary_factor", f"an even part of a head of {head_dim}, or all of it")
+            raise fields.error(
+                "partial_rotary_factor",
+                f"a fraction of head_dim {head_dim} that is an even number of dimensions above 0",
+            )
         return rotary_dim / head_dim
     if head_dim is None or not config.has("rotary_dim"):
         return default

@@ -1,7 +1,7 @@
 """Allocates the state slots of a model with recurrent layers, to running requests and to checkpoints.
 
-A slot holds the state of one sequence. A checkpoint is a copy of a request's state after some tokens of its prompt. It
-is found by the hash of the blocks up to there, until its slot is needed.
+A slot holds the state of one sequence. A checkpoint is a copy of a request's state after some tokens of its prompt.
+Later requests find it by the hash of the blocks that it covers, until its slot is evicted.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ def checkpoint_positions(begin: int, end: int, shared: int) -> list[int]:
     """Positions at which a prompt leaves checkpoints, most useful first.
 
     begin, end: the prompt has `end` tokens and is computed from token `begin` on.
-    shared: leading tokens that earlier prompts had too; later prompts may also differ from there on.
+    shared: number of leading tokens that earlier prompts had too; later prompts may diverge at the same position.
 
-    The other positions are near the end, where a continued conversation differs, at distances that double because
-    states are large. A request that shares all but n tokens finds a checkpoint at most n + CHECKPOINT tokens before its
-    first different token.
+    The other positions lie near the end, where continued conversations diverge. Their distances from the end double,
+    because states are large and so checkpoints are few. A request that diverges n tokens before this prompt's end finds
+    a checkpoint at most n + CHECKPOINT tokens before its first different token.
     """
     last = end - end % CHECKPOINT
     distances = [0, *(CHECKPOINT << doublings for doublings in range(MAX_CHECKPOINTS))]
@@ -37,7 +37,7 @@ class StatePool:
         self.slots = BlockPool(num_slots)
         self._block_size = block_size
         self._blocks_per_checkpoint = CHECKPOINT // block_size
-        # Rows without a request, each of which may need a slot.
+        # Rows of the batch without a request: each may need a slot.
         self._num_free_rows = max_running
 
     def find(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
@@ -50,7 +50,7 @@ class StatePool:
         return 0, NULL_SLOT
 
     def open(self, request: Request, origin: int, *, begin: int, shared: int, caching: bool) -> None:
-        """Allocate a slot for a request that gets a row, and slots for checkpoints if free rows do not need them.
+        """Allocate a slot for a request that starts, and slots for checkpoints from those not reserved for free rows.
 
         origin: slot of the checkpoint that the request starts from, or the null slot.
         begin: position of that checkpoint. shared: see `checkpoint_positions`.

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-# Seconds that a serving process has to end by itself, for example to write files.
+# Time limit for a serving process to exit by itself, for example after writing files.
 GRACE_S = 5.0
 EXIT_CODE = 1
 
@@ -15,8 +15,8 @@ def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Ev
     """Start a thread that ends this process when its parent has ended, even if the main thread is busy.
 
     clean_up: called before the process ends.
-    Returns an event. Once it is set, the main thread has `GRACE_S` seconds to end the process itself. Without a parent
-    process this function does nothing.
+    Returns an event. If the caller sets it, the main thread gets `GRACE_S` seconds to exit after the parent has ended.
+    Without a parent process this function does nothing.
     """
     ends_itself = threading.Event()
     parent = multiprocessing.parent_process()

@@ -33,9 +33,11 @@ class HostCopySlot:
 
 
 class HostCopyRing:
-    """Slots used in turn by steps of up to `size` tokens each, because making buffers and events is slower than a copy.
+    """Slots that steps use in turn, because making a buffer and events takes longer than a copy.
 
-    A slot is used again `depth` + 2 steps later. depth: the most steps in flight. stream: the stream that steps run on.
+    size: maximum number of tokens of a step.
+    depth: maximum number of steps in flight. A slot is used again `depth` + 2 steps later.
+    stream: the stream that steps run on.
     """
 
     def __init__(self, size: int, depth: int, stream: torch.cuda.Stream):

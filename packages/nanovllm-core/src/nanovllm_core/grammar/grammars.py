@@ -17,12 +17,13 @@ from nanovllm_core.request import GrammarError, GrammarSpec
 
 _log = logging.getLogger(__name__)
 
-# Grammars compiled at once. Each is vetted in a process of its own, so slow grammars do not delay quick ones.
+# Number of grammars compiled at the same time. Each is vetted in its own process, so slow ones do not delay others.
 NUM_COMPILING = 8
-# Most bytes of all cached grammars, and of one grammar.
+# Maximum size of all cached grammars.
 MAX_KEPT_BYTES = 256 << 20
+# Maximum size of one cached grammar.
 MAX_BYTES = 64 << 20
-# Most characters of a grammar's source.
+# Maximum number of characters in a grammar's source.
 MAX_SOURCE = 1 << 20
 _STOPPED = "the engine was stopped before this grammar was compiled"
 # Niceness of compiling threads, so that serving has priority.

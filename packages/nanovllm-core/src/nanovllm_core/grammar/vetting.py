@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Limits on the wall-clock time and the additional memory of compiling one grammar.
 MAX_SECONDS = 10.0
 MAX_BYTES = 512 << 20
-# Time for the vetting process to start, which includes importing torch, and to kill a child at its deadline.
+# Time allowed for the vetting process to start, which imports torch, and for killing a child at its deadline.
 _START_SECONDS = 60.0
 
 PASSED, REFUSED, TOO_LONG, DIED = b"+", b"-", b"t", b"x"

@@ -1,4 +1,4 @@
-"""Block FP8 weights: which modules have them, and the slots that load them, also into joint weights."""
+"""Block FP8 weights: which modules have them, and slots that load them, also into weights of fused modules."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class BlockFP8:
 
 
 def quantization_of(quantization: BlockFP8 | None, prefix: str, *names: str) -> BlockFP8 | None:
-    """The quantisation of the modules `names` of `prefix`, which share one matmul; None if they are not quantised.
+    """The quantisation of the modules `prefix.name`, which are fused into one matmul; None if they are not quantised.
 
     Raises ValueError if only some of them are quantised.
     """
@@ -42,7 +42,9 @@ def quantization_of(quantization: BlockFP8 | None, prefix: str, *names: str) -> 
     if len(kept) == len(names):
         return None
     rest = next(f"{prefix}.{name}" for name in names if f"{prefix}.{name}" not in kept)
-    raise ValueError(f"{kept[0]} is not quantised, but {rest} is: this model multiplies by both at once")
+    raise ValueError(
+        f"{kept[0]} is not quantised, but {rest} is: this model fuses both into one matmul, so quantise both or neither"
+    )
 
 
 def joint_weight(starts: list[int], shares: list[int], width: int, device: torch.device) -> BlockFP8Weight:

@@ -14,9 +14,9 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 # Waiting requests that are considered for a step.
 WINDOW = 64
-# Chunks end at multiples of this number of tokens, or of shorter blocks. With longer units more of a step is padding.
+# Chunks end at multiples of this many tokens, or of the block size if that is smaller. A larger unit adds padding.
 CHUNK_UNIT = 16
-# After this many steps the cache is searched again for a request that lacked blocks: others may have computed some.
+# Requests that lacked blocks are retried after this many steps, as others may have cached blocks that they share.
 RETRY_STEPS = 16
 
 
@@ -129,7 +129,7 @@ class PromptScheduler:
         self._num_windows += 1
         if self._num_windows % RETRY_STEPS == 0:
             self._needed_blocks.clear()
-        # A request with more hits than before needs fewer blocks.
+        # Forget the needed blocks of requests whose number of hits has changed.
         self._needed_blocks = {
             key: num_blocks for key, num_blocks in self._needed_blocks.items() if hits.get(key) == self._hits.get(key)
         }
@@ -148,7 +148,7 @@ class PromptScheduler:
     def _must_wait(self, request: Request) -> bool:
         """Whether `request` is known to lack blocks, or must not overtake the blocked request again."""
         num_blocks = self._needed_blocks.get(request.key, 0)
-        # An idle engine does not keep the watermark's blocks free, so `num_blocks` may be too large then.
+        # `num_blocks` includes the watermark, which an idle engine does not keep free.
         if self._cache.pool.num_free < num_blocks and self._rows.num_running > 0:
             return True
         blocked = self._blocked

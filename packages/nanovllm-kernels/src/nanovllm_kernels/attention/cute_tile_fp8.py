@@ -1,8 +1,8 @@
 """The tile of `cute_tile` for an FP8 cache: e4m3 keys and values, with a scale per token and head (see `fp8`).
 
-As in `triton_tile_fp8`, products are float16, queries are divided by a power of two, and the values' scales are added
-to the scores in base 2. A group has at most 8 query heads, half a tile, so that a step's slot can hold its sums.
-Fragments permute each 16 dimensions: lane l holds 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
+As in `triton_tile_fp8`, operands are float16, queries are divided by a power of two, and log2 of each value scale is
+added to the score in base 2. A group has at most 8 query heads, half a tile, so that a step's slot can hold the sums.
+Fragments permute every 16 dimensions: lane l holds 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and output sums.
 """
 
 import cutlass
@@ -12,7 +12,7 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention import cute_warp
 from nanovllm_kernels.attention.cute_tile import ROW_BYTES, STEP, clear_values
 
-# For each score of a lane: its index in the fragment, and its token minus 2 (l % 4).
+# (index in the fragment, token offset) of each score of lane l, whose token is 2 (l % 4) + offset.
 OWN_SCORES = ((0, 0), (1, 1), (4, 8), (5, 9))
 # Weights reach 2^15, so that the small weights of a long context are not subnormal in float16.
 HEADROOM = 15.0
@@ -23,7 +23,7 @@ TWICE_BIAS = 254
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load a group's queries, at element `offset` of `q`, as A fragments over a power of two. Returns that power."""
+    """Load a group's queries, at element `offset` of `q`, as A fragments, divided by a power of two; returns that."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     row = lane >> 2
@@ -62,7 +62,8 @@ def attend(
 ):
     """Accumulate the step at shared address `base`, with scales at `scales`, like `cute_tile.attend`.
 
-    row_max: reference point of the weights, HEADROOM below the maximum. row_sum: sum of the plain softmax's weights.
+    row_max: reference point of the weights, HEADROOM below the maximum.
+    row_sum: sum of the weights without value scales.
     """
     scores = cute.make_rmem_tensor(STEP // 2, Float32)
     exponents = cute.make_rmem_tensor(len(OWN_SCORES), Int32)
@@ -83,7 +84,7 @@ def attend(
 
 
 def _multiply_keys(shape, queries, scores, places):
-    """Compute the step's scores as two adjacent tiles of 8 tokens. 16 bytes hold the dimensions of one product."""
+    """Compute the step's scores as two adjacent tiles of 8 tokens. One MMA multiplies 16 dimensions, 16 bytes."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for pair in range(shape.head_dim // 32):
         keys = cute_warp.load_matrices(places[pair % 4] + (pair // 4) * STEP * ROW_BYTES, transpose=False)
@@ -98,7 +99,7 @@ def _multiply_keys(shape, queries, scores, places):
 
 
 def _apply_scales(scores, exponents, scales, scale_log2):
-    """Multiply a lane's scores by the keys' scales and add log2 of the values'. exponents: those of 1 / value scale."""
+    """Multiply scores by key scales and add log2 of value scales. exponents: receives those of 1 / value scale."""
     for half in range(2):
         keys = cute_warp.load_bytes(scales + 8 * half)
         values = cute_warp.load_bytes(scales + STEP + 8 * half)
@@ -133,7 +134,7 @@ def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
 def _multiply_values(shape, scores, acc, places):
     """Add the step's weighted values: of each 16 dimensions the even ones go to one tile, the odd ones to the next.
 
-    The hardware transposes pairs of values, so each pair of tokens is split into one register per dimension.
+    ldmatrix transposes 16-bit units of two dimensions, which are separated here into one register per dimension.
     """
     weights = [cute_warp.pack(Float16, scores[0], scores[1]), Int32(0)]
     weights += [cute_warp.pack(Float16, scores[4], scores[5]), Int32(0)]

@@ -37,7 +37,7 @@ from nanovllm_kernels.jit_tiles import (
 
 # Keys per block: their float32 copies fit the first-level cache beside a tile of queries.
 BLOCK_KEYS = 64
-# Most rows (queries times query heads per key-value head) that visit a block together; at least one token's.
+# Maximum number of rows in a tile: tokens times query heads per key-value head. A tile has at least one token.
 MOST_ROWS = 96
 
 _ZERO, _LEAST = np.float32(0.0), np.float32(-3e38)
@@ -52,7 +52,7 @@ def paged_attention(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Write `paged_attention` of float32 `q` and a bf16 cache into `out`, contiguous float32 [T, Hq, D]."""
+    """Compute attention of float32 `q` over a bf16 cache into `out`, contiguous float32 [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
     _, page_size, num_cached, _ = kv_cache.shape
     _attend(
@@ -132,7 +132,7 @@ def _items_of_thread(args_ptr):
     tiles = numba.carray(pointer(args[14]), (num_tiles, 2), np.int64)
     depth, width = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL
     rows = tile_tokens * group
-    # Queries, keys, values, scores, sums, and per row the largest score and the sum of weights.
+    # Scratch: queries, keys, values, scores, accumulated output, and per row the largest score and the sum of weights.
     sizes = rows * depth + BLOCK_KEYS * (depth + width) + rows * (BLOCK_KEYS + width + 2)
     scratch = np.empty(sizes + LINE // 4, np.float32)
     scratch_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
@@ -207,7 +207,7 @@ def _attend_tile(args, kv_head, request, token, count, first_length, depth, widt
 
 @ordered_kernel
 def _pack_queries(q_ptr, q_stride, group, head_dim, depth, num_rows, scale, out_ptr):
-    """Write scaled queries, tile by tile, each as [head_dim, rows]."""
+    """Write scaled queries. Each tile is [depth, rows], with zeros past head_dim."""
     num_tiles = -(-num_rows // TILE_ROWS)
     for tile in range(num_tiles):
         begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
@@ -224,7 +224,7 @@ def _pack_queries(q_ptr, q_stride, group, head_dim, depth, num_rows, scale, out_
 def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_head, head_dim, keys_ptr, values_ptr):
     """Copy keys as [BLOCK_KEYS / GROUP, depth, GROUP] and values as [width / GROUP, BLOCK_KEYS, GROUP], float32.
 
-    Values past `num_keys` and elements past `head_dim` become 0. Scores of keys past `num_keys` are not read.
+    Values past `num_keys` and elements past `head_dim` become 0. Keys past `num_keys` stay undefined.
     """
     depth, num_parts = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL // GROUP
     keys = numba.carray(pointer(keys_ptr), (BLOCK_KEYS // GROUP, depth, GROUP), np.float32)
@@ -285,7 +285,7 @@ def _weigh(scores_ptr, seen, state_ptr, sums_ptr, num_rows, width, is_first):
     else:
         most = state[0]
     state[0] = most
-    # Unseen scores become about 1e-38, which does not change a sum of at least 1.
+    # exp makes about 1e-38 of masked scores, which does not change a sum of at least 1.
     state[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, most)
     if seen < BLOCK_KEYS:
         _fill(scores_ptr, seen, _ZERO)

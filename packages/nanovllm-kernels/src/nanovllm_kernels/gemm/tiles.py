@@ -1,18 +1,19 @@
 """Launch configurations of our GEMM kernels, and rules for when they beat a library: nothing is tuned at run time.
 
-The constants were measured on one H200 in bf16 with cold weights, against a norm, cuBLAS and a gate as own kernels.
+The constants were measured on one H200 in bf16 with cold weights. The baseline runs norm, cuBLAS and gate as separate
+kernels.
 """
 
 from typing import NamedTuple
 
 # Largest weight (in elements) for which the few-row kernel is faster, by rows rounded up to a power of two.
 MOST_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
-# Up to this many columns a CTA takes as few as it can: otherwise some SMs would have no work.
+# With at most this many columns each CTA takes few of them, so that every SM has work.
 FEW_COLUMNS = 2048
-# Up to this many columns it still takes fewer of them if each is at least LONG.
+# With at most this many columns each CTA still takes few of them if K is at least LONG.
 SOME_COLUMNS = 4096
 LONG = 4096
-# Columns of a vocabulary: enough work for many waves of CTAs.
+# From this many columns on (a vocabulary) a launch has many waves of CTAs.
 VAST_COLUMNS = 1 << 16
 
 
@@ -20,7 +21,7 @@ VAST_COLUMNS = 1 << 16
 SPLIT_COLUMNS = 1024
 SPLIT_DEPTH = 2048
 SPLIT_ROWS = 256
-# Columns and K must be multiples of these, so that every entry of SPLITS divides them.
+# Columns and K must be multiples of these, so that every tile in SPLITS divides them evenly.
 COLUMN_STEP = 64
 DEPTH_STEP = 512
 
@@ -40,7 +41,7 @@ VAST = {1: RowsConfig(4, 2), 2: RowsConfig(4, 2), 4: RowsConfig(4, 2), 8: RowsCo
 
 
 def pays(num_rows: int, num_columns: int, width: int) -> bool:
-    """Whether the few-row kernel beats a norm and a library's product with a weight [num_columns, width]."""
+    """Whether the few-row kernel, which includes the norm, beats a separate norm and cuBLAS. width: K of the weight."""
     return num_columns * width <= MOST_ELEMENTS.get(padded(num_rows), 0)
 
 
@@ -101,14 +102,14 @@ def can_split(num_columns: int, width: int) -> bool:
 
 
 def num_counters(num_columns: int) -> int:
-    """Return the most tiles that a launch can have."""
+    """Return the number of counters that a launch needs: one per tile of the largest launch that splits K."""
     return max(-(-most // config.block_m) * (num_columns // config.block_n) for most, config in SPLITS.items())
 
 
 class BlockFP8Config(NamedTuple):
     """Tile of a block FP8 launch: rows, columns (pairs of columns when gated), parts of K, warps, pipeline stages.
 
-    The depth is one group.
+    Each tile covers 128 elements of K: one group of scales.
     """
 
     block_m: int
@@ -118,15 +119,16 @@ class BlockFP8Config(NamedTuple):
     num_stages: int
 
 
-# Most rows that the kernel quantises itself, if no norm precedes. On an H200, 4096 x 4096 with one row takes 10.7 us
-# this way, and 14.4 us with a separate quantising kernel. After a norm the separate kernel is faster.
+# Maximum number of rows that the kernel quantises itself, if no norm precedes. On an H200, 4096 x 4096 with one row
+# takes 10.7 us this way, and 14.4 us with a separate quantising kernel. After a norm the separate kernel is faster.
 FUSED_FP8_ROWS = 16
-# Most rows of our kernel, for weights with up to FEW_FP8_COLUMNS columns and for wider ones. With more rows cuBLAS is
-# faster, if it supports the shape.
+# Our kernel computes at most OWN_FP8_ROWS rows for weights of up to FEW_FP8_COLUMNS columns, and OWN_WIDE_FP8_ROWS for
+# wider weights. With more rows cuBLAS is faster, if it supports the shape.
 OWN_FP8_ROWS = 128
 FEW_FP8_COLUMNS = 4096
 OWN_WIDE_FP8_ROWS = 64
-# K is split until there are this many CTAs (FUSED_FP8_CTAS up to FUSED_FP8_ROWS rows), each with LEAST_GROUPS groups.
+# K is split until a launch has FP8_CTAS CTAs, or FUSED_FP8_CTAS with at most FUSED_FP8_ROWS rows. Each CTA keeps at
+# least LEAST_GROUPS groups.
 FUSED_FP8_CTAS = 192
 FP8_CTAS = 128
 LEAST_GROUPS = 4
@@ -140,7 +142,7 @@ FP8_ROWS = {
     64: BlockFP8Config(64, 64, 1, 4, 6),
     OWN_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
 }
-# Used instead if there are enough columns for CTAs with twice as many.
+# Tiles with twice as many columns, used if a launch still has enough CTAs.
 WIDE_FP8_ROWS = {
     FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4),
     64: BlockFP8Config(64, 128, 1, 4, 3),
@@ -177,5 +179,5 @@ def owns_fp8(num_rows: int, num_columns: int) -> bool:
 
 
 def num_fp8_counters(num_columns: int) -> int:
-    """Return the most tiles that a launch that splits K can have."""
+    """Return the number of counters that a launch needs, as `num_counters` does."""
     return max(-(-most // config.block_m) * -(-num_columns // config.block_n) for most, config in FP8_ROWS.items())

@@ -212,7 +212,7 @@ def _forbid(
     first_generated = tl.load(num_prompt_ptr + row)
     for back in tl.range(1, LENGTH):
         at = position - back
-        # -2 equals no token: tokens of the prompt never match.
+        # Tokens of the prompt load as -2, which no sequence has. -1 pads sequences and matches anything.
         generated = tl.load(tokens_ptr + row * tokens_stride + at, mask=at >= first_generated, other=-2)
         wanted = tl.load(sequences_ptr + LENGTH - 1 - back, mask=ending, other=-1)
         ending &= (wanted == generated) | (wanted == -1)

@@ -1,6 +1,6 @@
-"""Runs one program with a peer, if given, and then with our engine, and shows both results.
+"""Runs one benchmark on a peer (another engine), if given, then on our engine, and shows both results.
 
-The peer runs first, in its own process, so that neither engine shares the machine or the GPU's memory.
+The peer runs first, in its own process, so that the engines never use the machine at the same time.
 """
 
 import asyncio
@@ -33,7 +33,10 @@ class Setting:
 
 
 def run(setting: Setting, spec: ModelSpec, program: Program) -> None:
-    """Measures, shows a table, writes the figures. Raises BenchError if the peer fails, and like `engine.measure`."""
+    """Measures, shows a table, writes the figures.
+
+    Raises BenchError if requests do not fit or the peer fails, and whatever `engine.measure` raises.
+    """
     # The engine would raise this too, but only after the peer has run for minutes.
     context = setting.config.max_model_len or spec.max_position
     if (longest := max(len(work.prompt) + work.max_tokens for case in program.cases for work in case.works)) > context:

@@ -1,4 +1,4 @@
-"""Runs the kernel ladder of nanovllm_kernels, and shows its figures as tables, files and pictures."""
+"""Runs the kernel benchmarks of `nanovllm_kernels.ladder`, and writes the results as a table, JSON and a plot."""
 
 import sys
 from dataclasses import asdict, replace

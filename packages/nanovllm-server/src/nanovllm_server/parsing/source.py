@@ -1,4 +1,4 @@
-"""Reads text that comes in pieces, independent of the pieces' borders.
+"""Reads text that arrives in pieces. The result does not depend on where the text is split.
 
 Readers are generators that yield when they need more text. The total time is proportional to the text's length.
 """
@@ -14,11 +14,11 @@ Value = TypeVar("Value")
 # A reader: yields when it needs more text, and returns the value that it read.
 Reading: TypeAlias = Generator[None, None, Value]
 
-# Most characters of a name.
+# Maximum number of characters in a name.
 MAX_NAME = 256
 # Characters of JSON's numbers, true, false and null.
 SCALARS = frozenset("+-.0123456789truefalsnE")
-# Characters that JSON has only in strings. Tags, fences and separators of calls begin with them.
+# JSON allows these characters only inside strings. Tags, code fences and separators of calls begin with one of them.
 NO_JSON = "<`;"
 
 
@@ -31,7 +31,7 @@ class Nesting:
         self._escaped = False
 
     def step(self, character: str) -> None:
-        """Counts a character."""
+        """Updates the depth for the next character."""
         if self._escaped:
             self._escaped = False
         elif character == '"':
@@ -103,7 +103,7 @@ class Source:
         return True
 
     def broken_off(self, *literals: str) -> bool:
-        """If the text ends within one of `literals`, reads the rest; returns whether it did."""
+        """If the text has ended in an incomplete literal of `literals`, reads it; returns whether it did."""
         rest = self._text[self._at :]
         if not self._ended or not rest or not any(literal.startswith(rest) for literal in literals):
             return False
@@ -116,7 +116,7 @@ class Source:
             self._take(self._at + 1)
 
     def until(self, tags: Sequence[str], sink: Callable[[str], None]) -> Reading[str | None]:
-        """Reads text to `sink` up to the first of `tags`. Returns that tag, unread, or None at the end."""
+        """Reads text to `sink` up to the first of `tags`. Returns that tag without reading it, or None at the end."""
         while True:
             found = [(at, tag) for tag in tags if (at := self._text.find(tag, self._at)) >= 0]
             if found:
@@ -131,7 +131,7 @@ class Source:
     def name(self, end: str) -> Reading[str | None]:
         """Reads a name and `end` after it; returns the name: one line of at most MAX_NAME characters.
 
-        Returns None if there is no such name. The text then stays unread, unless it is all that is left.
+        Otherwise returns None and reads nothing, except that it reads the rest of a text that has ended without `end`.
         """
         while (at := self._text.find(end, self._at)) < 0:
             rest = self._text[self._at :]
@@ -171,9 +171,9 @@ class Source:
     def json(self, sink: Callable[[str], None], max_length: int | None = None) -> Reading[bool]:
         """Reads a JSON object, array or string to `sink`, piece by piece; returns whether it was complete.
 
-        Checks strings and brackets only, so that other mistakes of the model are passed on.
-        Stops before a character of NO_JSON.
-        max_length: stop after so many characters, and before the end of a line; None for no limit.
+        Checks strings and brackets only; other mistakes of the model go to `sink` unchanged.
+        Outside strings it stops before a character of NO_JSON.
+        max_length: maximum number of characters; a line break in a string then stops reading too. None: no limit.
         """
         nesting, length = Nesting(), 0
         ends_string = "" if max_length is None else "\n"
@@ -195,7 +195,7 @@ class Source:
             yield
 
     def braces(self, sink: Callable[[str], None]) -> Reading[None]:
-        """Reads to `sink` up to the end of the object that is open, or to a line that begins with another object."""
+        """Reads the rest of an open object to `sink`: through its closing brace, or up to a line that begins with {."""
         nesting, at_start = Nesting(1), False
         while True:
             text = self._text
@@ -216,7 +216,7 @@ class Source:
             yield
 
     def _undecided(self, tags: Sequence[str]) -> int:
-        """The position from which the end of the text may be the beginning of a tag; the text's length if nowhere."""
+        """The start of the longest end of the text that may begin a tag; the text's length if there is none."""
         text = self._text
         undecided = len(text)
         for tag in tags:

@@ -1,4 +1,4 @@
-"""The function that creates the model and the configuration in the engine's process. Only its call imports torch."""
+"""A callable that makes the model's spec and the configuration in the engine's process. Only the call imports torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """The argument of `EngineProcess`. dtype: dtype of the model, put into `engine`; None for the checkpoint's."""
+    """The argument of `EngineProcess`. dtype: replaces that of `engine`; None for the checkpoint's dtype."""
 
     model: Path
     load_format: LoadFormat
@@ -23,7 +23,7 @@ class EngineRecipe:
     engine: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
-        """The spec of the model and the configuration. Raises ModelError."""
+        """Return the model's spec and the engine's configuration. Raises ModelError."""
         import torch
 
         import nanovllm_models

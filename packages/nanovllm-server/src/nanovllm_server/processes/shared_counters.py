@@ -28,11 +28,11 @@ class CounterGroup:
         self._rows = rows
 
     def add(self, index: int, value: float) -> None:
-        """Add to a number of this worker."""
+        """Add `value` to this worker's counter `index`."""
         self._own[index] += value
 
     def clear(self) -> None:
-        """Set this worker's numbers to zero."""
+        """Set this worker's counters to zero."""
         for index in range(len(self._own)):
             self._own[index] = 0.0
 
@@ -46,7 +46,10 @@ class CounterGroup:
 
 
 class SharedCounters:
-    """All counters, seen by one worker. All workers must claim the same columns in the same order. own: its row."""
+    """All counters, seen by one worker. All workers must claim the same columns in the same order.
+
+    own: index of this worker's row.
+    """
 
     def __init__(self, memory: "Array[c_double]", own: int = 0):
         cells = memoryview(memory).cast("B").cast("d")

@@ -1,4 +1,4 @@
-"""The main function of a worker's process. It imports lazily, because the parent imports this module too."""
+"""The main function of a worker's process, which imports heavy modules itself: the parent imports this module too."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from nanovllm_server.processes.worker_protocol import WorkerArguments
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 LARGE_BLOCK = 1 << 20
-# Threads that encode texts, and heaps of malloc: with a single heap, the threads would take almost twice as long.
+# Number of tokenizer threads and of malloc heaps. With one heap, encoding takes almost twice as long.
 NUM_ENCODING_THREADS = 4
 
 

@@ -1,4 +1,4 @@
-"""Writes plans as a JSON schema in which xgrammar enforces every keyword."""
+"""Converts plans (see `value_plans`) to a JSON schema. xgrammar enforces every keyword of that schema."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -9,20 +9,20 @@ from nanovllm_core.grammar.schemas.library import Library
 from nanovllm_core.grammar.schemas.shapes import Conj
 from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plans
 
-# Most distinct schemas in one schema.
+# Maximum number of distinct subschemas of a schema.
 MAX_PARTS = 5_000
 # Levels of schemas written inside one another; deeper ones go to `$defs`.
 MAX_INLINE = 16
-# xgrammar treats two schemas as equal if they differ only in the schemas of properties with these names.
+# When xgrammar compares two schemas, it ignores properties with these names.
 OVERLOOKED = frozenset(
     ("title", "default", "description", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
 )
 
 
 def emit(library: Library, root: Conj) -> dict[str, JSON]:
-    """The schema for xgrammar of the values that are valid against `root`.
+    """Return the JSON schema for xgrammar that permits the values valid against `root`.
 
-    Raises SchemaError if no plan can express them, or if there are none.
+    Raises SchemaError if no plan expresses these values, or if no finite value is valid.
     """
     planned = _collect(library, root)
     writer = _Writer(root, planned, _finite(planned))
@@ -109,7 +109,7 @@ def _needed(plan: Plan) -> list[Conj]:
 
 
 class _Writer:
-    """Writes each schema once: in its place if it is used once, else under `$defs`."""
+    """Writes leaves and schemas that are used once in place; shared, recursive and deeply nested ones under `$defs`."""
 
     def __init__(self, root: Conj, planned: dict[Conj, tuple[Plan, ...] | None], finite: set[Conj]):
         self.root = root

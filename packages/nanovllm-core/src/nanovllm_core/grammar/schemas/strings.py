@@ -12,7 +12,7 @@ from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
 from nanovllm_core.grammar.schemas.spelling import write, write_value
 
 MAX_LENGTH = 1_000_000
-# `all_but`: most characters that it compares of an excluded string, and most distinct prefixes of all of them.
+# Limits of the trie in `all_but`: its depth in characters, and its number of prefixes.
 MAX_BRANCH = 32
 MAX_BRANCHES = 16
 
@@ -30,7 +30,7 @@ def as_text(shape: Text, place: str) -> str | None:
 
 
 def as_tree(shape: Text, place: str) -> Node:
-    """The tree of those strings of a shape that JSON writes without escapes. Raises SchemaError."""
+    """The regex tree of a shape's strings, restricted to characters that JSON does not escape. Raises SchemaError."""
     keyword = next((k for k, _ in shape.places if k in ("pattern", "maxLength", "minLength")), "pattern")
     at = keyword_place(shape, keyword) or place
     if len(shape.patterns) > 1:
@@ -102,7 +102,7 @@ class _Branch:
     """A node of the trie of excluded strings.
 
     ends: an excluded string ends here.
-    cut: every string with this prefix is excluded, because an excluded string is longer than the trie is deep.
+    cut: the trie ends here although an excluded string goes on, so all strings with this prefix are excluded.
     """
 
     ends: bool = False
@@ -111,7 +111,7 @@ class _Branch:
 
 
 def all_but(texts: Collection[str]) -> Node:
-    """All strings without escapes except `texts`. If `texts` are many or long, leaves out more strings than these."""
+    """All strings without escapes except `texts`. If `texts` are many or long, excludes others too."""
     longest = MAX_BRANCH
     while longest > 1 and len({text[:length] for text in texts for length in range(longest)}) > MAX_BRANCHES:
         longest //= 2

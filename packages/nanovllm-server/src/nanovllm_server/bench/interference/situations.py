@@ -34,7 +34,7 @@ class InterferenceSettings:
 class CaseResult:
     """The figures of one case on one server, over all its repetitions.
 
-    figures: by name, which ends in its unit unless it counts something; NaN if no request was answered.
+    figures: values by name. A name ends in its unit, except for counts. NaN if no request was answered.
     ttfts_ms: every measured time to the first token, by kind of request.
     misses: turns for which the server did not report the history as cached.
     """
@@ -224,7 +224,7 @@ class Situations:
     async def _turns_beside(
         self, client: ChatClient, streams: DecodeStreams, prompts: Sequence[list[Message]], interval_s: float
     ) -> tuple[list[Answer | None], list[float]]:
-        """Send turns beside streams; returns the answers and the streams' gaps until the last turn's first token."""
+        """Send turns beside streams; returns the answers, and the streams' gaps until all turns have a first token."""
         start = time.perf_counter()
         answers = await asyncio.gather(
             *(
