@@ -31,7 +31,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
         raise RequestError(
             "max_tokens",
             f"max_tokens is {sampling.max_tokens}, but after a prompt of {request.num_prompt_tokens} tokens the "
-            f"context of {info.max_model_len} has room for {max_outputs}",
+            f"context of {info.max_model_len} has {max_outputs} left",
         )
 
 
