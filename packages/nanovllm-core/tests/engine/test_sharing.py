@@ -11,7 +11,7 @@ from nanovllm_core import EngineClient, EngineConfig, Request, SamplingParams
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.process import split_by_client
 from nanovllm_core.engine.streams import Backlog, RequestStreams
-from nanovllm_core.request import PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.outputs import PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
 
 CONFIG = EngineConfig(device="cpu", num_blocks=128, max_num_seqs=8)
 

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import StepResults
 from nanovllm_core.scheduling.policy import MAX_BYPASSES
@@ -24,9 +26,10 @@ def make_scheduler(
     return Scheduler(cache, max_num_seqs=max_num_seqs, limits=StepLimits(budget), max_model_len=8192, eos_token_ids=[1])
 
 
-def add(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2, priority: int = 0) -> Request:
-    request = Request(f"r{key}", [token] * num_tokens, SamplingParams(ignore_eos=True), priority=priority)
-    request.key, request.arrival_time = key, float(key)
+def add(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2, priority: int = 0) -> RequestState:
+    sampling = SamplingParams(ignore_eos=True)
+    client_request = Request(f"r{key}", [token] * num_tokens, sampling, priority=priority, arrival_time=float(key))
+    request = RequestState(key, client_request)
     scheduler.add(request)
     return request
 

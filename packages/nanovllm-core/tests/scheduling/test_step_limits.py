@@ -9,7 +9,9 @@ import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.execution.graphs import mixed_sizes
-from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import StepResults
 from nanovllm_core.scheduling.result_applier import ScheduledStep
@@ -70,9 +72,9 @@ class Engine:
         )
 
     def add(self, key: int, num_tokens: int, max_tokens: int = 4) -> None:
-        request = Request(f"r{key}", [2] * num_tokens, SamplingParams(ignore_eos=True, max_tokens=max_tokens))
-        request.key, request.arrival_time = key, self.now
-        self.scheduler.add(request)
+        sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens)
+        request = Request(f"r{key}", [2] * num_tokens, sampling, arrival_time=self.now)
+        self.scheduler.add(RequestState(key, request))
 
     def step(self) -> bool:
         """Fill the device, then wait for its oldest step; False when there is nothing to do."""
@@ -172,9 +174,9 @@ def test_priorities_rule_between_classes():
     engine = Engine(3)
     engine.add(0, 20_000, 1)
     engine.step()
-    urgent = Request("urgent", [2] * 60_000, SamplingParams(ignore_eos=True, max_tokens=1), priority=-1)
-    urgent.key, urgent.arrival_time = 1, engine.now
-    engine.scheduler.add(urgent)
+    sampling = SamplingParams(ignore_eos=True, max_tokens=1)
+    urgent = Request("urgent", [2] * 60_000, sampling, priority=-1, arrival_time=engine.now)
+    engine.scheduler.add(RequestState(1, urgent))
     while engine.step():
         pass
     assert engine.first_token_at[1] < engine.first_token_at[0]

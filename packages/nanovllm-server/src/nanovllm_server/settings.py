@@ -7,9 +7,10 @@ from typing import cast
 import orjson
 
 from nanovllm_core.config import EngineConfig
-from nanovllm_core.request import RequestError, SamplingParams
+from nanovllm_core.errors import RequestError
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_server.observability.logs import LogFormat
-from nanovllm_server.processes.engine_recipe import DType, LoadFormat
+from nanovllm_server.processes.engine_recipe import LoadFormat
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import SamplingDefaults
 
@@ -26,7 +27,6 @@ class Settings:
     names: names that requests may use for the model; None for its directory's name.
     api_keys: accepted keys; empty: no key is needed.
     http_workers: number of processes that serve HTTP.
-    dtype: dtype of the model; None for the checkpoint's. `engine` has none.
     chat_template: see `read_template`; None for the model's.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect it from the template.
     max_queue: sequences that may wait in addition to those that the engine runs.
@@ -42,7 +42,6 @@ class Settings:
     api_keys: tuple[str, ...]
     http_workers: int
     load_format: LoadFormat
-    dtype: DType | None
     chat_template: str | None
     reasoning_parser: str | None
     tool_call_parser: str | None

@@ -8,9 +8,12 @@ import torch
 from nanovllm_core.config import EngineConfig, resolve
 from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.loop import EngineLoop
-from nanovllm_core.engine.status import EngineDeadError, EngineStats
+from nanovllm_core.engine.status import EngineStats
+from nanovllm_core.errors import EngineDeadError, GrammarError
+from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import GrammarError, GrammarSpec, Request, StepOutputs
+from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.request import Request
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 _log = logging.getLogger(__name__)
@@ -76,8 +79,8 @@ class AsyncEngine(Engine):
             self.stats = stats
         self._streams.dispatch(outputs)
 
-    def _submit(self, request: Request) -> None:
-        self._loop.submit(request)
+    def _submit(self, key: int, request: Request) -> None:
+        self._loop.submit(key, request)
 
     def _abort(self, key: int) -> None:
         self._loop.abort(key)

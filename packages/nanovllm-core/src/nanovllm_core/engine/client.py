@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import zmq
 import zmq.asyncio
 
-from nanovllm_core.config import ConfigError, EngineConfig
+from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import process, wire
 from nanovllm_core.engine.engine import Engine
-from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import GrammarError, GrammarSpec, Request
+from nanovllm_core.errors import ConfigError, EngineDeadError, GrammarError
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.request import Request
 
 if TYPE_CHECKING:
     from nanovllm_core.model import ModelSpec
@@ -200,8 +201,8 @@ class EngineClient(Engine):
         for key in tuple(self._compiling):
             self._settle(key, EngineDeadError(reason))
 
-    def _submit(self, request: Request) -> None:
-        self._socket.send(wire.Submit.of(request))
+    def _submit(self, key: int, request: Request) -> None:
+        self._socket.send(wire.Submit.of(key, request))
 
     def _abort(self, key: int) -> None:
         self._socket.send(wire.Abort(key))

@@ -8,18 +8,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
-from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.config import MIXED_STEP_S, PROMPT_STEP_S, ResolvedConfig
 from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import Trace, Tracer, Track
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
+from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import GrammarError, GrammarSpec, Request, RequestStatus, StepOutputs
+from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.result_applier import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
@@ -38,13 +41,6 @@ WAITING_LEAD_S = 0.001
 # Interval at which the thread checks whether the step has finished.
 POLL_S = 0.001
 _WAITING = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
-
-
-class StepInFlight(NamedTuple):
-    """A launched step and the handle that reads its results."""
-
-    step: ScheduledStep
-    handle: StepHandle
 
 
 class EngineLoop:
@@ -71,12 +67,13 @@ class EngineLoop:
         self._compiling: dict[int, asyncio.Task[None]] = {}
         self._grammar_failures: list[tuple[int, str]] = []
         # Requests that neither finished nor were aborted, by key. Used on the event loop's thread only.
-        self._open_requests: dict[int, Request] = {}
+        self._open_requests: dict[int, RequestState] = {}
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
         self._tracer = tracer
-        self._in_flight: deque[StepInFlight] = deque()
+        # Launched steps with the handles that read their results, oldest first.
+        self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         # When the device began the oldest step in flight, by `time.perf_counter`.
         self._step_start = 0.0
         # Outputs of the last finished step, until they are posted.
@@ -84,7 +81,7 @@ class EngineLoop:
         self._thread = thread
         self._spins = spins
         # Messages to the thread, in order of arrival: new requests, and keys of aborted requests.
-        self._inbox: deque[Request | int] = deque()
+        self._inbox: deque[RequestState | int] = deque()
         self._wake = threading.Event()
         self._stopping = False
         # Messages from the thread to the event loop.
@@ -127,9 +124,9 @@ class EngineLoop:
             max_num_seqs=config.max_num_seqs,
             limits=StepLimits(
                 config.max_num_batched_tokens,
-                config.target_step_s,
-                config.prompt_step_s,
-                config.mixed_step_s,
+                None if config.target_step_ms is None else config.target_step_ms / 1e3,
+                PROMPT_STEP_S[config.device],
+                MIXED_STEP_S[config.device],
                 runner.attention_rounds,
                 runner.graphs.mixed_tokens,
             ),
@@ -141,21 +138,21 @@ class EngineLoop:
         info = EngineInfo(
             model=spec.name,
             device=runner.device_name,
-            dtype=str(config.dtype).removeprefix("torch."),
+            dtype=config.dtype,
             vocab_size=spec.vocab_size,
             max_model_len=runner.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=runner.block_size,
             num_blocks=runner.num_blocks,
-            kv_cache_dtype=str(config.kv_cache_dtype).removeprefix("torch."),
+            kv_cache_dtype=str(config.torch_kv_cache_dtype).removeprefix("torch."),
             kv_cache_bytes=runner.kv_cache_bytes,
             num_state_slots=runner.num_slots,
             state_bytes=runner.state_bytes,
             prefix_caching=config.prefix_caching,
             attention_backend=config.attention_backend,
             grammars=spec.vocabulary is not None,
-            arithmetic=describe_arithmetic(runner.device, config.dtype),
+            arithmetic=describe_arithmetic(runner.device, config.torch_dtype),
         )
         grammars = None
         if spec.vocabulary is not None:
@@ -169,21 +166,21 @@ class EngineLoop:
             raise GrammarError(NO_GRAMMARS)
         await self._grammars.compile(spec)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, key: int, client_request: Request) -> None:
         """Queue a validated request with a unique key, once its grammar is compiled."""
-        self._open_requests[request.key] = request
+        self._open_requests[key] = request = RequestState(key, client_request)
         spec = request.sampling.grammar
         if spec is not None and self._grammars is not None:
-            request.compiled = self._grammars.get(spec)
-            if request.compiled is None:
+            request.compiled_grammar = self._grammars.get(spec)
+            if request.compiled_grammar is None:
                 request.status = RequestStatus.WAITING_GRAMMAR
-                self._compiling[request.key] = asyncio.create_task(self._queue_compiled(request, spec, self._grammars))
+                self._compiling[key] = asyncio.create_task(self._queue_compiled(request, spec, self._grammars))
                 return
         self._send(request)
 
-    async def _queue_compiled(self, request: Request, spec: GrammarSpec, grammars: Grammars) -> None:
+    async def _queue_compiled(self, request: RequestState, spec: GrammarSpec, grammars: Grammars) -> None:
         try:
-            request.compiled = await grammars.compile(spec)
+            request.compiled_grammar = await grammars.compile(spec)
         except GrammarError as error:
             self._open_requests.pop(request.key, None)
             self._grammar_failures.append((request.key, str(error)))
@@ -200,7 +197,7 @@ class EngineLoop:
             compiling.cancel()
         self._send(key)
 
-    def _send(self, message: Request | int) -> None:
+    def _send(self, message: RequestState | int) -> None:
         self._inbox.append(message)
         self._wake.set()
 
@@ -344,7 +341,7 @@ class EngineLoop:
                 handle = self._runner.launch(step.plan)
             if not self._in_flight:
                 self._step_start = time.perf_counter()
-            self._in_flight.append(StepInFlight(step, handle))
+            self._in_flight.append((step, handle))
 
     def _wait_to_plan(self, events: asyncio.AbstractEventLoop) -> None:
         """Wait until shortly before the step in flight ends, so that the next step includes requests that arrive now.
@@ -372,7 +369,7 @@ class EngineLoop:
     def _read_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, Request):
+            if isinstance(message, RequestState):
                 self._scheduler.add(message)
             else:
                 self._scheduler.abort(message)

@@ -25,7 +25,8 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.parent import exit_with_parent, parent_is_gone
 from nanovllm_core.engine.status import EngineStats
-from nanovllm_core.request import GrammarError, StepOutputs
+from nanovllm_core.errors import GrammarError
+from nanovllm_core.outputs import StepOutputs
 
 if TYPE_CHECKING:
     from nanovllm_core.engine.loop import EngineLoop
@@ -164,7 +165,7 @@ class EngineServer:
                     # Ignore messages of clients that have disconnected.
                     if (client := self._client_of(key)) is not None:
                         client.keys.add(key)
-                        self._engine.submit(message.request())
+                        self._engine.submit(key, message.request())
                 case wire.Abort(key):
                     if (client := self._client_of(key)) is not None:
                         client.keys.discard(key)

@@ -4,16 +4,9 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
-from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import (
-    FinishReason,
-    GrammarError,
-    PromptLogprobs,
-    Request,
-    RequestOutput,
-    StepOutputs,
-    TokenLogprobs,
-)
+from nanovllm_core.errors import EngineDeadError, GrammarError
+from nanovllm_core.outputs import FinishReason, PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.request import Request
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.layers.compiled import compiled
 from nanovllm_core.model import BuildContext, ForwardContext, Launch, MLASpec, ModelSpec, PagedSpec, StateSpec
 from nanovllm_core.parallel import ParallelContext
-from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
+from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import (
@@ -81,7 +81,7 @@ class Runner:
         self.device_name = describe(self.device).name
         self.is_asynchronous = self.device.type != "cpu"
         self._config = config
-        self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))
+        self._model = spec.build(BuildContext(self.device, config.torch_dtype, ParallelContext(), config.compile))
         specs = self._model.cache_specs()
         self._paged_specs = [spec for spec in specs if not isinstance(spec, StateSpec)]
         self._state_specs = [spec for spec in specs if isinstance(spec, StateSpec)]
@@ -124,8 +124,8 @@ class Runner:
         free_bytes = free_for_cache(config, self.device, self._run_largest_step)
         self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
-        block_bytes = bytes_per_block(self._paged_specs, self.block_size, config.kv_cache_dtype)
-        slot_bytes = bytes_per_slot(self._state_specs, config.state_dtype, config.dtype)
+        block_bytes = bytes_per_block(self._paged_specs, self.block_size, config.torch_kv_cache_dtype)
+        slot_bytes = bytes_per_slot(self._state_specs, config.torch_state_dtype, config.torch_dtype)
         self.num_blocks, self.num_slots, self.max_model_len = plan_cache(
             config, self.block_size, free_bytes, block_bytes, slot_bytes
         )
@@ -276,7 +276,7 @@ class Runner:
             num_heads=self._num_heads,
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
-            dtype=self._config.dtype,
+            dtype=self._config.torch_dtype,
             num_tokens=num_tokens,
             whole=bounds.whole,
         )
@@ -380,14 +380,18 @@ class Runner:
         """Allocate a cache of `num_blocks` blocks and the null block per attention layer, and FP8 scales if needed."""
         config = self._config
         caches = tuple(
-            zeros((num_blocks + 1, self.block_size, *slot_shape(spec)), config.kv_cache_dtype, self.device)
+            zeros((num_blocks + 1, self.block_size, *slot_shape(spec)), config.torch_kv_cache_dtype, self.device)
             for spec in self._paged_specs
         )
-        return caches, tuple(map(fp8.make_scales, caches)) if config.kv_cache_dtype == fp8.DTYPE else ()
+        return caches, tuple(map(fp8.make_scales, caches)) if config.torch_kv_cache_dtype == fp8.DTYPE else ()
 
     def _allocate_states(self, num_slots: int) -> StateMemory:
         """Allocate `num_slots` state slots and the null slot for the recurrent layers."""
         config = self._config
         return StateMemory(
-            self._state_specs, num_slots, state_dtype=config.state_dtype, dtype=config.dtype, device=self.device
+            self._state_specs,
+            num_slots,
+            state_dtype=config.torch_state_dtype,
+            dtype=config.torch_dtype,
+            device=self.device,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.sampler import PromptScores, Sampled
-from nanovllm_core.request import PromptLogprobs, TokenLogprobs
+from nanovllm_core.outputs import PromptLogprobs, TokenLogprobs
 from nanovllm_core.scheduling.plan import StepResults
 
 

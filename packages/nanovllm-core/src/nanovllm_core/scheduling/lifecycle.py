@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import Request, RequestStatus
+from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.queue import WaitingQueue
 from nanovllm_core.scheduling.rows import RowTable
 
@@ -38,7 +38,7 @@ class Lifecycle:
         # Finished and preempted requests that keep row and blocks until no step in flight refers to them.
         self.num_finishing = 0
         self.num_preempting = 0
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, RequestState] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -50,16 +50,16 @@ class Lifecycle:
         """Whether a request is unfinished, or a finished one still holds a row and blocks."""
         return bool(self._requests) or self.num_finishing > 0
 
-    def find(self, key: int) -> Request | None:
+    def find(self, key: int) -> RequestState | None:
         """The unfinished request with this key, or None."""
         return self._requests.get(key)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue a new request with a unique key."""
         self._requests[request.key] = request
         self.waiting.push(request)
 
-    def start(self, request: Request, num_computed: int) -> None:
+    def start(self, request: RequestState, num_computed: int) -> None:
         """Give a row to a waiting request that the cache has admitted. num_computed: its tokens found in the cache."""
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
@@ -71,7 +71,7 @@ class Lifecycle:
                 self.counters.prefix_queries += request.num_prompt_tokens
                 self.counters.prefix_hits += request.num_cached_tokens
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: RequestState) -> None:
         """Move a running request back to the queue and free its blocks. Tokens in flight are still appended."""
         self.rows.running[request.row] = False
         request.status = RequestStatus.WAITING
@@ -80,7 +80,7 @@ class Lifecycle:
         self.num_preempting += 1
         self.release_when_idle(request)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: RequestState) -> None:
         """Finish a request in any unfinished state."""
         if request.status is RequestStatus.WAITING and not self.waiting.remove(request):
             self.num_preempting -= 1
@@ -92,7 +92,7 @@ class Lifecycle:
         self.num_finishing += 1
         self.release_when_idle(request)
 
-    def release_when_idle(self, request: Request) -> None:
+    def release_when_idle(self, request: RequestState) -> None:
         """Release row and blocks, unless a step in flight refers to them. Called again when that step has finished."""
         if request.row >= 0:
             if self.rows.steps_in_flight[request.row] > 0:

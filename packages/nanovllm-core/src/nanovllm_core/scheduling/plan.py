@@ -10,7 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import Checkpoint, CompiledGrammar, PromptLogprobs, SamplingParams, TokenLogprobs
+from nanovllm_core.grammar_types import CompiledGrammar
+from nanovllm_core.outputs import PromptLogprobs, TokenLogprobs
+from nanovllm_core.request_state import Checkpoint
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.token_ids import TokenIds
 
 
@@ -57,10 +60,10 @@ class NewBlocks:
 
 
 class NewState(NamedTuple):
-    """The state slot of a request, the slot it is copied from (`origin`; 0 for zeros), and checkpoints to save."""
+    """The state slot of a request, the slot it is copied from (0 for zeros), and the checkpoints to save."""
 
     slot: int
-    origin: int
+    source_slot: int
     checkpoints: tuple[Checkpoint, ...]
 
 
@@ -73,7 +76,6 @@ class NewRow:
 
     token_ids: the prompt and the outputs that the host knows.
     stop_ids: tokens that may not be sampled before `sampling.min_tokens` outputs.
-    compiled: the compiled grammar; None without one.
     """
 
     row: int
@@ -83,7 +85,7 @@ class NewRow:
     sampling: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
-    compiled: CompiledGrammar | None = None
+    compiled_grammar: CompiledGrammar | None = None
     state: NewState = NO_STATE
 
 

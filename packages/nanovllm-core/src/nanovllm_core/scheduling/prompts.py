@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm_core.cache.manager import BlockShortage
-from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
 from nanovllm_core.scheduling.budget import StepBudget, StepLimits
 from nanovllm_core.scheduling.lifecycle import Lifecycle
 from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
@@ -42,7 +42,7 @@ class _Candidate(NamedTuple):
         the last search.
     """
 
-    request: Request
+    request: RequestState
     start: int
     end: int
 
@@ -66,7 +66,7 @@ class PromptScheduler:
         self._needed_blocks: dict[int, int] = {}
         self._num_windows = 0
         # The first request that lacked blocks, and how many others were admitted since.
-        self._blocked: Request | None = None
+        self._blocked: RequestState | None = None
         self._num_bypasses = 0
         # Steps in a row in which the oldest prompt got less than its share.
         self._num_passed_over = 0
@@ -86,7 +86,7 @@ class PromptScheduler:
         most_urgent = request_class(candidates[0].request)
         oldest = min(
             (each for each in candidates if request_class(each.request) == most_urgent),
-            key=lambda each: each.request.arrival_time,
+            key=lambda each: each.request.client_request.arrival_time,
         )
         if self._num_passed_over >= 1 / OLDEST_SHARE - 1:
             candidates.remove(oldest)
@@ -143,9 +143,9 @@ class PromptScheduler:
     def _order(self, candidate: _Candidate) -> tuple[tuple[int, int], float, int, float]:
         request, start, end = candidate
         left = end - start
-        return request_class(request), self._model.chunk_seconds(start, left), left, request.arrival_time
+        return request_class(request), self._model.chunk_seconds(start, left), left, request.client_request.arrival_time
 
-    def _must_wait(self, request: Request) -> bool:
+    def _must_wait(self, request: RequestState) -> bool:
         """Whether `request` is known to lack blocks, or must not overtake the blocked request again."""
         num_blocks = self._needed_blocks.get(request.key, 0)
         # `num_blocks` includes the watermark, which an idle engine does not keep free.
@@ -156,7 +156,7 @@ class PromptScheduler:
             return False
         return request_class(request) >= request_class(blocked)
 
-    def _admit(self, request: Request, budget: StepBudget, planned: PromptChunks) -> float:
+    def _admit(self, request: RequestState, budget: StepBudget, planned: PromptChunks) -> float:
         num_computed = self._cache.admit(request, keep_watermark=self._rows.num_running > 0)
         if isinstance(num_computed, BlockShortage):
             self._needed_blocks[request.key] = num_computed.num_blocks
@@ -175,15 +175,15 @@ class PromptScheduler:
         return budget.take(num_computed, request.num_tokens, num_tokens)
 
 
-def _new_row(request: Request, num_computed: int) -> NewRow:
+def _new_row(request: RequestState, num_computed: int) -> NewRow:
     return NewRow(
         row=request.row,
-        token_ids=request.known_ids(),
+        token_ids=request.token_ids(),
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=num_computed,
         sampling=request.sampling,
         seed=request.seed,
         stop_ids=tuple(sorted(request.stop_ids)),
-        compiled=request.compiled,
-        state=NewState(request.state_slot, request.state_origin, tuple(request.checkpoints)),
+        compiled_grammar=request.compiled_grammar,
+        state=NewState(request.state_slot, request.source_state_slot, tuple(request.checkpoints)),
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import FinishReason, StepOutputs, TokenLogprobs
+from nanovllm_core.outputs import FinishReason, StepOutputs, TokenLogprobs
 from nanovllm_core.scheduling.lifecycle import Lifecycle
 from nanovllm_core.scheduling.plan import ScheduledRows, StepPlan, StepResults
 from nanovllm_core.scheduling.rows import DecodeBatch, RequestColumns, Rows

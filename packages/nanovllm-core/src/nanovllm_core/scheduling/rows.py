@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import MAX_STOP_TOKENS, Request
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import MAX_STOP_TOKENS
 from nanovllm_core.scheduling.plan import ScheduledRows
 
 Rows = NDArray[np.int64]
@@ -19,7 +20,7 @@ class RequestColumns(NamedTuple):
     """Rows and, in the same order, their requests, request keys and lists of output tokens."""
 
     rows: Rows
-    requests: list[Request]
+    requests: list[RequestState]
     keys: list[int]
     output_ids: list[list[int]]
 
@@ -49,7 +50,7 @@ class RowTable:
     """
 
     def __init__(self, num_rows: int, eos_count: int):
-        self.requests: list[Request | None] = [None] * num_rows
+        self.requests: list[RequestState | None] = [None] * num_rows
         numbers = np.zeros((8, num_rows), np.int64)
         (
             self.keys,
@@ -79,7 +80,7 @@ class RowTable:
         """Number of requests that may be scheduled."""
         return int(np.count_nonzero(self.running))
 
-    def assign(self, request: Request, num_computed: int, capacity: int) -> None:
+    def assign(self, request: RequestState, num_computed: int, capacity: int) -> None:
         """Give `request` a free row. The caller has checked `num_free`."""
         request.row = row = self._free.pop()
         self.requests[row] = request
@@ -96,7 +97,7 @@ class RowTable:
         self._record_stop_ids(request.stop_ids)
         self._decode_batch = None
 
-    def free(self, request: Request) -> None:
+    def free(self, request: RequestState) -> None:
         """Free the row of `request`. No step in flight may refer to it."""
         row = request.row
         self.requests[row] = None
@@ -104,7 +105,7 @@ class RowTable:
         self._free.append(row)
         request.row = -1
 
-    def requests_of(self, rows: Rows) -> list[Request]:
+    def requests_of(self, rows: Rows) -> list[RequestState]:
         """The requests of `rows`; free rows are skipped."""
         requests = self.requests
         return [request for row in rows.tolist() if (request := requests[row]) is not None]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import Request, RequestStatus, StepOutputs
+from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.lifecycle import Lifecycle
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, PromptPart, ScheduledRows, StepPlan, StepResults
@@ -51,7 +52,7 @@ class Scheduler:
         self._seeds = random.Random(seed)
 
     @property
-    def running(self) -> list[Request]:
+    def running(self) -> list[RequestState]:
         """Requests with a row that may be scheduled."""
         return self.rows.requests_of(np.flatnonzero(self.rows.running))
 
@@ -65,7 +66,7 @@ class Scheduler:
         """Whether a request is unfinished, or a finished one still holds a row and blocks."""
         return self._lifecycle.has_requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue a new, validated request. Raises ValueError if its key is in use."""
         if self._lifecycle.find(request.key) is not None:
             raise ValueError(f"request key {request.key} is in use")
@@ -137,7 +138,7 @@ class Scheduler:
         needs_more = capacity < rows.max_total[decodes] - 1
         return decodes[needs_more & (capacity - rows.num_tokens[decodes] < self.cache.block_size)]
 
-    def _add_blocks(self, requests: Sequence[Request], new_blocks: NewBlocks) -> bool:
+    def _add_blocks(self, requests: Sequence[RequestState], new_blocks: NewBlocks) -> bool:
         """Give each of `requests` one more block. Returns False, without any change, if too few blocks are free."""
         block_ids = self.cache.grow(requests)
         if block_ids is None:
@@ -162,7 +163,7 @@ class Scheduler:
                 chosen.add(row)
         return np.array(sorted(chosen), np.int64)
 
-    def _add_block_or_preempt(self, request: Request, chosen: set[int], new_blocks: NewBlocks) -> bool:
+    def _add_block_or_preempt(self, request: RequestState, chosen: set[int], new_blocks: NewBlocks) -> bool:
         """Give a decode one more block, preempting less urgent requests if needed. False if it must wait."""
         while not self._add_blocks([request], new_blocks):
             # Blocks will be released when a step in flight finishes: preempt no other request until then.
@@ -174,7 +175,7 @@ class Scheduler:
                 return False
         return True
 
-    def _victim_score(self, request: Request) -> Score:
+    def _victim_score(self, request: RequestState) -> Score:
         left = self.rows.num_tokens[request.row] - self.rows.num_computed[request.row]
         return victim_score(request, prefilling=bool(left > 1))
 
@@ -226,10 +227,10 @@ class Scheduler:
         for (row, num_tokens), request in zip(chunks, requests, strict=True):
             num_top, computed = request.sampling.prompt_logprobs, int(self.rows.num_computed[row])
             # After a preemption tokens are computed again whose successors have been scored already.
-            count = min(computed + num_tokens - request.num_scored, request.num_to_score)
+            count = min(computed + num_tokens - request.num_scored_tokens, request.num_unscored_tokens)
             if num_top is not None and count > 0:
-                first = request.num_scored
+                first = request.num_scored_tokens
                 parts.append(PromptPart(row, first + 1, count, num_top, at + first - computed))
-                request.num_scored += count
+                request.num_scored_tokens += count
             at += num_tokens
         return parts
