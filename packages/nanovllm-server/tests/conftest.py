@@ -198,8 +198,8 @@ class ScriptedEngine(Engine):
                         (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(top))))
                         for token in new
                     ],
-                    begins=[(key, self.num_cached_tokens)] if made == len(new) else [],
-                    ends=[(key, reason, stop)] if reason is not None else [],
+                    starts=[(key, self.num_cached_tokens)] if made == len(new) else [],
+                    finishes=[(key, reason, stop)] if reason is not None else [],
                     prompt_logprobs=self._tell(key, request) if made == len(new) else [],
                 )
             )

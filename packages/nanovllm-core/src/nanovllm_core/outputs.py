@@ -8,7 +8,7 @@ import msgspec
 FinishReason = Literal["stop", "length"]
 
 
-# Structs, not dataclasses: they are sent between processes as arrays, and are created for every request of a step.
+# Structs, not dataclasses: processes send them to each other as arrays, and a step creates one or more per request.
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of a chosen token, and pairs (token id, log-probability) of the likeliest ones, best first."""
 
@@ -41,8 +41,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: bytes
 
     @classmethod
-    def joined(cls, num_top: int, parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs":
-        """Concatenate `parts`."""
+    def concatenate(cls, num_top: int, parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs":
+        """The log-probabilities of consecutive `parts` of a prompt."""
         return cls(
             num_top,
             b"".join([part.logprobs for part in parts]),
@@ -55,31 +55,51 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.logprobs) // 4
 
     def __iter__(self) -> Iterator[PromptTokenLogprobs]:
-        count = self.num_top
         top_ids, top_logprobs = memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f")
         pairs = zip(memoryview(self.logprobs).cast("f"), memoryview(self.ranks).cast("i"), strict=True)
         for index, (logprob, rank) in enumerate(pairs):
-            span = slice(index * count, (index + 1) * count)
+            span = slice(index * self.num_top, (index + 1) * self.num_top)
             yield PromptTokenLogprobs(logprob, rank, tuple(zip(top_ids[span], top_logprobs[span], strict=True)))
+
+
+class RequestStart(NamedTuple):
+    """A request whose first output token is in the step. num_cached_tokens: prompt tokens found in the prefix cache."""
+
+    key: int
+    num_cached_tokens: int
+
+
+class RequestFinish(NamedTuple):
+    """A request whose last output token is in the step. stop_token: see `RequestOutput`."""
+
+    key: int
+    reason: FinishReason
+    stop_token: int | None
+
+
+class RequestFailure(NamedTuple):
+    """A request that failed, and the reason as text for the client."""
+
+    key: int
+    reason: str
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     """The outputs of one step for many requests, as columns, so that a step creates few objects.
 
-    keys, tokens: each new token with the key of its request; tokens of one request are in order.
-    logprobs: pairs (key, log-probabilities), one per new token of requests that asked for them.
-    begins: pairs (key, cached prompt tokens) of requests whose first output token is here.
-    ends: triples (key, finish reason, stop token or None) of requests whose last output token is here.
-    failures: pairs (key, reason) of requests that failed.
-    prompt_logprobs: pairs (key, part), in order. The last part comes no later than the first output token.
+    keys: int per new token, the key of its request.
+    tokens: int per new token, its id; the tokens of one request are in order.
+    logprobs: a pair (key, log-probabilities) per new token of each request that wants log-probabilities.
+    prompt_logprobs: pairs (key, part of the prompt), in order. The last part of a prompt comes at the latest with the
+        first output token.
     """
 
     keys: list[int] = []
     tokens: list[int] = []
     logprobs: list[tuple[int, TokenLogprobs]] = []
-    begins: list[tuple[int, int]] = []
-    ends: list[tuple[int, FinishReason, int | None]] = []
-    failures: list[tuple[int, str]] = []
+    starts: list[RequestStart] = []
+    finishes: list[RequestFinish] = []
+    failures: list[RequestFailure] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
 
 
@@ -88,12 +108,14 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: the request's id, as the client chose it.
     new_token_ids: one token, or several if the reader was slow.
-    num_prompt_tokens, num_output_tokens: usage so far.
-    num_cached_tokens: prompt tokens found in the prefix cache.
-    logprobs: one entry per new token; None if not asked for.
+    num_prompt_tokens: number of prompt tokens.
+    num_cached_tokens: number of prompt tokens found in the prefix cache.
+    num_output_tokens: number of output tokens so far.
+    logprobs: one entry per new token; None if the request wants none.
     finish_reason: set on the last output; else None.
-    stop_token: the token id that stopped the request; None if it did not stop at a token.
-    prompt_logprobs: of all prompt tokens except the first. Set on the first output if asked for; else None.
+    stop_token: the token id that stopped the request; None if no token stopped the request.
+    prompt_logprobs: log-probabilities of all prompt tokens except the first. None if the request wants none, and on all
+        outputs except the first.
     """
 
     id: str

@@ -157,7 +157,7 @@ async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothin
     slow_loop.submit(1, long)
 
     def emit(outputs, _):
-        if outputs.ends:
+        if outputs.finishes:
             slow_loop.stop()
 
     async with asyncio.timeout(20):
@@ -168,7 +168,9 @@ async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothin
 
 async def test_a_request_that_comes_while_a_long_step_runs_is_in_the_step_behind_it(slow_loop, monkeypatch):
     runner, launched = slow_loop._runner, []
-    monkeypatch.setattr(slow_loop._scheduler.step_times, "predict", lambda work: 0.05 if work.prompt_pairs else 0.0)
+    monkeypatch.setattr(
+        slow_loop._scheduler.step_time_model, "predict", lambda work: 0.05 if work.prompt_pairs else 0.0
+    )
     launch = runner.launch
 
     def launching(plan):
@@ -267,7 +269,7 @@ async def test_stats_count_waiting_and_running_requests_during_a_long_step(toy_s
         go_on.set()
         loop.stop()
         await serving
-    assert loop._scheduler.counters.steps == 1
+    assert loop._scheduler.counters.num_steps == 1
 
 
 async def test_an_engine_at_rest_says_nothing(toy_spec):

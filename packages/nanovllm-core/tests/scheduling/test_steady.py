@@ -10,7 +10,7 @@ from nanovllm_core.request_state import RequestState
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import StepResults
-from nanovllm_core.scheduling.result_applier import COMMITTED_TOKENS
+from nanovllm_core.scheduling.result_applier import COMMIT_INTERVAL_TOKENS
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE, LONGEST, EOS = 16, 256, 1
@@ -79,7 +79,9 @@ def held_by_need(num_blocks: int, num_steps: int) -> tuple[list[int], list[int]]
         grown.append(len(planned.plan.new_blocks.rows))
         scheduler.complete(planned, StepResults(np.full(count, 7, np.int32), ()))
     # The last token has been made, but not computed.
-    return grown, [len(request.block_ids) - -(-(request.num_tokens - 1) // BLOCK_SIZE) for request in scheduler.running]
+    return grown, [
+        len(request.block_ids) - -(-(request.num_tokens - 1) // BLOCK_SIZE) for request in scheduler.running_requests
+    ]
 
 
 def test_plenty_of_blocks_are_given_to_all_in_one_step():
@@ -104,7 +106,7 @@ def test_no_request_gets_a_block_beyond_its_maximum_length():
         scheduler.add(RequestState(key, request))
     step(scheduler, 2)
     step(scheduler, 2)
-    assert [len(request.block_ids) for request in scheduler.running] == [2, 2]
+    assert [len(request.block_ids) for request in scheduler.running_requests] == [2, 2]
 
 
 def test_steps_of_the_same_requests_are_scheduled_alike():
@@ -119,7 +121,7 @@ def test_steps_of_the_same_requests_are_scheduled_alike():
     newcomer = RequestState(1, Request("r1", [9], SamplingParams()))
     scheduler.add(newcomer)
     mixed = scheduler.schedule()
-    assert scheduler.complete(mixed, tokens).begins == [(1, 0)]
+    assert scheduler.complete(mixed, tokens).starts == [(1, 0)]
     third = scheduler.schedule()
     assert third.plan.scheduled.rows.tolist() == first.plan.scheduled.rows.tolist()
     assert third.plan.scheduled is not first.plan.scheduled
@@ -137,7 +139,7 @@ def test_blocks_of_an_answer_are_found_some_at_a_time_and_at_its_end_all():
         step(scheduler, 1)
         committed.append(request.num_committed_blocks)
     # By the tokens that are computed: 40 to 138. What a request holds no more is not counted as its own.
-    some = max(COMMITTED_TOKENS, BLOCK_SIZE)
+    some = max(COMMIT_INTERVAL_TOKENS, BLOCK_SIZE)
     assert committed == [max(2, computed // some * (some // BLOCK_SIZE)) for computed in range(40, 139)] + [0]
     again = RequestState(1, Request("again", request.token_ids(), SamplingParams()))
     assert cache.admit(again, keep_watermark=False) == 138 // BLOCK_SIZE * BLOCK_SIZE

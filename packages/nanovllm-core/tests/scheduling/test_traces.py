@@ -16,7 +16,7 @@ from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.plan import NewRow, NewState, PromptPart, StepPlan, StepResults
+from nanovllm_core.scheduling.plan import NewRow, NewState, PromptLogprobsRange, StepPlan, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 VOCAB = 50
@@ -95,13 +95,13 @@ class Device:
                 sampled.append(next_token(state, self.eos_rate))
                 self.tokens[row].append(sampled[-1])
         return StepResults(
-            np.array(sampled, np.int32), (), (), [self.score(part, seen) for part in plan.prompt_logprobs]
+            np.array(sampled, np.int32), (), (), [self.score(part, seen) for part in plan.prompt_logprobs_ranges]
         )
 
-    def score(self, part: PromptPart, seen: list[tuple[int, int, int]]) -> PromptLogprobs:
+    def score(self, part: PromptLogprobsRange, seen: list[tuple[int, int, int]]) -> PromptLogprobs:
         """Where log-probabilities would be, what they would be made of: a token, and all that the device saw before."""
         ranks = []
-        for row, position, state in seen[part.at : part.at + part.num_tokens]:
+        for row, position, state in seen[part.first_logits_index : part.first_logits_index + part.num_tokens]:
             assert (row, position) == (part.row, part.start + len(ranks) - 1), "another's hidden state"
             ranks.append(digest(state, self.tokens[row][position + 1]))
         return PromptLogprobs(part.num_top, b"", np.array(ranks, np.int64).tobytes(), b"", b"")
@@ -226,8 +226,8 @@ class Trace:
             rows = scheduler.rows
             decodes = {
                 request.row
-                for request in scheduler.running
-                if rows.num_tokens[request.row] - rows.num_computed[request.row] == 1
+                for request in scheduler.running_requests
+                if rows.num_tokens[request.row] - rows.num_computed_tokens[request.row] == 1
                 and rows.num_tokens[request.row] < request.max_total_tokens
             }
             step = scheduler.schedule()
@@ -249,9 +249,9 @@ class Trace:
             for key, token in zip(outputs.keys, outputs.tokens, strict=True):
                 assert key not in self.aborted
                 assert key not in self.reasons, "an output after the last one"
-                assert (key in dict(outputs.begins)) == (not self.outputs[key])
+                assert (key in dict(outputs.starts)) == (not self.outputs[key])
                 self.outputs[key].append(token)
-            for key, reason, stop_token in outputs.ends:
+            for key, reason, stop_token in outputs.finishes:
                 assert stop_token == (self.outputs[key][-1] if reason == "stop" else None)
                 self.reasons[key] = reason
         check_ownership(scheduler, self.requests)
@@ -280,7 +280,7 @@ class Trace:
     def check_end(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
         assert not scheduler.has_requests
-        assert not scheduler.running
+        assert not scheduler.running_requests
         assert scheduler.num_waiting == 0
         assert pool.num_free == pool.num_blocks
         assert pool.num_cached <= pool.num_free
@@ -312,8 +312,8 @@ def test_everyone_finishes_and_nothing_is_lost(block_of_seeds: int):
             trace.run()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        preemptions += trace.scheduler.counters.preemptions
-        hits += trace.scheduler.counters.prefix_hits
+        preemptions += trace.scheduler.counters.num_preemptions
+        hits += trace.scheduler.counters.num_cached_tokens
         midway += trace.num_resumed_midway
         restored += trace.num_restored
     # Otherwise the traces would not have been where it is difficult.

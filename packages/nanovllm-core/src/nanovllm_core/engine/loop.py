@@ -20,11 +20,11 @@ from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.outputs import RequestFailure, StepOutputs
 from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.result_applier import ScheduledStep
+from nanovllm_core.scheduling.plan import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 from nanovllm_kernels.platform import describe_arithmetic
@@ -65,7 +65,7 @@ class EngineLoop:
         self._grammars = grammars
         # Tasks that compile the grammars of requests, by request key.
         self._compiling: dict[int, asyncio.Task[None]] = {}
-        self._grammar_failures: list[tuple[int, str]] = []
+        self._grammar_failures: list[RequestFailure] = []
         # Requests that neither finished nor were aborted, by key. Used on the event loop's thread only.
         self._open_requests: dict[int, RequestState] = {}
         self._scheduler = scheduler
@@ -102,9 +102,9 @@ class EngineLoop:
         try:
             events = asyncio.get_running_loop()
             runner = await events.run_in_executor(thread, Runner, spec, config)
-            step_times = StepTimeModel()
+            step_time_model = StepTimeModel()
             limits = config.max_num_batched_tokens, runner.max_model_len
-            await events.run_in_executor(thread, calibrate, step_times, runner.time_step, *limits)
+            await events.run_in_executor(thread, calibrate, step_time_model, runner.time_step, *limits)
         except BaseException:
             thread.shutdown(wait=False)
             spins.close()
@@ -130,7 +130,7 @@ class EngineLoop:
                 runner.attention_rounds,
                 runner.graphs.mixed_tokens,
             ),
-            step_times=step_times,
+            step_time_model=step_time_model,
             max_model_len=runner.max_model_len,
             eos_token_ids=spec.eos_token_ids,
             seed=config.seed,
@@ -183,7 +183,7 @@ class EngineLoop:
             request.compiled_grammar = await grammars.compile(spec)
         except GrammarError as error:
             self._open_requests.pop(request.key, None)
-            self._grammar_failures.append((request.key, str(error)))
+            self._grammar_failures.append(RequestFailure(request.key, str(error)))
         else:
             request.status = RequestStatus.WAITING
             self._inbox.append(request)
@@ -209,7 +209,7 @@ class EngineLoop:
     def _stats(self) -> EngineStats:
         """All stats except the number of waiting requests, which the event loop's thread counts."""
         scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.states
-        counters, step_times = scheduler.counters, scheduler.step_times
+        counters, step_time_model = scheduler.counters, scheduler.step_time_model
         return EngineStats(
             num_requests_running=scheduler.rows.num_running,
             num_blocks=pool.num_blocks,
@@ -217,18 +217,18 @@ class EngineLoop:
             num_cached_blocks=pool.num_cached,
             num_free_state_slots=0 if states is None else states.slots.num_free,
             num_checkpoints=0 if states is None else states.slots.num_cached,
-            num_steps=counters.steps,
-            num_preemptions=counters.preemptions,
-            prefix_cache_queries=counters.prefix_queries,
-            prefix_cache_hits=counters.prefix_hits,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            iteration_tokens=counters.tokens,
+            num_steps=counters.num_steps,
+            num_preemptions=counters.num_preemptions,
+            prefix_cache_queries=counters.num_queried_tokens,
+            prefix_cache_hits=counters.num_cached_tokens,
+            prompt_tokens=counters.num_prompt_tokens,
+            generation_tokens=counters.num_generated_tokens,
+            iteration_tokens=counters.num_computed_tokens,
             graph_steps=tuple((*key, count) for key, count in list(self._runner.graphs.counts.items())),
-            step_limit_s=scheduler.limits.seconds(1, step_times.decode_step_s),
-            decode_step_s=step_times.decode_step_s,
-            step_time_coefficients=tuple(step_times.coefficients._asdict().items()),
-            step_time_error=step_times.error,
+            step_limit_s=scheduler.limits.time_limit_s(1, step_time_model.decode_step_s),
+            decode_step_s=step_time_model.decode_step_s,
+            step_time_coefficients=tuple(step_time_model.coefficients._asdict().items()),
+            step_time_error=step_time_model.mean_error,
         )
 
     async def run(self, emit: Emit) -> None:
@@ -248,8 +248,8 @@ class EngineLoop:
                 has_ended = stepping.done()
                 while self._outbox:
                     outputs, stats = self._outbox.popleft()
-                    for key, _, _ in outputs.ends:
-                        self._open_requests.pop(key, None)
+                    for finish in outputs.finishes:
+                        self._open_requests.pop(finish.key, None)
                     self._emit(emit, outputs, stats)
                 if has_ended:
                     break
@@ -351,7 +351,7 @@ class EngineLoop:
         if len(self._in_flight) != 1:
             return
         step, handle = self._in_flight[0]
-        due = self._step_start + PLANNED_SHARE * step.expected_s - PLANNING_LEAD_S
+        due = self._step_start + PLANNED_SHARE * step.predicted_s - PLANNING_LEAD_S
         if time.perf_counter() < due:
             self._post_outputs(events)
         while not (handle.ready or self._stopping):
@@ -363,7 +363,7 @@ class EngineLoop:
     def _schedule(self) -> ScheduledStep | None:
         # Requests may have arrived while the last step was launched.
         self._read_inbox()
-        with self._span("plan", self._scheduler.counters.steps):
+        with self._span("plan", self._scheduler.counters.num_steps):
             return self._scheduler.schedule()
 
     def _read_inbox(self) -> None:
@@ -387,9 +387,9 @@ class EngineLoop:
     def _launch_span(self, step: ScheduledStep) -> AbstractContextManager[None]:
         if self._tracer is None:
             return nullcontext()
-        expected_us = round(step.expected_s * 1e6, 1)
+        predicted_us = round(step.predicted_s * 1e6, 1)
         name = f"step {step.plan.step}"
-        return self._tracer.trace.span("launch", name, **step.work._asdict(), expected_us=expected_us)
+        return self._tracer.trace.span("launch", name, **step.work._asdict(), predicted_us=predicted_us)
 
     def _span(self, track: Track, step: int) -> AbstractContextManager[None]:
         return nullcontext() if self._tracer is None else self._tracer.trace.span(track, f"step {step}")

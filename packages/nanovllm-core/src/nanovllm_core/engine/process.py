@@ -192,7 +192,7 @@ class EngineServer:
 
     def _emit(self, outputs: StepOutputs, stats: EngineStats | None) -> None:
         parts = split_by_client(outputs)
-        for key in (*(key for key, _, _ in outputs.ends), *(key for key, _ in outputs.failures)):
+        for key in (entry.key for entry in (*outputs.finishes, *outputs.failures)):
             if (client := self._client_of(key)) is not None:
                 client.keys.discard(key)
         for number in tuple(self._clients):
@@ -221,14 +221,7 @@ def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
         part = parts[number]
         part.keys.append(key)
         part.tokens.append(token)
-    for logprobs in outputs.logprobs:
-        parts[logprobs[0] // wire.KEYS_PER_CLIENT].logprobs.append(logprobs)
-    for begin in outputs.begins:
-        parts[begin[0] // wire.KEYS_PER_CLIENT].begins.append(begin)
-    for end in outputs.ends:
-        parts[end[0] // wire.KEYS_PER_CLIENT].ends.append(end)
-    for failure in outputs.failures:
-        parts[failure[0] // wire.KEYS_PER_CLIENT].failures.append(failure)
-    for prompt_logprobs in outputs.prompt_logprobs:
-        parts[prompt_logprobs[0] // wire.KEYS_PER_CLIENT].prompt_logprobs.append(prompt_logprobs)
+    for name in ("logprobs", "starts", "finishes", "failures", "prompt_logprobs"):
+        for entry in getattr(outputs, name):
+            getattr(parts[entry[0] // wire.KEYS_PER_CLIENT], name).append(entry)
     return parts

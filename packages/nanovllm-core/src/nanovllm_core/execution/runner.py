@@ -26,7 +26,7 @@ from nanovllm_core.layers.compiled import compiled
 from nanovllm_core.model import BuildContext, ForwardContext, Launch, MLASpec, ModelSpec, PagedSpec, StateSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import (
     SMALLEST_ROUNDS,
@@ -171,21 +171,26 @@ class Runner:
             return handle
 
     def _run_model(self, plan: StepPlan, step: StepInputs, host_slot: HostCopySlot | None) -> StepHandle:
-        captured = self.graphs.dispatch(plan.shape, launched=bool(plan.prompt_logprobs))
+        captured = self.graphs.dispatch(plan.shape, launched=bool(plan.prompt_logprobs_ranges))
         if captured is not None:
             return self._replay(plan, step, captured, host_slot)
         hidden, batch = self._forward(
             step.rows, step.query_start_loc, num_tokens=plan.shape.num_tokens, bounds=_bounds(plan)
         )
         # Before sampling, which may have to wait for the previous step.
-        prompt_scores = [self._score(part, hidden) for part in plan.prompt_logprobs]
+        prompt_scores = [self._score(part, hidden) for part in plan.prompt_logprobs_ranges]
         logits = self._last_logits(hidden, batch) if step.sampling_indices.size else hidden[:0]
         return self._sample(step, ForwardOutput(logits, batch.seq_lens, batch.block_tables), host_slot, prompt_scores)
 
-    def _score(self, part: PromptPart, hidden: Tensor) -> PromptScores:
+    def _score(self, part: PromptLogprobsRange, hidden: Tensor) -> PromptScores:
         # A copy is aligned, as the kernels expect of its pieces.
         tokens = self._table.tokens[part.row, part.start : part.start + part.num_tokens].clone()
-        return score(hidden[part.at : part.at + part.num_tokens], tokens, part.num_top, self._model.compute_logits)
+        return score(
+            hidden[part.first_logits_index : part.first_logits_index + part.num_tokens],
+            tokens,
+            part.num_top,
+            self._model.compute_logits,
+        )
 
     def _replay(
         self, plan: StepPlan, step: StepInputs, captured: CapturedStep, host_slot: HostCopySlot | None
@@ -354,11 +359,16 @@ class Runner:
         lengths.sort()
         # Prompt tokens are scored in pieces, so one long part takes as much memory as several.
         last, *others = reversed(lengths)
-        part = PromptPart(len(others), 1, last - 1, MAX_TOP_LOGPROBS, sum(others))
+        part = PromptLogprobsRange(len(others), 1, last - 1, MAX_TOP_LOGPROBS, sum(others))
         self._run_dummy_step(lengths, sampling, [part] if part.num_tokens else [])
 
     def _run_dummy_step(
-        self, lengths: list[int], sampling: SamplingParams, prompt_parts: Sequence[PromptPart] = (), *, context: int = 0
+        self,
+        lengths: list[int],
+        sampling: SamplingParams,
+        prompt_parts: Sequence[PromptLogprobsRange] = (),
+        *,
+        context: int = 0,
     ) -> float:
         """Run a step of prompts that reads and writes the null block only. Returns its seconds.
 
