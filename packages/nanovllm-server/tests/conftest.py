@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from nanovllm_core.engine.engine import Engine
+from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.status import EngineInfo
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar_types import GrammarSpec

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nanovllm_core.config import EngineConfig
     from nanovllm_core.engine.async_engine import AsyncEngine
-    from nanovllm_core.engine.client import EngineAddress, EngineClient, EngineProcess
-    from nanovllm_core.engine.engine import Engine, OpenRequest
+    from nanovllm_core.engine.client import EngineClient
+    from nanovllm_core.engine.interface import Engine, OpenRequest
+    from nanovllm_core.engine.process import EngineAddress, EngineProcess
     from nanovllm_core.engine.status import EngineInfo, EngineStats
     from nanovllm_core.errors import ConfigError, EngineDeadError, GrammarError, RequestError
     from nanovllm_core.grammar_types import GrammarSpec
@@ -76,20 +77,20 @@ _MODULE_BY_NAME = {
     "CacheSpec": "model",
     "CausalLM": "model",
     "ConfigError": "errors",
-    "Engine": "engine.engine",
-    "EngineAddress": "engine.client",
+    "Engine": "engine.interface",
+    "EngineAddress": "engine.process",
     "EngineClient": "engine.client",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineInfo": "engine.status",
-    "EngineProcess": "engine.client",
+    "EngineProcess": "engine.process",
     "EngineStats": "engine.status",
     "ForwardContext": "model",
     "GrammarError": "errors",
     "GrammarSpec": "grammar_types",
     "MLASpec": "model",
     "ModelSpec": "model",
-    "OpenRequest": "engine.engine",
+    "OpenRequest": "engine.interface",
     "PagedSpec": "model",
     "ParallelContext": "parallel",
     "PromptLogprobs": "outputs",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
-from nanovllm_core.engine.async_engine import build_loop
+from nanovllm_core.engine.build import build_loop
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.runner import Runner
@@ -297,10 +297,10 @@ async def test_spinning_is_controlled_while_the_engine_is_there(fails, toy_spec,
         def close(self) -> None:
             done.append("close")
 
-    monkeypatch.setattr("nanovllm_core.engine.loop.SpinControl", Spins)
-    monkeypatch.setattr("nanovllm_core.engine.loop.can_limit", lambda: True)
+    monkeypatch.setattr("nanovllm_core.engine.build.SpinControl", Spins)
+    monkeypatch.setattr("nanovllm_core.engine.build.can_limit", lambda: True)
     if fails:
-        monkeypatch.setattr("nanovllm_core.engine.loop.calibrate", lambda *_: 1 / 0)
+        monkeypatch.setattr("nanovllm_core.engine.build.calibrate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
     else:

@@ -9,7 +9,7 @@ from toy_model import toy_spec
 
 from nanovllm_core import EngineClient, EngineConfig, Request, SamplingParams
 from nanovllm_core.engine import wire
-from nanovllm_core.engine.process import split_by_client
+from nanovllm_core.engine.server import split_by_client
 from nanovllm_core.engine.streams import Backlog, RequestStreams
 from nanovllm_core.outputs import PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
 

@@ -3,10 +3,9 @@
 import asyncio
 import logging
 
-import torch
-
-from nanovllm_core.config import EngineConfig, resolve
-from nanovllm_core.engine.engine import Engine
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.engine.build import build_loop
+from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.errors import EngineDeadError, GrammarError
@@ -14,24 +13,8 @@ from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request import Request
-from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 _log = logging.getLogger(__name__)
-
-
-async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
-    """Resolve `config` for the model and this machine, and build the engine's loop."""
-    resolved = resolve(
-        config,
-        max_position=spec.max_position,
-        model_dtype=spec.dtype,
-        cuda_dtype=spec.cuda_dtype,
-        has_cuda=torch.cuda.is_available(),
-        has_flash_attention=has_flash_attention(),
-        has_cute=has_cute(),
-        has_fp8=has_fp8(),
-    )
-    return await EngineLoop.build(spec, resolved)
 
 
 class AsyncEngine(Engine):

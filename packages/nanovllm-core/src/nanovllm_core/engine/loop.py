@@ -9,26 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.cache.state_pool import StatePool
-from nanovllm_core.config import MIXED_STEP_S, PROMPT_STEP_S, ResolvedConfig
+from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
-from nanovllm_core.engine.trace import Trace, Tracer, Track
+from nanovllm_core.engine.trace import Tracer, Track
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.grammar_types import GrammarSpec
-from nanovllm_core.model import ModelSpec
 from nanovllm_core.outputs import RequestFailure, StepOutputs
 from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState, RequestStatus
-from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
-from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
-from nanovllm_kernels.platform import describe_arithmetic
-from nanovllm_kernels.spinning import SpinControl, can_limit
+from nanovllm_kernels.spinning import SpinControl
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # While the engine has requests, it emits its stats at this interval, also during a long step.
@@ -88,77 +82,9 @@ class EngineLoop:
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._stats_time = 0.0
         # The stats that the thread took last, and those that were emitted last. A step in flight does not change them.
-        self._latest_stats = self._emitted_stats = self._stats()
+        self._latest_stats = self._emitted_stats = collect_stats(self._scheduler, self._runner)
         self._emitted_time = 0.0
         self._outbox_changed = asyncio.Event()
-
-    @classmethod
-    async def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "EngineLoop":
-        """Load the model and allocate the cache, off the event loop. Raises the exceptions of `Trace` and `Runner`."""
-        # An unusable trace path must fail before the model is loaded, which may take minutes.
-        trace = None if config.trace is None else Trace(config.trace)
-        spins = SpinControl(is_on=config.device == "cpu" and can_limit())
-        thread = ThreadPoolExecutor(1, "nanovllm-engine")
-        try:
-            events = asyncio.get_running_loop()
-            runner = await events.run_in_executor(thread, Runner, spec, config)
-            step_time_model = StepTimeModel()
-            limits = config.max_num_batched_tokens, runner.max_model_len
-            await events.run_in_executor(thread, calibrate, step_time_model, runner.time_step, *limits)
-        except BaseException:
-            thread.shutdown(wait=False)
-            spins.close()
-            if trace is not None:
-                trace.close()
-            raise
-        cache = CacheManager(
-            runner.num_blocks,
-            runner.block_size,
-            prefix_caching=config.prefix_caching,
-            prefix_hash=config.prefix_hash,
-            watermark=config.watermark,
-            states=StatePool(runner.num_slots, config.max_num_seqs, runner.block_size) if runner.num_slots else None,
-        )
-        scheduler = Scheduler(
-            cache,
-            max_num_seqs=config.max_num_seqs,
-            limits=StepLimits(
-                config.max_num_batched_tokens,
-                None if config.target_step_ms is None else config.target_step_ms / 1e3,
-                PROMPT_STEP_S[config.device],
-                MIXED_STEP_S[config.device],
-                runner.attention_rounds,
-                runner.graphs.mixed_tokens,
-            ),
-            step_time_model=step_time_model,
-            max_model_len=runner.max_model_len,
-            eos_token_ids=spec.eos_token_ids,
-            seed=config.seed,
-        )
-        info = EngineInfo(
-            model=spec.name,
-            device=runner.device_name,
-            dtype=config.dtype,
-            vocab_size=spec.vocab_size,
-            max_model_len=runner.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=runner.block_size,
-            num_blocks=runner.num_blocks,
-            kv_cache_dtype=str(config.torch_kv_cache_dtype).removeprefix("torch."),
-            kv_cache_bytes=runner.kv_cache_bytes,
-            num_state_slots=runner.num_slots,
-            state_bytes=runner.state_bytes,
-            prefix_caching=config.prefix_caching,
-            attention_backend=config.attention_backend,
-            grammars=spec.vocabulary is not None,
-            arithmetic=describe_arithmetic(runner.device, config.torch_dtype),
-        )
-        grammars = None
-        if spec.vocabulary is not None:
-            grammars = Grammars(spec.vocabulary, spec.vocab_size, spec.eos_token_ids)
-        tracer = None if trace is None else Tracer(trace, runner.device)
-        return cls(scheduler, runner, info, config.depth, thread, spins, tracer, grammars)
 
     async def compile(self, spec: GrammarSpec) -> None:
         """Compile a grammar and cache it. Raises GrammarError."""
@@ -205,31 +131,6 @@ class EngineLoop:
         """Make `run` return once the steps in flight have finished."""
         self._stopping = True
         self._wake.set()
-
-    def _stats(self) -> EngineStats:
-        """All stats except the number of waiting requests, which the event loop's thread counts."""
-        scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.states
-        counters, step_time_model = scheduler.counters, scheduler.step_time_model
-        return EngineStats(
-            num_requests_running=scheduler.rows.num_running,
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            num_free_state_slots=0 if states is None else states.slots.num_free,
-            num_checkpoints=0 if states is None else states.slots.num_cached,
-            num_steps=counters.num_steps,
-            num_preemptions=counters.num_preemptions,
-            prefix_cache_queries=counters.num_queried_tokens,
-            prefix_cache_hits=counters.num_cached_tokens,
-            prompt_tokens=counters.num_prompt_tokens,
-            generation_tokens=counters.num_generated_tokens,
-            iteration_tokens=counters.num_computed_tokens,
-            graph_steps=tuple((*key, count) for key, count in list(self._runner.graphs.counts.items())),
-            step_limit_s=scheduler.limits.time_limit_s(1, step_time_model.decode_step_s),
-            decode_step_s=step_time_model.decode_step_s,
-            step_time_coefficients=tuple(step_time_model.coefficients._asdict().items()),
-            step_time_error=step_time_model.mean_error,
-        )
 
     async def run(self, emit: Emit) -> None:
         """Serve until `stop`.
@@ -318,7 +219,7 @@ class EngineLoop:
         is_last = scheduler.rows.num_running + scheduler.num_waiting == 0
         stats = None
         if is_last or now - self._stats_time >= STATS_SECONDS:
-            self._stats_time, stats = now, self._stats()
+            self._stats_time, stats = now, collect_stats(self._scheduler, self._runner)
             self._latest_stats = stats
         self._outbox.append((outputs, stats))
         events.call_soon_threadsafe(self._outbox_changed.set)
@@ -336,7 +237,7 @@ class EngineLoop:
                 break
             if not self._runner.is_asynchronous:
                 # On a CPU launching includes computing, which may take long.
-                self._latest_stats = self._stats()
+                self._latest_stats = collect_stats(self._scheduler, self._runner)
             with self._launch_span(step):
                 handle = self._runner.launch(step.plan)
             if not self._in_flight:
