@@ -194,7 +194,7 @@ async def test_logprobs_are_of_the_models_own_distribution(engine):
 
 
 async def test_closing_a_stream_frees_everything(engine, monkeypatch):
-    monkeypatch.setattr(loop, "STATS_SECONDS", 0)
+    monkeypatch.setattr(loop, "STATS_INTERVAL_S", 0)
     stream = engine.generate(greedy("a", list(range(60)), 150))
     await anext(stream)
     assert engine.stats.num_free_blocks < engine.stats.num_blocks
@@ -278,7 +278,7 @@ async def test_a_failing_step_fails_everyone_with_the_reason(toy_spec, caplog):
         await good
     with pytest.raises(EngineDeadError):
         await collect(engine, greedy("late", [1], 2))
-    assert "a poisoned token" in engine.dead
+    assert "a poisoned token" in engine.death_reason
     assert "the engine failed" in caplog.text
     await engine.stop()
 

@@ -276,7 +276,7 @@ async def test_failing_grammar_fails_only_its_request(engine, monkeypatch, oracl
     with pytest.raises(GrammarError, match="takes too long to follow"):
         await collect(engine, request("b", [1], EBNF))
     assert tokens_of(await free) == oracle([5, 6], OUTPUT)
-    assert engine.dead is None
+    assert engine.death_reason is None
 
 
 async def test_without_a_vocabulary_there_are_no_grammars(toy_spec):

@@ -10,7 +10,7 @@ from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.config import MIXED_STEP_S, PROMPT_STEP_S, EngineConfig, ResolvedConfig, resolve
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.report import describe_engine
-from nanovllm_core.engine.trace import Trace, Tracer
+from nanovllm_core.engine.trace import StepTracer, TraceFile
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
@@ -37,7 +37,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         has_fp8=has_fp8(),
     )
     # An unusable trace path must fail before the model is loaded, which may take minutes.
-    trace = None if resolved.trace is None else Trace(resolved.trace)
+    trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_limit())
     thread = ThreadPoolExecutor(1, "nanovllm-engine")
     try:
@@ -49,8 +49,8 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     except BaseException:
         thread.shutdown(wait=False)
         spin_control.close()
-        if trace is not None:
-            trace.close()
+        if trace_file is not None:
+            trace_file.close()
         raise
     grammars = None
     if spec.vocabulary is not None:
@@ -62,7 +62,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         resolved.depth,
         thread,
         spin_control,
-        None if trace is None else Tracer(trace, runner.device),
+        None if trace_file is None else StepTracer(trace_file, runner.device),
         grammars,
     )
 

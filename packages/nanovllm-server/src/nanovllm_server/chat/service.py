@@ -56,7 +56,8 @@ class Service:
 
     def unhealthy(self) -> str | None:
         """The reason why the server can't serve; None if it can."""
-        return f"the engine is dead: {self.engine.dead}" if self.engine.dead is not None else self.admission.closed
+        reason = self.engine.death_reason
+        return self.admission.closed if reason is None else f"the engine is dead: {reason}"
 
     async def begin(self, chat: ChatRequest, exchange: Exchange) -> Generation:
         """Admits a request and prepares it for the engine. `exchange.on_end` releases everything that it holds.
@@ -73,8 +74,8 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        if self.engine.dead is not None:
-            raise unavailable(f"the engine is dead: {self.engine.dead}", "engine_dead")
+        if self.engine.death_reason is not None:
+            raise unavailable(f"the engine is dead: {self.engine.death_reason}", "engine_dead")
         if chat.tools is not None and not self.model_format.has_calls:
             raise unsupported(
                 "tools",

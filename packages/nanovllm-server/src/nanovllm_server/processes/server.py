@@ -179,10 +179,10 @@ async def _serve(
         await asyncio.wait((draining, dying), timeout=settings.drain_s, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
     if dying.done():
-        logger.error("engine died", reason=engine.dead)
+        logger.error("engine died", reason=engine.death_reason)
         # Gives running requests and /health time to report the failure.
         await asyncio.wait((stopping,), timeout=DEATH_GRACE_S)
-    status = 1 if failed or engine.dead is not None else 0
+    status = 1 if failed or engine.death_reason is not None else 0
     for task in (stopping, dying):
         task.cancel()
     await workers.close(CLOSE_S)
@@ -191,7 +191,7 @@ async def _serve(
 
 async def _wait_for_death(engine: EngineClient) -> None:
     # `EngineClient` has no event for its death, and the delay of this poll does no harm.
-    while engine.dead is None:  # noqa: ASYNC110
+    while engine.death_reason is None:  # noqa: ASYNC110
         await asyncio.sleep(WATCH_S)
 
 
