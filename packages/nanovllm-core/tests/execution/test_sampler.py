@@ -59,8 +59,14 @@ OPTIONS = [
     {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"temperature": 0.0, "logit_bias": {3: 50.0, 9: -5.0}},
     {"temperature": 1.0, "logit_bias": {3: -50.0}},
-    {"temperature": 0.0, "forbidden": ((1,), (2,), (7, 8))},
-    {"temperature": 0.9, "top_k": 9, "repetition_penalty": 0.8, "forbidden": ((4, 5, 6),), "logit_bias": {1: 1.0}},
+    {"temperature": 0.0, "forbidden_sequences": ((1,), (2,), (7, 8))},
+    {
+        "temperature": 0.9,
+        "top_k": 9,
+        "repetition_penalty": 0.8,
+        "forbidden_sequences": ((4, 5, 6),),
+        "logit_bias": {1: 1.0},
+    },
 ]
 
 

@@ -16,8 +16,8 @@ from nanovllm_core.execution.inputs import Int32Array, StepBuffer, upload
 from nanovllm_core.execution.state_memory import sequential_copies
 from nanovllm_core.request_state import MAX_CHECKPOINTS
 from nanovllm_core.sampling_params import (
-    MAX_FORBIDDEN,
-    MAX_FORBIDDEN_LENGTH,
+    MAX_FORBIDDEN_SEQUENCE_TOKENS,
+    MAX_FORBIDDEN_SEQUENCES,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKENS,
     SamplingParams,
@@ -113,7 +113,7 @@ class RequestTable:
         self.bias_ids = zeros(num_rows, num_biases)
         self.bias_values = zeros(num_rows, num_biases, dtype=torch.float32)
         self.bias_until = zeros(num_rows, num_biases)
-        self.forbidden = zeros(num_rows, MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH).fill_(-1)
+        self.forbidden = zeros(num_rows, MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS).fill_(-1)
         self.num_prompt = zeros(num_rows)
         self.state_slots = zeros(num_rows)
         self.saves = zeros(num_rows, MAX_CHECKPOINTS, 2)
@@ -253,11 +253,11 @@ class RequestTable:
                 self.forbidden[new.row].fill_(-1)
 
     def _write_forbidden(self, new: NewRow) -> None:
-        sequences = np.full((MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH), -1, np.int32)
-        for index, tokens in enumerate(new.sampling.forbidden):
+        sequences = np.full((MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS), -1, np.int32)
+        for index, tokens in enumerate(new.sampling.forbidden_sequences):
             sequences[index, -len(tokens) :] = tokens
         (uploaded,) = upload([sequences.reshape(-1)], self.device)
-        self.forbidden[new.row] = uploaded.view(MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH)
+        self.forbidden[new.row] = uploaded.view(MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS)
         self.num_prompt[new.row].fill_(new.num_prompt_tokens)
 
     def _write_counts(self, new: NewRow) -> None:
@@ -291,6 +291,6 @@ def _needs_of(sampling: SamplingParams) -> Needs:
         needs |= Needs.PENALTY
     if sampling.logit_bias or sampling.min_tokens:
         needs |= Needs.BIAS
-    if sampling.forbidden:
+    if sampling.forbidden_sequences:
         needs |= Needs.FORBID
     return needs

@@ -354,7 +354,12 @@ class Runner:
             share = -(-(budget - sum(lengths)) // (num_rows - len(lengths)))
             lengths.append(min(share, config.max_model_len, budget - sum(lengths)))
         sampling = SamplingParams(
-            top_k=50, top_p=0.9, min_p=0.1, presence_penalty=1.0, forbidden=((0, 0),), logprobs=MAX_TOP_LOGPROBS
+            top_k=50,
+            top_p=0.9,
+            min_p=0.1,
+            presence_penalty=1.0,
+            forbidden_sequences=((0, 0),),
+            logprobs=MAX_TOP_LOGPROBS,
         )
         lengths.sort()
         # Prompt tokens are scored in pieces, so one long part takes as much memory as several.

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
+from nanovllm_core import Engine, GrammarError, ReasoningBudget, Request, RequestError, SamplingParams
 from nanovllm_server.chat.detokenizing import TextVocabulary
 from nanovllm_server.chat.generation import Generation
 from nanovllm_server.chat.model_format import ModelFormat
@@ -90,7 +90,7 @@ class Service:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
         constraint = constrain(chat.answer, chat.tools, self.model_format, self.model_format.opening(prompt.text))
         grammar = None if constraint is None else constraint.spec
-        sampling = replace(chat.sampling, grammar=grammar, budget=budget)
+        sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=budget)
         requests = self._requests(chat, self._truncated(chat, prompt.token_ids), sampling, exchange.arrival)
         assemblers = self._assemblers(
             chat, prompt, calls_only_at_start=constraint is not None and constraint.calls_only_at_start
@@ -120,7 +120,7 @@ class Service:
             keep = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
         return token_ids[-keep:]
 
-    async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, Budget | None]:
+    async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
         """The prompt, and the budget that closes the reasoning; None for no budget.
 
         A budget requires that the model reasons, so the prompt then opens the reasoning.
@@ -137,7 +137,7 @@ class Service:
         if opening == "free":
             prompt = await self.renderer.extend(prompt, f"{form.begin}\n")
         # The client's integer may be too large for the engine; no answer is longer than the context.
-        return prompt, Budget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end,))
+        return prompt, ReasoningBudget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end,))
 
     async def _compile(self, constraint: AnswerConstraint) -> None:
         """Compiles the grammar of a request. Raises ApiError (400), which names the field that caused the failure."""
@@ -191,7 +191,7 @@ class Service:
     ) -> list[Request]:
         self._check_context_length(chat, len(token_ids))
         if chat.bad_words:
-            sampling = replace(sampling, forbidden=self.renderer.tokens_of_words(chat.bad_words))
+            sampling = replace(sampling, forbidden_sequences=self.renderer.tokens_of_words(chat.bad_words))
         # Not the client's id: two clients may choose the same.
         base = uuid.uuid4().hex
         requests = [
@@ -208,7 +208,7 @@ class Service:
         try:
             self.engine.check(requests[0])
         except RequestError as error:
-            names = {"prompt": "messages", "max_tokens": chat.max_tokens_field, "forbidden": "bad_words"}
+            names = {"prompt": "messages", "max_tokens": chat.max_tokens_field, "forbidden_sequences": "bad_words"}
             param = names.get(error.field, error.field)
             message = str(error) if param in str(error) else f"{param}: {error}"
             raise ApiError(400, message, param=param, code="invalid_value") from error
