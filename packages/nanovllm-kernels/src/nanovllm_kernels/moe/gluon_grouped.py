@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels.moe.tiles import GROUP, SPECIALIZED_ROWS
 from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.triton_fp8 import quantize_groups
 
 # A tile has SPECIALIZED_ROWS rows (half per group of warps) and two blocks of 128 columns; a step is 128 deep.
 HALF, COLUMNS, DEPTH = SPECIALIZED_ROWS // 2, 128, 128
@@ -336,10 +337,9 @@ def _multiply(
                 column = (work % COLUMN_TILES) * TILE
                 if GATED:
                     left = left * (1 / (1 + gl.exp(-left))) * right
-                    largest = gl.maximum(gl.max(gl.abs(left), 1), 1e-10)
+                    numbers, scales = quantize_groups(left, 1)
                     scales_at = out_scales_ptr + (column // 128).to(gl.int64) * scales_stride + places
-                    gl.store(scales_at, largest / 448.0, mask=inside)
-                    numbers = (left * (448.0 / largest)[:, None]).to(gl.float8e4nv)
+                    gl.store(scales_at, scales, mask=inside)
                     _store_numbers(numbers, out_ptr, first + 64 * INDEX, column, end, WIDTH)
                 else:
                     num_rows = end - first - 64 * INDEX

@@ -14,8 +14,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.moe.tiles import few_config
-from nanovllm_kernels.moe.triton_step import add_product, load_weight, quantize_rows
+from nanovllm_kernels.moe.triton_step import add_product, load_weight
 from nanovllm_kernels.platform import can_overlap_launches
+from nanovllm_kernels.triton_fp8 import quantize_groups
 
 
 def few_experts(
@@ -160,7 +161,7 @@ def _few_gate_up(
             gate_tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
             up_tile = load_weight(own_weight_ptr + WIDTH * K, columns, k + ks, WIDTH, K)
             if QUANTIZED:
-                numbers, scale = quantize_rows(x)
+                numbers, scale = quantize_groups(x.to(tl.float32), 1)
                 gate_scale = scale * tl.load(own_scales_ptr + k // 128)
                 up_scale = scale * tl.load(own_scales_ptr + blocks * depth + k // 128)
                 gate = add_product(gate, numbers, gate_tile, gate_scale, True, SWAPPED)
@@ -221,7 +222,7 @@ def _few_down(
             x = tl.load(x_ptr + pairs * K + k + ks, mask=inside & (k + ks < K), other=0.0)
             tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
             if QUANTIZED:
-                numbers, scale = quantize_rows(x)
+                numbers, scale = quantize_groups(x.to(tl.float32), 1)
                 sums = add_product(sums, numbers, tile, scale * tl.load(own_scales_ptr + k // 128), True, SWAPPED)
             else:
                 sums = add_product(sums, x, tile, 1.0, False, SWAPPED)

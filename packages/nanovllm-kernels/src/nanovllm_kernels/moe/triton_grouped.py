@@ -20,8 +20,9 @@ from nanovllm_kernels.moe.tiles import (
     specializes,
 )
 from nanovllm_kernels.moe.triton_sort import SortedPairs, sort_pairs
-from nanovllm_kernels.moe.triton_step import add_product, load_weight, quantize_rows
+from nanovllm_kernels.moe.triton_step import add_product, load_weight
 from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.triton_fp8 import quantize_groups
 
 SUM_BLOCK = 1024
 
@@ -204,7 +205,7 @@ def _grouped_product(
         mask = inside[:, None] & (columns < WIDTH)[None, :]
         if GATED:
             if QUANTIZED:
-                result, out_scale = quantize_rows(tl.where(mask, result, 0.0))
+                result, out_scale = quantize_groups(tl.where(mask, result, 0.0), 1)
                 tl.store(out_scales_ptr + places.to(tl.int64) * blocks + begin // 128, out_scale, mask=inside)
             at = out_ptr + places[:, None].to(tl.int64) * WIDTH + columns[None, :]
         else:

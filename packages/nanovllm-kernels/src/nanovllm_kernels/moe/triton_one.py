@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.moe.tiles import one_config
 from nanovllm_kernels.platform import can_overlap_launches
+from nanovllm_kernels.triton_fp8 import quantize_groups
 
 
 def one_token(
@@ -78,13 +79,10 @@ def one_token(
 
 
 @triton.jit
-def _quantized(x):
-    """Quantise x [..., 128] like `block_fp8.quantize_groups`: e4m3 values as float32, and scales [...]."""
-    x = x.to(tl.float32)
-    axis: tl.constexpr = len(x.shape) - 1
-    largest = tl.maximum(tl.max(tl.abs(x), axis), 1e-10)
-    numbers = x * tl.expand_dims(448.0 / largest, axis)
-    return numbers.to(tl.float8e4nv).to(tl.float32), largest / 448.0
+def _quantize(x):
+    """Quantise x [..., 128], each row being one group: e4m3 values as float32, and scales [...]."""
+    numbers, scales = quantize_groups(x.to(tl.float32), len(x.shape) - 1)
+    return numbers.to(tl.float32), scales
 
 
 @triton.jit
@@ -111,7 +109,7 @@ def _gates_and_ups(
     real = groups * 128 < k
     gate_scales = tl.load(scales_ptr + groups, mask=real, other=0.0)
     up_scales = tl.load(scales_ptr + blocks * depth + groups, mask=real, other=0.0)
-    numbers, scales = _quantized(tl.load(x_ptr + ks, mask=ks < k, other=0.0))
+    numbers, scales = _quantize(tl.load(x_ptr + ks, mask=ks < k, other=0.0))
     gates = tl.sum(gate.to(tl.float32) * numbers[None, :, :], 2) * (scales * gate_scales)[None, :]
     ups = tl.sum(up.to(tl.float32) * numbers[None, :, :], 2) * (scales * up_scales)[None, :]
     return gates, ups
@@ -205,7 +203,7 @@ def _one_down(
         own_scales = tl.load(own_scales_ptr + groups[None, :], mask=real, other=0.0)
         known = chosen[:, None, None] & (ks < k)[None, :, :]
         x = tl.load(x_ptr + slots[:, None, None] * K + ks[None, :, :], mask=known, other=0.0)
-        numbers, scales = _quantized(x)
+        numbers, scales = _quantize(x)
         scales *= own_scales * weights[:, None]
         sums += tl.sum(tl.sum(tile.to(tl.float32) * numbers[:, None, :, :], 3) * scales[:, None, :], 2)
     total = tl.sum(sums, 0)

@@ -14,14 +14,6 @@ def load_weight(weight_ptr, columns, ks, WIDTH: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(x):
-    """Quantise like `block_fp8.quantize_groups`, each row being one group: e4m3 values and one scale per row."""
-    x = x.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)
-    return (x * (448.0 / largest)[:, None]).to(tl.float8e4nv), largest / 448.0
-
-
-@triton.jit
 def add_product(sums, x, weight, scales, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
     """Return `sums` [rows, columns] plus `x @ weight.T`, the product times `scales` [rows] if SCALED.
 
