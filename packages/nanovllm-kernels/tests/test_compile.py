@@ -89,64 +89,64 @@ KERNELS = [
         ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP": False},
     ),
     (
-        "linear_attention.triton_step",
+        "linear_attention.triton_decode",
         "_step",
         8,
         STATES,
         DELTA_STEP | {"BLOCK_V": 128, "BLOCKS": 1, "STAGES": 1},
     ),
     (
-        "linear_attention.triton_step",
+        "linear_attention.triton_decode",
         "_step",
         2,
         STATES | {"recurrent_ptr": BFLOAT},
         DELTA_STEP | {"BLOCK_V": 16, "BLOCKS": 8, "STAGES": 4},
     ),
     (
-        "linear_attention.triton_prepare",
+        "linear_attention.triton_chunks",
         "_convolve",
         8,
         STATES,
         {"GROUP": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "CHANNELS": 8192, "WIDTH": 4},
     ),
     (
-        "linear_attention.triton_prepare",
+        "linear_attention.triton_chunks",
         "_keep_inputs",
         4,
         STATES,
         {"PER_KEY": 512, "GATES": 256, "CHANNELS": 8192, "WIDTH": 4, "CHANNEL_BLOCK": 1024},
     ),
     (
-        "linear_attention.triton_prepare",
+        "linear_attention.triton_chunks",
         "_solve",
         4,
         STATES,
         DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192},
     ),
     (
-        "linear_attention.triton_chunk",
+        "linear_attention.triton_prefill",
         "_scan",
         4,
         STATES,
         DELTA_HEADS | {"PADDED_K": 128, "VALUES": 32, "CHANNELS": 8192},
     ),
     (
-        "linear_attention.triton_copy",
+        "linear_attention.triton_copy_states",
         "_copy_states",
         8,
         {"states_ptr": FLOAT, "sources_ptr": INT64, "targets_ptr": INT64, "layer_stride": "i64"},
         {"BLOCK": 4096},
     ),
-    ("linear_attention.triton_chunk", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
+    ("linear_attention.triton_prefill", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
-        "batch.triton_batch",
+        "batch.triton_request_tables",
         "_build_inputs",
         4,
         STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64, "last_ptr": INT64},
         {"PAGE_SIZE": 16, "BLOCK": 256},
     ),
-    ("batch.triton_batch", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
-    ("batch.triton_batch", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
+    ("batch.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
+    ("batch.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
     ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT": 1 << 30, "BLOCK": 2048}),
     ("sampling.triton_adjust", "_add_bias", 4, BIAS, {"BLOCK": 128}),
     (
@@ -206,7 +206,7 @@ def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=
 def check_conversions(sass):
     """Assert that conversions to FP8 write whole words, and that none converts a constant.
 
-    The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_one`.
+    The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_matvec`.
     """
     written = {"RZ"}
     for line in sass.splitlines():
@@ -348,7 +348,7 @@ def test_latent_rope_and_cache_compiles(cached):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("num_columns", "width"), [(1024, 3072), (4096, 4096), (14336, 1024)])
 def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_columns, width):
-    from nanovllm_kernels.gemm import tiles, triton_rows
+    from nanovllm_kernels.gemm import tiles, triton_few_rows
 
     config = tiles.rows_config(num_rows, num_columns, width, gated=gated)
     constants = {
@@ -363,7 +363,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
         "GATED": gated,
         "OVERLAP": True,
     }
-    compiled = compile_kernel(triton_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
+    compiled = compile_kernel(triton_few_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
     ptx = compiled.asm["ptx"]
     # Loads have sixteen bytes, and weights are loaded before the wait.
     assert "ld.global.v4" in ptx[: ptx.index("griddepcontrol.wait")]
@@ -372,7 +372,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
 
 @pytest.mark.parametrize("num_rows", [16, 32, 64, 128, 256])
 def test_split_kernel_prefetches_weights_before_waiting(num_rows):
-    from nanovllm_kernels.gemm import tiles, triton_split
+    from nanovllm_kernels.gemm import tiles, triton_split_k
 
     config = tiles.split_config(num_rows)
     constants = {
@@ -387,7 +387,7 @@ def test_split_kernel_prefetches_weights_before_waiting(num_rows):
         "OVERLAP": True,
     }
     types = {"partial_ptr": FLOAT, "counter_ptr": INT32}
-    compiled = compile_kernel(triton_split._project_split, types, constants, config.num_warps, config.num_stages)
+    compiled = compile_kernel(triton_split_k._project_split, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.block_m >= 64 else "mma.sync") in ptx
@@ -542,16 +542,16 @@ def test_route_compiles(groups, shared):
 )
 @pytest.mark.parametrize("gated", [True, False])
 def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantized):
-    from nanovllm_kernels.moe import tiles, triton_few
+    from nanovllm_kernels.moe import policy, triton_unsorted
 
     hidden_size, width = 2048, 768
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    config = tiles.few_config(rows, num_groups, columns, depth, wide=False, quantized=quantized)
+    config = policy.few_config(rows, num_groups, columns, depth, wide=False, quantized=quantized)
     constants = {"WIDTH": columns, "K": depth, "TOP_K": top_k, "PADDED_K": 8 if top_k == 8 else 16, "ROWS": rows}
     constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages}
     constants |= {"QUANTIZED": quantized, "SWAPPED": config.swapped, "BY_EXPERT": num_groups == 128, "OVERLAP": True}
     constants |= {} if gated else {"RESIDUAL": True}
-    kernel = triton_few._few_gate_up if gated else triton_few._few_down
+    kernel = triton_unsorted._few_gate_up if gated else triton_unsorted._few_down
     types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     # Two programs must fit an SM to hide the latency of loads.
@@ -575,14 +575,14 @@ def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantize
     ],
 )
 def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top_k):
-    from nanovllm_kernels.moe import tiles, triton_one
+    from nanovllm_kernels.moe import policy, triton_matvec
 
     padded_k = 1 << (top_k - 1).bit_length()
-    config = tiles.one_config(depth, padded_k if name == "_one_down" else 2)
+    config = policy.one_config(depth, padded_k if name == "_one_down" else 2)
     constants = {"WIDTH": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.groups, "OVERLAP": True}
     constants |= {"PADDED_K": padded_k, "RESIDUAL": False} if name == "_one_down" else {}
     types = ROUTED | {"weight_ptr": FP8}
-    compiled = compile_kernel(vars(triton_one)[name], types, constants, config.num_warps, multiples=("k",))
+    compiled = compile_kernel(vars(triton_matvec)[name], types, constants, config.num_warps, multiples=("k",))
     ptx = compiled.asm["ptx"]
     # Loads have sixteen elements.
     assert "ld.global.v4.b32" in ptx
@@ -596,10 +596,10 @@ def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top
 
 
 def grouped_configs():
-    from nanovllm_kernels.moe import tiles
+    from nanovllm_kernels.moe import policy
 
-    plain = [(config, False) for config in (*tiles.GROUPED.values(), tiles.MANY)]
-    return plain + [(config, True) for config in (*tiles.GROUPED_FP8.values(), tiles.MANY_FP8)]
+    plain = [(config, False) for config in (*policy.GROUPED.values(), policy.MANY)]
+    return plain + [(config, True) for config in (*policy.GROUPED_FP8.values(), policy.MANY_FP8)]
 
 
 @pytest.mark.parametrize(("config", "quantized"), grouped_configs())

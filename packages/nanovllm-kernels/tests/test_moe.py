@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nanovllm_kernels.elementwise import norm_parts, pack_norm
 from nanovllm_kernels.gemm import block_fp8
-from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_experts, route, tiles
+from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_experts, policy, route
 
 
 def route_naively(logits: Tensor, routing: Routing, bias: Tensor | None) -> list[dict[int, float]]:
@@ -183,4 +183,4 @@ def test_most_tiles_covers_the_worst_case(num_pairs, num_experts):
         others = min(num_experts - 1, num_pairs - 1)
         worst = others + -(-(num_pairs - others) // block_m)
         even = num_experts * -(-(num_pairs // num_experts) // block_m)
-        assert tiles.most_tiles(num_pairs, num_experts, block_m) >= max(worst, min(even, num_pairs))
+        assert policy.most_tiles(num_pairs, num_experts, block_m) >= max(worst, min(even, num_pairs))

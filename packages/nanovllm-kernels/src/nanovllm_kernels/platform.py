@@ -177,7 +177,7 @@ def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
         return f"{name}, {capability} (torch)"
     in_float32 = f"float32 from bfloat16 weights, {capability} (torch)"
     if has_numba():
-        from nanovllm_kernels.jit import INSTRUCTIONS
+        from nanovllm_kernels.numba_jit import INSTRUCTIONS
 
         in_float32 = f"float32 from bfloat16 weights, {INSTRUCTIONS} (Numba)"
     if not can_pack_bf16():

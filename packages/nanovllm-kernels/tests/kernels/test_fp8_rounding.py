@@ -11,7 +11,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.gemm import block_fp8_reference as reference
 from nanovllm_kernels.gemm import tiles as gemm_tiles
 from nanovllm_kernels.gemm.block_fp8 import GROUP
-from nanovllm_kernels.moe import _fused_experts_op, tiles
+from nanovllm_kernels.moe import _fused_experts_op, policy
 
 OPS = torch.ops.nanovllm
 NUM_ROWS = 20
@@ -56,7 +56,7 @@ def test_block_fp8_linear_rounds_like_torch(rows, num_rows, device):
     assert torch.equal(found, round_to_fp8(rows[:num_rows]))
 
 
-@pytest.mark.parametrize("num_tokens", [1, tiles.FEW_TOKENS_FP8, NUM_ROWS])
+@pytest.mark.parametrize("num_tokens", [1, policy.FEW_TOKENS_FP8, NUM_ROWS])
 def test_expert_kernels_round_like_torch(rows, num_tokens, device):
     """One token, tokens that are not sorted, and sorted tokens run different kernels, which quantise twice."""
     x = torch.cat((rows, torch.full_like(rows, GATE)), 1)[:num_tokens]
@@ -68,7 +68,7 @@ def test_expert_kernels_round_like_torch(rows, num_tokens, device):
         torch.stack((down,) * 2),
     )
     scales13, scales2 = torch.ones((2, 2, 1, 2), device=device), torch.ones((2, 2, 1), device=device)
-    counters = torch.zeros(tiles.num_counters(2 * GROUP), dtype=torch.int32, device=device)
+    counters = torch.zeros(policy.num_counters(2 * GROUP), dtype=torch.int32, device=device)
     weights = torch.ones((num_tokens, 1), device=device)
     ids = torch.arange(num_tokens, device=device).remainder(2).int().unsqueeze(1)
     found = _fused_experts_op(x, w13, w2, scales13, scales2, counters, weights, ids, None)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanovllm_kernels.elementwise import norm_parts, rms_norm
 from nanovllm_kernels.gemm import block_fp8
-from nanovllm_kernels.moe import PackedExperts, Routing, _fused_experts_op, _route_op, reference, tiles
+from nanovllm_kernels.moe import PackedExperts, Routing, _fused_experts_op, _route_op, policy, reference
 from nanovllm_kernels.platform import describe, has_cuda
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -126,7 +126,7 @@ def check_experts(
         ids = torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), -1)
     ids = (ids[:1].expand(num_tokens, -1) if favourite else ids).int().contiguous()
     added = None if residual is None else draw(num_tokens, hidden_size).to(residual)
-    counters = torch.zeros(tiles.num_counters(hidden_size), dtype=torch.int32, device=device)
+    counters = torch.zeros(policy.num_counters(hidden_size), dtype=torch.int32, device=device)
     arguments = (w13, w2, scales13, scales2)
     results = [_fused_experts_op(x, *arguments, counters, weights, ids, added) for _ in range(2)]
     assert torch.equal(*results)
@@ -169,8 +169,8 @@ def test_few_tokens_with_shared_expert_match_reference(num_tokens, num_experts, 
 
 @pytest.fixture
 def few_are_fewer(monkeypatch):
-    monkeypatch.setattr(tiles, "FEW_TOKENS", 2)
-    monkeypatch.setattr(tiles, "FEW_TOKENS_FP8", 2)
+    monkeypatch.setattr(policy, "FEW_TOKENS", 2)
+    monkeypatch.setattr(policy, "FEW_TOKENS_FP8", 2)
 
 
 @pytest.mark.usefixtures("few_are_fewer")
@@ -193,7 +193,7 @@ def test_many_tokens_with_shared_expert_match_reference(num_tokens, num_experts,
 
 
 def test_many_tokens_of_one_expert_match_reference(device):
-    check_experts(tiles.FEW_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
+    check_experts(policy.FEW_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
 @pytest.mark.parametrize("num_tokens", [64, 256, 1024, 8192])
 def test_many_pairs_are_sorted_and_tiled(num_tokens, num_experts, top_k):
     ids = torch.rand((num_tokens, num_experts), device="cuda").topk(top_k, 1).indices.int()
-    for block_m in (16, tiles.SPECIALIZED_ROWS):
+    for block_m in (16, policy.SPECIALIZED_ROWS):
         check_sorted(ids, num_experts, block_m)
 
 
@@ -254,7 +254,7 @@ def test_fp8_few_tokens_match_reference(num_tokens, device):
 @pytest.mark.parametrize(("tile", "top_k", "shared"), [(1024, 3, False), (8192, 3, True), (8192, 5, True)])
 def test_fp8_one_token_with_partial_tiles_matches_reference(tile, top_k, shared, device, monkeypatch):
     """Columns and groups of both products are no multiples of their tiles."""
-    monkeypatch.setattr(tiles, "ONE_TILE", tile)
+    monkeypatch.setattr(policy, "ONE_TILE", tile)
     sizes = 1, 6, 330, 134, top_k
     check_experts(*sizes, torch.float16, device, quantized=True, residual=torch.float32, shared=shared)
 
@@ -283,7 +283,7 @@ def test_specialized_kernel_equals_plain_kernel(
     """The results are equal bit for bit."""
     found = []
     for least in (0, 1 << 30):
-        monkeypatch.setattr(tiles, "LEAST_SPECIALIZED", least)
+        monkeypatch.setattr(policy, "LEAST_SPECIALIZED", least)
         sizes = num_tokens, num_experts, hidden_size, width, top_k
         found.append(check_experts(*sizes, torch.bfloat16, device, quantized=True, favourite=favourite))
     assert torch.equal(*found)

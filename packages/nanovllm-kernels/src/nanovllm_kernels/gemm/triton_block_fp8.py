@@ -2,7 +2,7 @@
 
 Few rows without a norm are quantised inside the product: each CTA repeats this, hidden behind the loads of the weight.
 Tensor cores sum within a group; sums across groups are float32, because the tensor cores' accumulators are narrower.
-Weights with few columns are split along K as in `triton_split`.
+Weights with few columns are split along K as in `triton_split_k`.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do

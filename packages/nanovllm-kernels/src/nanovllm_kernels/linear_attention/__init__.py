@@ -133,9 +133,9 @@ def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 @torch.library.custom_op("nanovllm::copy_states", mutates_args=("states",))
 def _copy_states_op(states: Tensor, sources: Tensor, targets: Tensor) -> None:
-    from nanovllm_kernels.linear_attention import triton_copy
+    from nanovllm_kernels.linear_attention import triton_copy_states
 
-    triton_copy.copy_states(states, sources, targets)
+    triton_copy_states.copy_states(states, sources, targets)
 
 
 @torch.library.custom_op("nanovllm::gated_delta_net", mutates_args=("recurrent", "conv"))
@@ -156,15 +156,15 @@ def _gated_delta_net_op(
     num_decodes: int | None,
     max_query_len: int,
 ) -> Tensor:
-    from nanovllm_kernels.linear_attention import triton_chunk, triton_step
+    from nanovllm_kernels.linear_attention import triton_decode, triton_prefill
 
     out = qkvz.new_empty((qkvz.shape[0], recurrent.shape[1] * recurrent.shape[2]))
     weights = DeltaWeights(conv_weight, decay, dt_bias, norm_weight, eps)
     batch = StateBatch(slots, saves, seq_lens, query_start_loc, num_decodes, max_query_len, qkvz.shape[0], None)
     if num_decodes != 0:
-        triton_step.step(qkvz, ba, weights, recurrent, conv, batch, out)
+        triton_decode.step(qkvz, ba, weights, recurrent, conv, batch, out)
     if max_query_len > 1:
-        triton_chunk.prefill(qkvz, ba, weights, recurrent, conv, batch, out)
+        triton_prefill.prefill(qkvz, ba, weights, recurrent, conv, batch, out)
     return out
 
 

@@ -1,7 +1,7 @@
 """Mixtures of experts: `route` chooses each token's experts; `fused_experts` runs SwiGLU experts and sums the results.
 
-On CUDA nothing waits for the device, and no launch depends on which experts were chosen. One token with block FP8
-weights runs `triton_one`, few tokens (see `tiles`) run `triton_few`, others `triton_grouped`. A CPU runs `reference`.
+On CUDA nothing waits for the device, and no launch depends on which experts were chosen. `policy` chooses the kernel by
+the numbers of tokens and experts. A CPU runs `reference`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.gemm import block_fp8
-from nanovllm_kernels.moe import reference, tiles
+from nanovllm_kernels.moe import policy, reference
 
 __all__ = ["PackedExperts", "Routing", "fused_experts", "pack_experts", "route"]
 
@@ -63,7 +63,7 @@ def pack_experts(
     """
     counters = None
     if w2.is_cuda:
-        counters = torch.zeros(tiles.num_counters(w2.shape[1]), dtype=torch.int32, device=w2.device)
+        counters = torch.zeros(policy.num_counters(w2.shape[1]), dtype=torch.int32, device=w2.device)
     return PackedExperts(w13, w2, scales13, scales2, counters)
 
 
@@ -144,14 +144,14 @@ def _fused_experts_op(
     rows = x if x.stride(1) == 1 else x.contiguous()
     out = _empty_result(x, residual)
     if len(x) == 1 and scales13 is not None and scales2 is not None:
-        from nanovllm_kernels.moe import triton_one
+        from nanovllm_kernels.moe import triton_matvec
 
-        triton_one.one_token(rows, w13, w2, scales13, scales2, weights, ids, residual, out)
+        triton_matvec.one_token(rows, w13, w2, scales13, scales2, weights, ids, residual, out)
         return out
-    if tiles.takes_few(x.shape[0], quantized=scales13 is not None):
-        from nanovllm_kernels.moe import triton_few
+    if policy.takes_few(x.shape[0], quantized=scales13 is not None):
+        from nanovllm_kernels.moe import triton_unsorted
 
-        triton_few.few_experts(rows, w13, w2, scales13, scales2, weights, ids, residual, counters, out)
+        triton_unsorted.few_experts(rows, w13, w2, scales13, scales2, weights, ids, residual, counters, out)
         return out
     from nanovllm_kernels.moe import triton_grouped
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.tiles import GROUP, SPECIALIZED_ROWS
+from nanovllm_kernels.moe.policy import GROUP, SPECIALIZED_ROWS
 from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe
 from nanovllm_kernels.triton_fp8 import quantize_groups

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.tiles import (
+from nanovllm_kernels.moe.policy import (
     GROUP,
     SPECIALIZED_ROWS,
     GroupedConfig,
@@ -20,7 +20,7 @@ from nanovllm_kernels.moe.tiles import (
     specializes,
 )
 from nanovllm_kernels.moe.triton_sort import SortedPairs, sort_pairs
-from nanovllm_kernels.moe.triton_step import add_product, load_weight
+from nanovllm_kernels.moe.triton_tile_product import add_product, load_weight
 from nanovllm_kernels.platform import can_overlap_launches, describe
 from nanovllm_kernels.triton_fp8 import quantize_groups
 

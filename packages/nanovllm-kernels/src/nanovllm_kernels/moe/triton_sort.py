@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.tiles import most_tiles
+from nanovllm_kernels.moe.policy import most_tiles
 from nanovllm_kernels.platform import can_overlap_launches
 
 # ALONE: most pairs that one program sorts. PART: pairs per part for up to FEW_PARTS parts; LARGE_PART: for more. Chosen

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm_kernels.linear_attention import DeltaWeights, StateBatch
 from nanovllm_kernels.linear_attention.reference import CHECKPOINT
-from nanovllm_kernels.linear_attention.triton_step import L2_EPS, Sizes, log_decay, silu
+from nanovllm_kernels.linear_attention.triton_decode import L2_EPS, Sizes, log_decay, silu
 
 SIZE = tl.constexpr(CHECKPOINT)
 # Rows of the diagonal blocks of a triangular matrix, which are inverted row by row.

@@ -1,6 +1,6 @@
 """Gated DeltaNet of requests with several tokens on CUDA: prompts, whole or in chunks.
 
-`triton_prepare` computes what does not depend on states, for all chunks at once. Then one program per request, value
+`triton_chunks` computes what does not depend on states, for all chunks at once. Then one program per request, value
 head and block of value dimensions goes from chunk to chunk with the state in registers. The device finds the requests.
 """
 
@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.linear_attention import DeltaWeights, StateBatch
-from nanovllm_kernels.linear_attention.triton_prepare import SIZE, count_tiles, find_chunk, padded, prepare
-from nanovllm_kernels.linear_attention.triton_step import silu, sizes_of
+from nanovllm_kernels.linear_attention.triton_chunks import SIZE, count_tiles, find_chunk, padded, prepare
+from nanovllm_kernels.linear_attention.triton_decode import silu, sizes_of
 
 # Value dimensions per program: few, so that there are enough programs.
 VALUES = 32

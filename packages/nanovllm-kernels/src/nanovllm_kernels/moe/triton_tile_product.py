@@ -1,4 +1,4 @@
-"""Device functions for one step along K, used by `triton_few` and `triton_grouped`."""
+"""Device functions for one step along K, used by `triton_unsorted` and `triton_grouped`."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
