@@ -41,11 +41,11 @@ ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM":
 }
 STATES = (
     dict.fromkeys(["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
-    | dict.fromkeys(["conv_weight_ptr", "weight_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "totals_ptr"], FLOAT)
+    | dict.fromkeys(["conv_weight_ptr", "weight_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "log_decays_ptr"], FLOAT)
     | {"recurrent_ptr": FLOAT, "eps": "fp32"}
 )
-DELTA_HEADS = {"HEADS": 32, "GROUP": 2, "K_DIM": 128, "V_DIM": 128}
-DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True}
+DELTA_HEADS = {"HEADS": 32, "GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128}
+DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "OVERLAP": True}
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
 CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
 
@@ -90,45 +90,45 @@ KERNELS = [
     ),
     (
         "linear_attention.triton_decode",
-        "_step",
+        "_decode_requests",
         8,
         STATES,
-        DELTA_STEP | {"BLOCK_V": 128, "BLOCKS": 1, "STAGES": 1},
+        DELTA_STEP | {"BLOCK_V": 128, "NUM_BLOCKS": 1, "STAGES": 1},
     ),
     (
         "linear_attention.triton_decode",
-        "_step",
+        "_decode_requests",
         2,
         STATES | {"recurrent_ptr": BFLOAT},
-        DELTA_STEP | {"BLOCK_V": 16, "BLOCKS": 8, "STAGES": 4},
+        DELTA_STEP | {"BLOCK_V": 16, "NUM_BLOCKS": 8, "STAGES": 4},
     ),
     (
         "linear_attention.triton_chunks",
-        "_convolve",
+        "_convolve_chunks",
         8,
         STATES,
-        {"GROUP": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "CHANNELS": 8192, "WIDTH": 4},
+        {"GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4},
     ),
     (
         "linear_attention.triton_chunks",
-        "_keep_inputs",
+        "_save_conv_inputs",
         4,
         STATES,
-        {"PER_KEY": 512, "GATES": 256, "CHANNELS": 8192, "WIDTH": 4, "CHANNEL_BLOCK": 1024},
+        {"PER_KEY": 512, "GATES": 256, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "CHANNEL_BLOCK": 1024},
     ),
     (
         "linear_attention.triton_chunks",
-        "_solve",
+        "_solve_chunks",
         4,
         STATES,
-        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192},
+        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "NUM_CHANNELS": 8192},
     ),
     (
         "linear_attention.triton_prefill",
-        "_scan",
+        "_scan_chunks",
         4,
         STATES,
-        DELTA_HEADS | {"PADDED_K": 128, "VALUES": 32, "CHANNELS": 8192},
+        DELTA_HEADS | {"PADDED_K": 128, "BLOCK_V": 32, "NUM_CHANNELS": 8192},
     ),
     (
         "linear_attention.triton_copy_states",
@@ -139,14 +139,14 @@ KERNELS = [
     ),
     ("linear_attention.triton_prefill", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
-        "batch.triton_request_tables",
+        "request_tables.triton_request_tables",
         "_build_inputs",
         4,
         STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64, "last_ptr": INT64},
         {"PAGE_SIZE": 16, "BLOCK": 256},
     ),
-    ("batch.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
-    ("batch.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
     ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT": 1 << 30, "BLOCK": 2048}),
     ("sampling.triton_adjust", "_add_bias", 4, BIAS, {"BLOCK": 128}),
     (

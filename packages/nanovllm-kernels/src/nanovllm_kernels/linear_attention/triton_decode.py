@@ -1,57 +1,31 @@
 """Gated DeltaNet of requests with one token each, on CUDA: from the projections to the gated norm in one kernel.
 
 A program reads and writes the state of one value head: all rows at once if there are few programs, else in pipelined
-blocks. All programs of a key head convolve its query and key: no program reads the position to which one writes.
+blocks. All programs of a key head compute the convolution of its query and key, and one of them stores the inputs: no
+program reads the position that it writes.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.attention import tiles
-from nanovllm_kernels.linear_attention import DeltaWeights, StateBatch
-from nanovllm_kernels.linear_attention.reference import NORM_EPS
-from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.linear_attention.layer_inputs import DeltaWeights, StateBatch, layer_sizes
+from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, silu
+from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, describe
 
-L2_EPS = tl.constexpr(NORM_EPS)
-# With few programs: elements of a state per warp.
-WARP_ELEMENTS = 4096
-# With many programs, several per SM: rows of a state loaded at once, by element size in bytes; elements of these per
-# warp; and blocks in flight. Chosen on an H200 for Qwen3-Next's layer, where other choices were up to 12% slower.
-BLOCK_ROWS = {4: 8, 2: 16}
-BLOCK_WARP_ELEMENTS = 1024
-BLOCKS_ON_THEIR_WAY = 4
+# Elements of a state per warp if a launch has few programs.
+ELEMENTS_PER_WARP = 4096
+# If a launch has several programs per SM, a program loads its state in blocks of rows. BLOCK_ROWS_BY_BYTES: rows of a
+# block by element size in bytes. Chosen on an H200 for Qwen3-Next's layer; other choices were up to 12% slower.
+BLOCK_ROWS_BY_BYTES = {4: 8, 2: 16}
+BLOCKED_ELEMENTS_PER_WARP = 1024
+BLOCKS_IN_FLIGHT = 4
 
 
-class Sizes(NamedTuple):
-    """A layer's key heads, value heads, their dimensions, and the convolution's channels and taps."""
-
-    num_k_heads: int
-    num_v_heads: int
-    k_dim: int
-    v_dim: int
-    channels: int
-    width: int
-
-    @property
-    def group(self) -> int:
-        """Value heads per key head."""
-        return self.num_v_heads // self.num_k_heads
-
-
-def sizes_of(recurrent: Tensor, conv: Tensor) -> Sizes:
-    """Derive the sizes from the caches' shapes, see the package's `gated_delta_net`."""
-    _, num_v_heads, v_dim, k_dim = recurrent.shape
-    _, width, channels = conv.shape
-    return Sizes((channels - num_v_heads * v_dim) // (2 * k_dim), num_v_heads, k_dim, v_dim, channels, width)
-
-
-def step(
+def decode(
     qkvz: Tensor,
     ba: Tensor,
     weights: DeltaWeights,
@@ -61,14 +35,14 @@ def step(
     out: Tensor,
 ) -> None:
     """Implement the package's `gated_delta_net` for the rows of `out` of requests with one token."""
-    sizes = sizes_of(recurrent, conv)
+    sizes = layer_sizes(recurrent, conv)
     num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
     padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
     overlap = can_overlap_launches(qkvz.device)
-    many = sizes.num_v_heads * num_reqs > 2 * (describe(qkvz.device).num_sms or tiles.INTERPRETER_SMS)
-    block_v = min(BLOCK_ROWS[recurrent.element_size()], padded_v) if many else padded_v
-    num_warps = padded_k * block_v // (BLOCK_WARP_ELEMENTS if many else WARP_ELEMENTS)
-    _step[(sizes.num_v_heads, num_reqs)](
+    is_large_launch = sizes.num_v_heads * num_reqs > 2 * (describe(qkvz.device).num_sms or INTERPRETER_SMS)
+    block_v = min(BLOCK_ROWS_BY_BYTES[recurrent.element_size()], padded_v) if is_large_launch else padded_v
+    num_warps = padded_k * block_v // (BLOCKED_ELEMENTS_PER_WARP if is_large_launch else ELEMENTS_PER_WARP)
+    _decode_requests[(sizes.num_v_heads, num_reqs)](
         qkvz,
         ba,
         weights.conv,
@@ -87,16 +61,16 @@ def step(
         ba.stride(0),
         batch.saves.shape[1],
         HEADS=sizes.num_v_heads,
-        GROUP=sizes.group,
+        GROUP_SIZE=sizes.group_size,
         K_DIM=sizes.k_dim,
         V_DIM=sizes.v_dim,
         PADDED_K=padded_k,
         PADDED_V=padded_v,
         BLOCK_V=block_v,
-        BLOCKS=padded_v // block_v,
-        STAGES=BLOCKS_ON_THEIR_WAY if block_v < padded_v else 1,
-        CHANNELS=sizes.channels,
-        WIDTH=sizes.width,
+        NUM_BLOCKS=padded_v // block_v,
+        STAGES=BLOCKS_IN_FLIGHT if block_v < padded_v else 1,
+        NUM_CHANNELS=sizes.num_channels,
+        NUM_TAPS=sizes.num_taps,
         OVERLAP=overlap,
         num_warps=max(1, min(8, num_warps)),
         launch_pdl=overlap,
@@ -104,55 +78,47 @@ def step(
 
 
 @triton.jit
-def log_decay(a, decay, dt_bias):
-    """Return the logarithm of a state's decay, from its gate `a`."""
-    x = a + dt_bias
-    return -decay * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
-
-
-@triton.jit
-def silu(x):
-    """Return x times its sigmoid."""
-    return x * tl.sigmoid(x)
-
-
-@triton.jit
 def _convolve(
-    new_ptrs,
+    new_input_ptrs,
     slot_ptr,
     weight_ptr,
     channels,
     mask,
-    writes,
+    write_mask,
     position,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
 ):
-    """Apply convolution and SiLU to one token's inputs at `new_ptrs`; store the inputs in the slot where `writes`."""
-    new = tl.load(new_ptrs, mask=mask, other=0.0).to(slot_ptr.dtype.element_ty)
-    total = new.to(tl.float32) * tl.load(weight_ptr + (WIDTH - 1) * CHANNELS + channels, mask=mask, other=0.0)
-    for tap in tl.static_range(WIDTH - 1):
-        there = position - (WIDTH - 1) + tap
-        old_ptrs = slot_ptr + (there + WIDTH) % WIDTH * CHANNELS + channels
-        old = tl.load(old_ptrs, mask=mask & (there >= 0), other=0.0).to(tl.float32)
-        total += old * tl.load(weight_ptr + tap * CHANNELS + channels, mask=mask, other=0.0)
-    tl.store(slot_ptr + position % WIDTH * CHANNELS + channels, new, mask=writes)
+    """Apply convolution and SiLU to one token's inputs at `new_input_ptrs`.
+
+    write_mask: channels whose inputs are stored in the slot.
+    """
+    new_input = tl.load(new_input_ptrs, mask=mask, other=0.0).to(slot_ptr.dtype.element_ty)
+    total = new_input.to(tl.float32) * tl.load(
+        weight_ptr + (NUM_TAPS - 1) * NUM_CHANNELS + channels, mask=mask, other=0.0
+    )
+    for tap in tl.static_range(NUM_TAPS - 1):
+        tap_position = position - (NUM_TAPS - 1) + tap
+        old_input_ptrs = slot_ptr + (tap_position + NUM_TAPS) % NUM_TAPS * NUM_CHANNELS + channels
+        old_input = tl.load(old_input_ptrs, mask=mask & (tap_position >= 0), other=0.0).to(tl.float32)
+        total += old_input * tl.load(weight_ptr + tap * NUM_CHANNELS + channels, mask=mask, other=0.0)
+    tl.store(slot_ptr + position % NUM_TAPS * NUM_CHANNELS + channels, new_input, mask=write_mask)
     return silu(total)
 
 
 @triton.jit
-def _save_inputs(from_ptr, to_ptr, channels, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+def _copy_conv_inputs(source_ptr, target_ptr, channels, mask, NUM_CHANNELS: tl.constexpr, NUM_TAPS: tl.constexpr):
     """Copy the convolution's inputs from one slot to another."""
-    for tap in tl.static_range(WIDTH):
-        at = tap * CHANNELS + channels
-        tl.store(to_ptr + at, tl.load(from_ptr + at, mask=mask, other=0.0), mask=mask)
+    for tap in tl.static_range(NUM_TAPS):
+        offsets = tap * NUM_CHANNELS + channels
+        tl.store(target_ptr + offsets, tl.load(source_ptr + offsets, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit(
     do_not_specialize=["num_saves"],
     do_not_specialize_on_alignment=["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
 )
-def _step(
+def _decode_requests(
     qkvz_ptr,
     ba_ptr,
     conv_weight_ptr,
@@ -171,16 +137,16 @@ def _step(
     ba_stride,
     num_saves,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     PADDED_K: tl.constexpr,
     PADDED_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -193,72 +159,87 @@ def _step(
         return
     slot = tl.load(slots_ptr + request).to(tl.int64)
     position = tl.load(seq_lens_ptr + request) - 1
-    k_head = head // GROUP
-    place = head % GROUP
+    k_head = head // GROUP_SIZE
+    head_in_group = head % GROUP_SIZE
 
     k_dims, v_dims = tl.arange(0, PADDED_K), tl.arange(0, PADDED_V)
     k_mask, v_mask = k_dims < K_DIM, v_dims < V_DIM
     rows = tl.arange(0, BLOCK_V)
     state_ptr = recurrent_ptr + slot * (HEADS * V_DIM * K_DIM)
-    entries = head * (V_DIM * K_DIM) + rows[:, None] * K_DIM + k_dims[None, :]
+    state_offsets = head * (V_DIM * K_DIM) + rows[:, None] * K_DIM + k_dims[None, :]
     # A sequence starts from zeros, whatever the slot holds.
-    held = k_mask[None, :] & (position > 0)
+    load_mask = k_mask[None, :] & (position > 0)
 
-    qkvz_ptr += token * qkvz_stride + k_head * (2 * K_DIM + 2 * GROUP * V_DIM)
-    slot_ptr = conv_ptr + slot * (WIDTH * CHANNELS)
-    q_channels = k_head * (2 * K_DIM + GROUP * V_DIM) + k_dims
+    qkvz_ptr += token * qkvz_stride + k_head * (2 * K_DIM + 2 * GROUP_SIZE * V_DIM)
+    slot_ptr = conv_ptr + slot * (NUM_TAPS * NUM_CHANNELS)
+    q_channels = k_head * (2 * K_DIM + GROUP_SIZE * V_DIM) + k_dims
     k_channels = q_channels + K_DIM
-    v_at = 2 * K_DIM + place * V_DIM + v_dims
-    v_channels = k_head * (2 * K_DIM + GROUP * V_DIM) + v_at
-    writes_key = k_mask & (place == 0)
+    v_offsets = 2 * K_DIM + head_in_group * V_DIM + v_dims
+    v_channels = k_head * (2 * K_DIM + GROUP_SIZE * V_DIM) + v_offsets
+    writes_qk = k_mask & (head_in_group == 0)
     q = _convolve(
-        qkvz_ptr + k_dims, slot_ptr, conv_weight_ptr, q_channels, k_mask, writes_key, position, CHANNELS, WIDTH
+        qkvz_ptr + k_dims, slot_ptr, conv_weight_ptr, q_channels, k_mask, writes_qk, position, NUM_CHANNELS, NUM_TAPS
     )
     k = _convolve(
-        qkvz_ptr + K_DIM + k_dims, slot_ptr, conv_weight_ptr, k_channels, k_mask, writes_key, position, CHANNELS, WIDTH
+        qkvz_ptr + K_DIM + k_dims,
+        slot_ptr,
+        conv_weight_ptr,
+        k_channels,
+        k_mask,
+        writes_qk,
+        position,
+        NUM_CHANNELS,
+        NUM_TAPS,
     )
-    v = _convolve(qkvz_ptr + v_at, slot_ptr, conv_weight_ptr, v_channels, v_mask, v_mask, position, CHANNELS, WIDTH)
+    v = _convolve(
+        qkvz_ptr + v_offsets, slot_ptr, conv_weight_ptr, v_channels, v_mask, v_mask, position, NUM_CHANNELS, NUM_TAPS
+    )
     q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * (K_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
 
-    ba_ptr += token * ba_stride + k_head * (2 * GROUP) + place
+    ba_ptr += token * ba_stride + k_head * (2 * GROUP_SIZE) + head_in_group
     beta = tl.sigmoid(tl.load(ba_ptr).to(tl.float32))
-    a = tl.load(ba_ptr + GROUP).to(tl.float32)
-    left = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
-    of_key = tl.sum(k * q, 0)
-    out = tl.zeros([BLOCKS, BLOCK_V], dtype=tl.float32)
+    a = tl.load(ba_ptr + GROUP_SIZE).to(tl.float32)
+    state_decay = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
+    k_dot_q = tl.sum(k * q, 0)
+    out = tl.zeros([NUM_BLOCKS, BLOCK_V], dtype=tl.float32)
     # This loop loads only states: other loads between them made it slower.
-    for block in tl.range(0, BLOCKS, num_stages=STAGES):
-        first = block * BLOCK_V
-        inside = (first + rows < V_DIM)[:, None]
-        s = tl.load(state_ptr + entries + first * K_DIM, mask=inside & held, other=0.0).to(tl.float32) * left
-        v_block = v if BLOCKS == 1 else tl.gather(v, first + rows, 0)
-        change = (v_block - tl.sum(s * k[None, :], 1)) * beta
+    for block in tl.range(0, NUM_BLOCKS, num_stages=STAGES):
+        first_row = block * BLOCK_V
+        inside = (first_row + rows < V_DIM)[:, None]
+        state = (
+            tl.load(state_ptr + state_offsets + first_row * K_DIM, mask=inside & load_mask, other=0.0).to(tl.float32)
+            * state_decay
+        )
+        v_block = v if NUM_BLOCKS == 1 else tl.gather(v, first_row + rows, 0)
+        delta = (v_block - tl.sum(state * k[None, :], 1)) * beta
         # Uses the state before its change, so that one pass computes both sums.
-        o = tl.sum(s * q[None, :], 1) + change * of_key
-        out = tl.where((tl.arange(0, BLOCKS) == block)[:, None], o[None, :], out)
-        kept = (s + change[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)
-        tl.store(state_ptr + entries + first * K_DIM, kept, mask=inside & k_mask[None, :])
+        block_out = tl.sum(state * q[None, :], 1) + delta * k_dot_q
+        out = tl.where((tl.arange(0, NUM_BLOCKS) == block)[:, None], block_out[None, :], out)
+        new_state = (state + delta[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)
+        tl.store(state_ptr + state_offsets + first_row * K_DIM, new_state, mask=inside & k_mask[None, :])
 
-    dims = tl.arange(0, BLOCKS)[:, None] * BLOCK_V + rows[None, :]
+    dims = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK_V + rows[None, :]
     norm = tl.load(norm_ptr + dims, mask=dims < V_DIM, other=0.0)
-    z = tl.load(qkvz_ptr + 2 * K_DIM + (GROUP + place) * V_DIM + dims, mask=dims < V_DIM, other=0.0).to(tl.float32)
+    z = tl.load(qkvz_ptr + 2 * K_DIM + (GROUP_SIZE + head_in_group) * V_DIM + dims, mask=dims < V_DIM, other=0.0).to(
+        tl.float32
+    )
     out *= tl.rsqrt(tl.sum(tl.sum(out * out, 1), 0) / V_DIM + eps) * norm * silu(z)
     out_ptrs = out_ptr + token * (HEADS * V_DIM) + head * V_DIM + dims
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=dims < V_DIM)
 
     # After this barrier all threads can read what this program wrote to its slot.
     tl.debug_barrier()
-    for index in range(num_saves):
-        save_ptr = saves_ptr + (request * num_saves + index) * 2
+    for save_index in range(num_saves):
+        save_ptr = saves_ptr + (request * num_saves + save_index) * 2
         if tl.load(save_ptr) == position + 1:
-            there = tl.load(save_ptr + 1).to(tl.int64)
-            for first in range(0, V_DIM, BLOCK_V):
-                at = entries + first * K_DIM
-                mask = (first + rows < V_DIM)[:, None] & k_mask[None, :]
-                kept = tl.load(state_ptr + at, mask=mask, other=0.0)
-                tl.store(recurrent_ptr + there * (HEADS * V_DIM * K_DIM) + at, kept, mask=mask)
-            there_ptr = conv_ptr + there * (WIDTH * CHANNELS)
-            _save_inputs(slot_ptr, there_ptr, q_channels, writes_key, CHANNELS, WIDTH)
-            _save_inputs(slot_ptr, there_ptr, k_channels, writes_key, CHANNELS, WIDTH)
-            _save_inputs(slot_ptr, there_ptr, v_channels, v_mask, CHANNELS, WIDTH)
+            save_slot = tl.load(save_ptr + 1).to(tl.int64)
+            for first_row in range(0, V_DIM, BLOCK_V):
+                block_offsets = state_offsets + first_row * K_DIM
+                mask = (first_row + rows < V_DIM)[:, None] & k_mask[None, :]
+                block_state = tl.load(state_ptr + block_offsets, mask=mask, other=0.0)
+                tl.store(recurrent_ptr + save_slot * (HEADS * V_DIM * K_DIM) + block_offsets, block_state, mask=mask)
+            save_slot_ptr = conv_ptr + save_slot * (NUM_TAPS * NUM_CHANNELS)
+            _copy_conv_inputs(slot_ptr, save_slot_ptr, q_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
+            _copy_conv_inputs(slot_ptr, save_slot_ptr, k_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
+            _copy_conv_inputs(slot_ptr, save_slot_ptr, v_channels, v_mask, NUM_CHANNELS, NUM_TAPS)
