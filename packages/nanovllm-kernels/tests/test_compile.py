@@ -517,7 +517,7 @@ def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
 
 ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "partial_ptr"], FLOAT) | (
     dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
-    | dict.fromkeys(["counts_ptr", "ranks_ptr", "begins_ptr"], INT32)
+    | dict.fromkeys(["counts_ptr", "ranks_ptr", "first_rows_ptr"], INT32)
 )
 
 
@@ -533,7 +533,7 @@ def test_route_compiles(groups, shared):
     kinds = {"SIGMOID": num_groups > 1, "BIAS": num_groups > 1, "RENORMALIZE": True, "OVERLAP": True}
     kinds["GATED"] = shared == "gated"
     types = ROUTED | {"logits_ptr": FLOAT, "bias_ptr": FLOAT, "scale": "fp32"}
-    compile_kernel(triton_route._route, types, sizes | kinds | {"LEAST_SUM": 1e-20}, num_warps=1)
+    compile_kernel(triton_route._route, types, sizes | kinds | {"SCORE_SUM_EPS": 1e-20}, num_warps=1)
 
 
 @pytest.mark.parametrize(
@@ -546,12 +546,17 @@ def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantize
 
     hidden_size, width = 2048, 768
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    config = policy.few_config(rows, num_groups, columns, depth, wide=False, quantized=quantized)
-    constants = {"WIDTH": columns, "K": depth, "TOP_K": top_k, "PADDED_K": 8 if top_k == 8 else 16, "ROWS": rows}
+    config = policy.unsorted_config(rows, num_groups, columns, depth, is_float32=False, is_block_fp8=quantized)
+    constants = {"N": columns, "K": depth, "TOP_K": top_k, "PADDED_TOP_K": 8 if top_k == 8 else 16, "ROWS": rows}
     constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages}
-    constants |= {"QUANTIZED": quantized, "SWAPPED": config.swapped, "BY_EXPERT": num_groups == 128, "OVERLAP": True}
+    constants |= {
+        "QUANTIZED": quantized,
+        "SWAPPED": config.swapped,
+        "GRID_BY_EXPERT": num_groups == 128,
+        "OVERLAP": True,
+    }
     constants |= {} if gated else {"RESIDUAL": True}
-    kernel = triton_unsorted._few_gate_up if gated else triton_unsorted._few_down
+    kernel = triton_unsorted._gate_up if gated else triton_unsorted._down
     types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     # Two programs must fit an SM to hide the latency of loads.
@@ -566,21 +571,21 @@ def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantize
 @pytest.mark.parametrize(
     ("name", "columns", "depth", "top_k"),
     [
-        ("_one_gate_up", 512, 2048, 11),
-        ("_one_gate_up", 1536, 3072, 8),
-        ("_one_gate_up", 2048, 7168, 9),
-        ("_one_down", 2048, 512, 11),
-        ("_one_down", 2048, 768, 8),
-        ("_one_down", 7168, 2048, 9),
+        ("_gate_up", 512, 2048, 11),
+        ("_gate_up", 1536, 3072, 8),
+        ("_gate_up", 2048, 7168, 9),
+        ("_down", 2048, 512, 11),
+        ("_down", 2048, 768, 8),
+        ("_down", 7168, 2048, 9),
     ],
 )
 def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top_k):
     from nanovllm_kernels.moe import policy, triton_matvec
 
     padded_k = 1 << (top_k - 1).bit_length()
-    config = policy.one_config(depth, padded_k if name == "_one_down" else 2)
-    constants = {"WIDTH": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.groups, "OVERLAP": True}
-    constants |= {"PADDED_K": padded_k, "RESIDUAL": False} if name == "_one_down" else {}
+    config = policy.matvec_config(depth, padded_k if name == "_down" else 2)
+    constants = {"N": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.num_groups, "OVERLAP": True}
+    constants |= {"PADDED_TOP_K": padded_k, "RESIDUAL": False} if name == "_down" else {}
     types = ROUTED | {"weight_ptr": FP8}
     compiled = compile_kernel(vars(triton_matvec)[name], types, constants, config.num_warps, multiples=("k",))
     ptx = compiled.asm["ptx"]
@@ -598,8 +603,10 @@ def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top
 def grouped_configs():
     from nanovllm_kernels.moe import policy
 
-    plain = [(config, False) for config in (*policy.GROUPED.values(), policy.MANY)]
-    return plain + [(config, True) for config in (*policy.GROUPED_FP8.values(), policy.MANY_FP8)]
+    plain = [(config, False) for config in (*policy.GROUPED_BY_MAX_ROWS.values(), policy.GROUPED_OF_MORE_ROWS)]
+    return plain + [
+        (config, True) for config in (*policy.GROUPED_FP8_BY_MAX_ROWS.values(), policy.GROUPED_FP8_OF_MORE_ROWS)
+    ]
 
 
 @pytest.mark.parametrize(("config", "quantized"), grouped_configs())
@@ -608,7 +615,7 @@ def test_grouped_experts_compile(gated, config, quantized):
     from nanovllm_kernels.moe import triton_grouped
 
     columns, depth = (768, 2048) if gated else (2048, 768)
-    constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "GATED": gated, "QUANTIZED": quantized, "OVERLAP": True}
+    constants = {"N": columns, "K": depth, "TOP_K": 8, "GATED": gated, "QUANTIZED": quantized, "OVERLAP": True}
     constants |= {"SWAPPED": config.swapped, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     constants |= {"BLOCK_K": config.block_k, "STAGES": config.num_stages}
     types = ROUTED | ({"x_ptr": FP8, "weight_ptr": FP8} if quantized else {})
@@ -628,11 +635,11 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     from nanovllm_kernels.moe import gluon_grouped as kernels
 
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    constants = {"WIDTH": columns, "K": depth, "GATED": gated, "STAGES": kernels.STAGES, "OVERLAP": True}
-    constants |= {"GROUP_REGISTERS": kernels.GROUP_REGISTERS, "FETCH_REGISTERS": kernels.FETCH_REGISTERS}
+    constants = {"N": columns, "K": depth, "GATED": gated, "STAGES": kernels.STAGES, "OVERLAP": True}
+    constants |= {"MULTIPLY_REGISTERS": kernels.MULTIPLY_REGISTERS, "COPY_REGISTERS": kernels.COPY_REGISTERS}
     types = ROUTED | ({"out_ptr": FP8} if gated else {})
-    for name, rows in (("x_desc", kernels.HALF), ("weight_desc", kernels.COLUMNS)):
-        types[name] = f"tensordesc<fp8e4nv[{rows}, {kernels.DEPTH}],{kernels.SHARED!r}>"
+    for name, rows in (("x_desc", kernels.GROUP_ROWS), ("weight_desc", kernels.BLOCK_COLUMNS)):
+        types[name] = f"tensordesc<fp8e4nv[{rows}, {kernels.STEP_DEPTH}],{kernels.SHARED_LAYOUT!r}>"
     options = {"maxnreg": kernels.LAUNCH_REGISTERS, "launch_pdl": True}
     compiled = compile_kernel(kernels._grouped_product, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
@@ -640,7 +647,7 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     sass = compiled.asm["sass"]
     # Sums stay in registers, each half of the rows has one product, and results are stored by sixteen bytes.
     assert not re.search(r"\b(STL|LDL)\b", sass)
-    assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.DEPTH // 32
+    assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.STEP_DEPTH // 32
     assert "UTMALDG" in sass
     assert "STG.E.128" in sass
 
@@ -682,8 +689,10 @@ def test_gather_of_rows_compiles():
 def test_sort_of_pairs_has_barrier_before_counting(alone):
     from nanovllm_kernels.moe import triton_sort
 
-    sizes = {"PADDED": 1024, "BLOCK": triton_sort.ALONE if alone else triton_sort.PART, "OVERLAP": True}
-    counting, rest = triton_sort._count_pairs, {"PARTS": triton_sort.COUNTED_AT_ONCE, "ALONE": alone, "BLOCK_M": 64}
+    sizes = {"PADDED_EXPERTS": 1024, "OVERLAP": True}
+    sizes["BLOCK"] = triton_sort.MAX_SINGLE_PART_PAIRS if alone else triton_sort.SMALL_PART_PAIRS
+    counting, rest = triton_sort._count_pairs, {"SINGLE_PART": alone, "BLOCK_M": 64}
+    rest["PARTS_PER_LOAD"] = triton_sort.PARTS_PER_LOAD
     sorting = compile_kernel(triton_sort._sort_pairs, ROUTED, sizes | rest, num_warps=8)
     if not alone:
         assert "atom.global" not in sorting.asm["ptx"]
@@ -695,5 +704,5 @@ def test_sort_of_pairs_has_barrier_before_counting(alone):
 def test_sum_of_experts_compiles():
     from nanovllm_kernels.moe import triton_grouped
 
-    sizes = {"WIDTH": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
+    sizes = {"N": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
     compile_kernel(triton_grouped._sum_pairs, {}, sizes, num_warps=4)

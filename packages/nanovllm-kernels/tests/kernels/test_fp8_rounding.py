@@ -56,7 +56,7 @@ def test_block_fp8_linear_rounds_like_torch(rows, num_rows, device):
     assert torch.equal(found, round_to_fp8(rows[:num_rows]))
 
 
-@pytest.mark.parametrize("num_tokens", [1, policy.FEW_TOKENS_FP8, NUM_ROWS])
+@pytest.mark.parametrize("num_tokens", [1, policy.MAX_UNSORTED_FP8_TOKENS, NUM_ROWS])
 def test_expert_kernels_round_like_torch(rows, num_tokens, device):
     """One token, tokens that are not sorted, and sorted tokens run different kernels, which quantise twice."""
     x = torch.cat((rows, torch.full_like(rows, GATE)), 1)[:num_tokens]

@@ -17,61 +17,52 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.policy import one_config
+from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts
+from nanovllm_kernels.moe.policy import matvec_config
 from nanovllm_kernels.platform import can_overlap_launches
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
 
-def one_token(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    scales13: Tensor,
-    scales2: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    residual: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Write into `out` [1, H] what the package's `fused_experts` returns."""
-    top_k = ids.shape[1]
-    _, hidden_size, width = w2.shape
+def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None, out: Tensor) -> None:
+    """Write the result of the package's `fused_experts` for one token into `out` [1, H]."""
+    top_k = chosen.ids.shape[1]
+    _, hidden_size, intermediate_size = experts.w2.shape
     overlap = can_overlap_launches(x.device)
-    hidden = torch.empty((top_k, width), dtype=x.dtype, device=x.device)
-    config = one_config(hidden_size, 2)
-    _one_gate_up[(triton.cdiv(width, config.block_n), top_k)](
+    hidden = torch.empty((top_k, intermediate_size), dtype=x.dtype, device=x.device)
+    config = matvec_config(hidden_size, 2)
+    _gate_up[(triton.cdiv(intermediate_size, config.block_n), top_k)](
         x,
-        w13,
-        scales13,
-        ids,
+        experts.w13,
+        experts.scales13,
+        chosen.ids,
         hidden,
         hidden_size,
-        WIDTH=width,
+        N=intermediate_size,
         K=hidden_size,
         BLOCK_N=config.block_n,
-        GROUPS=config.groups,
+        GROUPS=config.num_groups,
         OVERLAP=overlap,
         num_warps=config.num_warps,
         launch_pdl=overlap,
     )
-    padded_k = triton.next_power_of_2(top_k)
-    config = one_config(width, padded_k)
-    _one_down[(triton.cdiv(hidden_size, config.block_n),)](
+    padded_top_k = triton.next_power_of_2(top_k)
+    config = matvec_config(intermediate_size, padded_top_k)
+    _down[(triton.cdiv(hidden_size, config.block_n),)](
         hidden,
-        w2,
-        scales2,
-        ids,
-        weights,
+        experts.w2,
+        experts.scales2,
+        chosen.ids,
+        chosen.weights,
         x if residual is None else residual,
         out,
-        width,
+        intermediate_size,
         top_k,
-        WIDTH=hidden_size,
-        K=width,
-        PADDED_K=padded_k,
+        N=hidden_size,
+        K=intermediate_size,
+        PADDED_TOP_K=padded_top_k,
         RESIDUAL=residual is not None,
         BLOCK_N=config.block_n,
-        GROUPS=config.groups,
+        GROUPS=config.num_groups,
         OVERLAP=overlap,
         num_warps=config.num_warps,
         launch_pdl=overlap,
@@ -86,29 +77,29 @@ def _quantize(x):
 
 
 @triton.jit
-def _gates_and_ups(
+def _multiply_groups(
     x_ptr,
-    rows_ptr,
+    weight_rows_ptr,
     scales_ptr,
     columns,
     k,
-    first: tl.constexpr,
+    first_group: tl.constexpr,
     GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
 ):
     """Return sums [BLOCK_N, GROUPS] of the gate's and of the up projection's products, each over one group."""
-    blocks: tl.constexpr = (WIDTH + 127) // 128
-    depth: tl.constexpr = (K + 127) // 128
-    groups = first + tl.arange(0, GROUPS)
+    num_column_blocks: tl.constexpr = (N + 127) // 128
+    num_depth_groups: tl.constexpr = (K + 127) // 128
+    groups = first_group + tl.arange(0, GROUPS)
     ks = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = (columns < WIDTH)[:, None, None] & (ks < k)[None, :, :]
+    weight_mask = (columns < N)[:, None, None] & (ks < k)[None, :, :]
     # Issue the weight loads first: they take longest.
-    gate = tl.load(rows_ptr + ks[None, :, :], mask=inside, other=0.0)
-    up = tl.load(rows_ptr + WIDTH * K + ks[None, :, :], mask=inside, other=0.0)
-    real = groups * 128 < k
-    gate_scales = tl.load(scales_ptr + groups, mask=real, other=0.0)
-    up_scales = tl.load(scales_ptr + blocks * depth + groups, mask=real, other=0.0)
+    gate = tl.load(weight_rows_ptr + ks[None, :, :], mask=weight_mask, other=0.0)
+    up = tl.load(weight_rows_ptr + N * K + ks[None, :, :], mask=weight_mask, other=0.0)
+    group_mask = groups * 128 < k
+    gate_scales = tl.load(scales_ptr + groups, mask=group_mask, other=0.0)
+    up_scales = tl.load(scales_ptr + num_column_blocks * num_depth_groups + groups, mask=group_mask, other=0.0)
     numbers, scales = _quantize(tl.load(x_ptr + ks, mask=ks < k, other=0.0))
     gates = tl.sum(gate.to(tl.float32) * numbers[None, :, :], 2) * (scales * gate_scales)[None, :]
     ups = tl.sum(up.to(tl.float32) * numbers[None, :, :], 2) * (scales * up_scales)[None, :]
@@ -116,14 +107,14 @@ def _gates_and_ups(
 
 
 @triton.jit
-def _one_gate_up(
+def _gate_up(
     x_ptr,
     weight_ptr,
     scales_ptr,
     ids_ptr,
     out_ptr,
     k,
-    WIDTH: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -135,32 +126,36 @@ def _one_gate_up(
         gdc_wait()
     slot = tl.program_id(1)
     expert = tl.load(ids_ptr + slot).to(tl.int64)
-    begin = tl.program_id(0) * BLOCK_N
-    columns = begin + tl.arange(0, BLOCK_N)
-    blocks: tl.constexpr = (WIDTH + 127) // 128
-    depth: tl.constexpr = (K + 127) // 128
-    own_scales_ptr = scales_ptr + (expert * 2 * blocks + begin // 128) * depth
-    rows_ptr = weight_ptr + (expert * 2 * WIDTH + columns)[:, None, None] * K
-    whole: tl.constexpr = depth // GROUPS * GROUPS
+    first_column = tl.program_id(0) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    num_column_blocks: tl.constexpr = (N + 127) // 128
+    num_depth_groups: tl.constexpr = (K + 127) // 128
+    expert_scales_ptr = scales_ptr + (expert * 2 * num_column_blocks + first_column // 128) * num_depth_groups
+    weight_rows_ptr = weight_ptr + (expert * 2 * N + columns)[:, None, None] * K
+    num_whole_groups: tl.constexpr = num_depth_groups // GROUPS * GROUPS
     # Reduced over groups only after the loop, because the reduction synchronises all warps.
     gates = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     ups = tl.zeros((BLOCK_N, GROUPS), tl.float32)
-    for first in tl.static_range(0, whole, GROUPS):
-        more_gates, more_ups = _gates_and_ups(x_ptr, rows_ptr, own_scales_ptr, columns, k, first, GROUPS, WIDTH, K)
-        gates += more_gates
-        ups += more_ups
+    for first_group in tl.static_range(0, num_whole_groups, GROUPS):
+        step_gates, step_ups = _multiply_groups(
+            x_ptr, weight_rows_ptr, expert_scales_ptr, columns, k, first_group, GROUPS, N, K
+        )
+        gates += step_gates
+        ups += step_ups
     gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
-    if whole < depth:
-        rest: tl.constexpr = triton.next_power_of_2(depth - whole)
-        gates, ups = _gates_and_ups(x_ptr, rows_ptr, own_scales_ptr, columns, k, whole, rest, WIDTH, K)
+    if num_whole_groups < num_depth_groups:
+        num_last_groups: tl.constexpr = triton.next_power_of_2(num_depth_groups - num_whole_groups)
+        gates, ups = _multiply_groups(
+            x_ptr, weight_rows_ptr, expert_scales_ptr, columns, k, num_whole_groups, num_last_groups, N, K
+        )
         gate += tl.sum(gates, 1)
         up += tl.sum(ups, 1)
     out = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + slot * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=columns < WIDTH)
+    tl.store(out_ptr + slot * N + columns, out.to(out_ptr.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit
-def _one_down(
+def _down(
     x_ptr,
     weight_ptr,
     scales_ptr,
@@ -170,43 +165,43 @@ def _one_down(
     out_ptr,
     k,
     top_k,
-    WIDTH: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
-    PADDED_K: tl.constexpr,
+    PADDED_TOP_K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute a few columns of the weighted sum over all chosen experts."""
+    """Compute a few columns of the weighted sum over all slot_mask experts."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    begin = tl.program_id(0) * BLOCK_N
-    columns = begin + tl.arange(0, BLOCK_N)
-    blocks: tl.constexpr = (WIDTH + 127) // 128
-    depth: tl.constexpr = (K + 127) // 128
-    slots = tl.arange(0, PADDED_K)
-    chosen = slots < top_k
-    experts = tl.load(ids_ptr + slots, mask=chosen, other=0).to(tl.int64)
-    weights = tl.load(weights_ptr + slots, mask=chosen, other=0.0)
-    own_scales_ptr = scales_ptr + (experts * blocks + begin // 128)[:, None] * depth
-    rows_ptr = weight_ptr + (experts[:, None] * WIDTH + columns[None, :])[:, :, None, None] * K
-    here = chosen[:, None] & (columns < WIDTH)[None, :]
-    sums = tl.zeros((PADDED_K, BLOCK_N), tl.float32)
-    for first in tl.static_range(0, depth, GROUPS):
-        groups = first + tl.arange(0, min(GROUPS, triton.next_power_of_2(depth - first)))
+    first_column = tl.program_id(0) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    num_column_blocks: tl.constexpr = (N + 127) // 128
+    num_depth_groups: tl.constexpr = (K + 127) // 128
+    slots = tl.arange(0, PADDED_TOP_K)
+    slot_mask = slots < top_k
+    experts = tl.load(ids_ptr + slots, mask=slot_mask, other=0).to(tl.int64)
+    weights = tl.load(weights_ptr + slots, mask=slot_mask, other=0.0)
+    expert_scales_ptr = scales_ptr + (experts * num_column_blocks + first_column // 128)[:, None] * num_depth_groups
+    weight_rows_ptr = weight_ptr + (experts[:, None] * N + columns[None, :])[:, :, None, None] * K
+    column_mask = slot_mask[:, None] & (columns < N)[None, :]
+    sums = tl.zeros((PADDED_TOP_K, BLOCK_N), tl.float32)
+    for first_group in tl.static_range(0, num_depth_groups, GROUPS):
+        groups = first_group + tl.arange(0, min(GROUPS, triton.next_power_of_2(num_depth_groups - first_group)))
         ks = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-        inside = here[:, :, None, None] & (ks < k)[None, None, :, :]
-        tile = tl.load(rows_ptr + ks[None, None, :, :], mask=inside, other=0.0)
-        real = chosen[:, None] & (groups * 128 < k)[None, :]
-        own_scales = tl.load(own_scales_ptr + groups[None, :], mask=real, other=0.0)
-        known = chosen[:, None, None] & (ks < k)[None, :, :]
-        x = tl.load(x_ptr + slots[:, None, None] * K + ks[None, :, :], mask=known, other=0.0)
+        weight_mask = column_mask[:, :, None, None] & (ks < k)[None, None, :, :]
+        tile = tl.load(weight_rows_ptr + ks[None, None, :, :], mask=weight_mask, other=0.0)
+        group_mask = slot_mask[:, None] & (groups * 128 < k)[None, :]
+        weight_scales = tl.load(expert_scales_ptr + groups[None, :], mask=group_mask, other=0.0)
+        x_mask = slot_mask[:, None, None] & (ks < k)[None, :, :]
+        x = tl.load(x_ptr + slots[:, None, None] * K + ks[None, :, :], mask=x_mask, other=0.0)
         numbers, scales = _quantize(x)
-        scales *= own_scales * weights[:, None]
+        scales *= weight_scales * weights[:, None]
         sums += tl.sum(tl.sum(tile.to(tl.float32) * numbers[:, None, :, :], 3) * scales[:, None, :], 2)
     total = tl.sum(sums, 0)
     if RESIDUAL:
-        total += tl.load(residual_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < WIDTH)
+        total += tl.load(residual_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < N)

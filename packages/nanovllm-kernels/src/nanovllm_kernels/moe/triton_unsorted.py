@@ -13,112 +13,114 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.policy import few_config
+from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts
+from nanovllm_kernels.moe.policy import unsorted_config
 from nanovllm_kernels.moe.triton_tile_product import add_product, load_weight
 from nanovllm_kernels.platform import can_overlap_launches
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
 
-def few_experts(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    scales13: Tensor | None,
-    scales2: Tensor | None,
-    weights: Tensor,
-    ids: Tensor,
-    residual: Tensor | None,
-    counters: Tensor,
-    out: Tensor,
-) -> None:
-    """Write into `out` [T, H] what the package's `fused_experts` returns."""
-    num_tokens, top_k = ids.shape
-    num_experts, hidden_size, width = w2.shape
-    by_expert = num_tokens * top_k > num_experts
-    num_groups = min(num_tokens * top_k, num_experts)
+def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None, out: Tensor) -> None:
+    """Write the result of the package's `fused_experts` into `out` [T, H]."""
+    w13, w2, scales13, scales2, counters = experts
+    num_tokens, top_k = chosen.ids.shape
+    num_experts, hidden_size, intermediate_size = w2.shape
+    grid_by_expert = num_tokens * top_k > num_experts
+    num_expert_programs = min(num_tokens * top_k, num_experts)
     quantized = scales13 is not None
     rows = max(16, triton.next_power_of_2(num_tokens))
     overlap = can_overlap_launches(x.device)
-    hidden = torch.empty((num_tokens * top_k, width), dtype=x.dtype, device=x.device)
+    hidden = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)
     partial = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
-    shared = {
+    launch_options = {
         "TOP_K": top_k,
-        "PADDED_K": triton.next_power_of_2(top_k),
+        "PADDED_TOP_K": triton.next_power_of_2(top_k),
         "ROWS": rows,
-        "BY_EXPERT": by_expert,
+        "GRID_BY_EXPERT": grid_by_expert,
         "QUANTIZED": quantized,
         "OVERLAP": overlap,
         "launch_pdl": overlap,
     }
-    wide = x.element_size() == 4
-    config = few_config(rows, num_groups, width, hidden_size, wide=wide, quantized=quantized)
-    _few_gate_up[(triton.cdiv(width, config.block_n), num_groups)](
+    is_float32 = x.element_size() == 4
+    config = unsorted_config(
+        rows, num_expert_programs, intermediate_size, hidden_size, is_float32=is_float32, is_block_fp8=quantized
+    )
+    _gate_up[(triton.cdiv(intermediate_size, config.block_n), num_expert_programs)](
         x,
         w13,
         w13 if scales13 is None else scales13,
-        ids,
+        chosen.ids,
         hidden,
         num_tokens,
         x.stride(0),
-        WIDTH=width,
+        N=intermediate_size,
         K=hidden_size,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SWAPPED=config.swapped,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
-        **shared,
+        **launch_options,
     )
-    config = few_config(rows, num_groups, hidden_size, width, wide=wide, quantized=quantized)
-    _few_down[(triton.cdiv(hidden_size, config.block_n), num_groups)](
+    config = unsorted_config(
+        rows, num_expert_programs, hidden_size, intermediate_size, is_float32=is_float32, is_block_fp8=quantized
+    )
+    _down[(triton.cdiv(hidden_size, config.block_n), num_expert_programs)](
         hidden,
         w2,
         w2 if scales2 is None else scales2,
-        ids,
-        weights,
+        chosen.ids,
+        chosen.weights,
         x if residual is None else residual,
         out,
         partial,
         counters,
         num_tokens,
         0 if residual is None else residual.stride(0),
-        WIDTH=hidden_size,
-        K=width,
+        N=hidden_size,
+        K=intermediate_size,
         RESIDUAL=residual is not None,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SWAPPED=config.swapped,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
-        **shared,
+        **launch_options,
     )
 
 
 @triton.jit
-def _claim(
-    ids_ptr, num_tokens, TOP_K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr, BY_EXPERT: tl.constexpr
+def _find_expert(
+    ids_ptr,
+    num_tokens,
+    TOP_K: tl.constexpr,
+    PADDED_TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    GRID_BY_EXPERT: tl.constexpr,
 ):
-    """Return this program's expert, the slot in which each token chose it (TOP_K or more: not chosen), and whether
-    this program computes it: some token chose it, and no program of an earlier pair has it.
+    """Find the expert that this program computes.
+
+    Returns the expert; for each token the slot in which the token chose the expert, at least TOP_K if it did not; and
+    whether this program computes the expert: some token chose it, and no program of an earlier pair computes it.
     """
     group = tl.program_id(1)
     tokens = tl.arange(0, ROWS)[:, None]
-    slots = tl.arange(0, PADDED_K)[None, :]
+    slots = tl.arange(0, PADDED_TOP_K)[None, :]
     pairs = tokens * TOP_K + slots
     ids = tl.load(ids_ptr + pairs, mask=(tokens < num_tokens) & (slots < TOP_K), other=-1)
     expert = group
-    if not BY_EXPERT:
+    if not GRID_BY_EXPERT:
         expert = tl.load(ids_ptr + group)
-    chosen = ids == expert
-    places = tl.min(tl.where(chosen, slots, PADDED_K), 1)
-    is_owner = tl.min(places, 0) < TOP_K
-    if not BY_EXPERT:
-        is_owner = tl.min(tl.min(tl.where(chosen, pairs, ROWS * PADDED_K), 1), 0) == group
-    return expert.to(tl.int64), places, is_owner
+    is_chosen = ids == expert
+    chosen_slots = tl.min(tl.where(is_chosen, slots, PADDED_TOP_K), 1)
+    is_owner = tl.min(chosen_slots, 0) < TOP_K
+    if not GRID_BY_EXPERT:
+        is_owner = tl.min(tl.min(tl.where(is_chosen, pairs, ROWS * PADDED_TOP_K), 1), 0) == group
+    return expert.to(tl.int64), chosen_slots, is_owner
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _few_gate_up(
+def _gate_up(
     x_ptr,
     weight_ptr,
     scales_ptr,
@@ -126,12 +128,12 @@ def _few_gate_up(
     out_ptr,
     num_tokens,
     x_stride,
-    WIDTH: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
-    PADDED_K: tl.constexpr,
+    PADDED_TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
+    GRID_BY_EXPERT: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SWAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -142,28 +144,28 @@ def _few_gate_up(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert, places, is_owner = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
+    expert, chosen_slots, is_owner = _find_expert(ids_ptr, num_tokens, TOP_K, PADDED_TOP_K, ROWS, GRID_BY_EXPERT)
     if is_owner:
         tokens = tl.arange(0, ROWS).to(tl.int64)
-        inside = places < TOP_K
-        begin = tl.program_id(0) * BLOCK_N
-        columns = begin + tl.arange(0, BLOCK_N)
+        row_mask = chosen_slots < TOP_K
+        first_column = tl.program_id(0) * BLOCK_N
+        columns = first_column + tl.arange(0, BLOCK_N)
         ks = tl.arange(0, BLOCK_K)[None, :]
-        blocks: tl.constexpr = (WIDTH + 127) // 128
-        depth: tl.constexpr = (K + 127) // 128
-        own_scales_ptr = scales_ptr + (expert * 2 * blocks + begin // 128) * depth
-        own_weight_ptr = weight_ptr + expert * 2 * WIDTH * K
+        num_column_blocks: tl.constexpr = (N + 127) // 128
+        num_depth_groups: tl.constexpr = (K + 127) // 128
+        expert_scales_ptr = scales_ptr + (expert * 2 * num_column_blocks + first_column // 128) * num_depth_groups
+        expert_weight_ptr = weight_ptr + expert * 2 * N * K
         rows_ptr = x_ptr + tokens[:, None] * x_stride + ks
         gate = tl.zeros((BLOCK_N, ROWS) if SWAPPED else (ROWS, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_N, ROWS) if SWAPPED else (ROWS, BLOCK_N), tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            x = tl.load(rows_ptr + k, mask=inside[:, None] & (k + ks < K), other=0.0)
-            gate_tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
-            up_tile = load_weight(own_weight_ptr + WIDTH * K, columns, k + ks, WIDTH, K)
+            x = tl.load(rows_ptr + k, mask=row_mask[:, None] & (k + ks < K), other=0.0)
+            gate_tile = load_weight(expert_weight_ptr, columns, k + ks, N, K)
+            up_tile = load_weight(expert_weight_ptr + N * K, columns, k + ks, N, K)
             if QUANTIZED:
                 numbers, scale = quantize_groups(x.to(tl.float32), 1)
-                gate_scale = scale * tl.load(own_scales_ptr + k // 128)
-                up_scale = scale * tl.load(own_scales_ptr + blocks * depth + k // 128)
+                gate_scale = scale * tl.load(expert_scales_ptr + k // 128)
+                up_scale = scale * tl.load(expert_scales_ptr + num_column_blocks * num_depth_groups + k // 128)
                 gate = add_product(gate, numbers, gate_tile, gate_scale, True, SWAPPED)
                 up = add_product(up, numbers, up_tile, up_scale, True, SWAPPED)
             else:
@@ -171,12 +173,12 @@ def _few_gate_up(
                 up = add_product(up, x, up_tile, 1.0, False, SWAPPED)
         gated = gate * tl.sigmoid(gate) * up
         out = gated.T if SWAPPED else gated
-        at = out_ptr + (tokens * TOP_K + places)[:, None] * WIDTH + columns[None, :]
-        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
+        out_ptrs = out_ptr + (tokens * TOP_K + chosen_slots)[:, None] * N + columns[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _few_down(
+def _down(
     x_ptr,
     weight_ptr,
     scales_ptr,
@@ -188,13 +190,13 @@ def _few_down(
     counter_ptr,
     num_tokens,
     residual_stride,
-    WIDTH: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     TOP_K: tl.constexpr,
-    PADDED_K: tl.constexpr,
+    PADDED_TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
+    GRID_BY_EXPERT: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SWAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -205,42 +207,42 @@ def _few_down(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert, places, is_owner = _claim(ids_ptr, num_tokens, TOP_K, PADDED_K, ROWS, BY_EXPERT)
+    expert, chosen_slots, is_owner = _find_expert(ids_ptr, num_tokens, TOP_K, PADDED_TOP_K, ROWS, GRID_BY_EXPERT)
     tokens = tl.arange(0, ROWS).to(tl.int64)
-    begin = tl.program_id(0) * BLOCK_N
-    columns = begin + tl.arange(0, BLOCK_N)
-    real = (columns < WIDTH)[None, :]
+    first_column = tl.program_id(0) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    column_mask = (columns < N)[None, :]
     if is_owner:
-        pairs = (tokens * TOP_K + places)[:, None]
-        inside = (places < TOP_K)[:, None]
+        pairs = (tokens * TOP_K + chosen_slots)[:, None]
+        row_mask = (chosen_slots < TOP_K)[:, None]
         ks = tl.arange(0, BLOCK_K)[None, :]
-        depth: tl.constexpr = (K + 127) // 128
-        own_scales_ptr = scales_ptr + (expert * ((WIDTH + 127) // 128) + begin // 128) * depth
-        own_weight_ptr = weight_ptr + expert * WIDTH * K
+        num_depth_groups: tl.constexpr = (K + 127) // 128
+        expert_scales_ptr = scales_ptr + (expert * ((N + 127) // 128) + first_column // 128) * num_depth_groups
+        expert_weight_ptr = weight_ptr + expert * N * K
         sums = tl.zeros((BLOCK_N, ROWS) if SWAPPED else (ROWS, BLOCK_N), tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            x = tl.load(x_ptr + pairs * K + k + ks, mask=inside & (k + ks < K), other=0.0)
-            tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
+            x = tl.load(x_ptr + pairs * K + k + ks, mask=row_mask & (k + ks < K), other=0.0)
+            tile = load_weight(expert_weight_ptr, columns, k + ks, N, K)
             if QUANTIZED:
                 numbers, scale = quantize_groups(x.to(tl.float32), 1)
-                sums = add_product(sums, numbers, tile, scale * tl.load(own_scales_ptr + k // 128), True, SWAPPED)
+                sums = add_product(sums, numbers, tile, scale * tl.load(expert_scales_ptr + k // 128), True, SWAPPED)
             else:
                 sums = add_product(sums, x, tile, 1.0, False, SWAPPED)
         result = sums.T if SWAPPED else sums
-        tl.store(partial_ptr + pairs * WIDTH + columns[None, :], result, mask=inside & real)
+        tl.store(partial_ptr + pairs * N + columns[None, :], result, mask=row_mask & column_mask)
     # All threads of this program must have stored their sums before the counter is raised.
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel") == tl.num_programs(1) - 1:
         tl.store(counter_ptr + tl.program_id(0), 0)
-        mask = (tokens < num_tokens)[:, None] & real
+        mask = (tokens < num_tokens)[:, None] & column_mask
         total = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for slot in tl.static_range(TOP_K):
-            own = tokens * TOP_K + slot
-            weight = tl.load(weights_ptr + own, mask=tokens < num_tokens, other=0.0)
-            at = partial_ptr + own[:, None] * WIDTH + columns[None, :]
-            total += weight[:, None] * tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+            pairs = tokens * TOP_K + slot
+            weight = tl.load(weights_ptr + pairs, mask=tokens < num_tokens, other=0.0)
+            partial_ptrs = partial_ptr + pairs[:, None] * N + columns[None, :]
+            total += weight[:, None] * tl.load(partial_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
         if RESIDUAL:
-            added = residual_ptr + tokens[:, None] * residual_stride + columns[None, :]
-            total += tl.load(added, mask=mask, other=0.0).to(tl.float32)
+            residual_ptrs = residual_ptr + tokens[:, None] * residual_stride + columns[None, :]
+            total += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
         out = total.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + tokens[:, None] * WIDTH + columns[None, :], out, mask=mask)
+        tl.store(out_ptr + tokens[:, None] * N + columns[None, :], out, mask=mask)
