@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import orjson
 
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.request import RequestError, SamplingParams
 from nanovllm_server.observability.logs import LogFormat
-from nanovllm_server.processes.engine_recipe import DType, LoadFormat
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import SamplingDefaults
+
+DType = Literal["float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
 
 
 class SettingsError(ValueError):

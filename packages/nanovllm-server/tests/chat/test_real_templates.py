@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import pick_format
-from nanovllm_server.chat.detokenizing import TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
 from nanovllm_server.chat.rendering import Renderer
+from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ReasoningText
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.messages import Message, PastToolCall
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ import pytest
 from nanovllm_core.grammar.compiler import Compiler, Grammar
 from nanovllm_models import default_model_path, load_tokenizer
 from nanovllm_models.vocabulary import read_vocabulary
-from nanovllm_server.chat.detokenizing import Detokenizer, TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
 from nanovllm_server.constraint.answer_constraint import constrain
+from nanovllm_server.parsing.detokenizing import Detokenizer, TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ContentText, ReasoningText
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.answer import parse_answer
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.tools import parse_tools

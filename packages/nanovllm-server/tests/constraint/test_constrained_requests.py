@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.request import Budget, GrammarSpec
 from nanovllm_models.chat_formats import HERMES, LLAMA, THINK, ChatFormat
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat
 
 SCHEMA = {
     "type": "object",

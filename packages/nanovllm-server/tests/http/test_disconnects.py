@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from nanovllm_models.chat_formats import HERMES, THINK, ChatFormat
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat
 
 LEAVERS = 300
 AT_ONCE = 30

@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat
 
 # The first test that runs may have to fetch the browser.
 pytestmark = pytest.mark.timeout(180)

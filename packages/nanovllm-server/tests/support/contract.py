@@ -272,3 +272,17 @@ def check_stream(data: bytes, *, complete: bool) -> None:
                 if choice["finish_reason"] is not None:
                     ended.add(index)
     assert len(envelopes) <= 1
+
+
+async def check_refusal(response: Any, status: int, param: str | None = None) -> dict[str, Any]:
+    """The error in `response`. Raises AssertionError if it is not a complete error with this status and param."""
+    assert response.status_code == status
+    assert response.headers["Content-Type"] == "application/json"
+    error = (await response.get_json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["message"]
+    assert len(error["message"]) < 400
+    assert isinstance(error["type"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from nanovllm_core.request import RequestOutput, SamplingParams, TokenLogprobs
-from nanovllm_server.chat.detokenizing import Detokenizer, TextVocabulary
 from nanovllm_server.chat.stop_strings import StopMatcher
+from nanovllm_server.parsing.detokenizing import Detokenizer, TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, CallEnded, ContentText, Event, ReasoningText
 from nanovllm_server.parsing.parser import Parser
 from nanovllm_server.protocol.bodies import Finish, TokenLogprob, TopLogprob

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import orjson
 
 from nanovllm_core.request import PromptLogprobs
-from nanovllm_server.chat.detokenizing import TextVocabulary
 from nanovllm_server.chat.output_assembler import LEAST_LOGPROB
+from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.protocol.bodies import PromptLogprob
 
 

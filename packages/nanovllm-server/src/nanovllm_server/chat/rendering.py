@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.chat.tool_prompt import with_history_as_text, with_tools
@@ -33,34 +34,13 @@ class Prompt:
     token_ids: NDArray[np.int32]
 
 
-class ChatTokenizer(Protocol):
-    """The part of `nanovllm_models.Tokenizer` that rendering uses."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
-        """Converts text to token ids, read-only."""
-        ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Tools | None = None,
-        documents: Tools | None = None,
-        template_values: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Renders messages to the text of a prompt. Raises TemplateError."""
-        ...
-
-
 class Renderer:
     """Renders conversations for one model. Raises TemplateError if the template can't render a short message.
 
     calls: format of the model's calls, for tools that its template does not show; None if unknown.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, calls: ToolCallFormat | None = None):
+    def __init__(self, tokenizer: Tokenizer, calls: ToolCallFormat | None = None):
         self._tokenizer = tokenizer
         self._calls = calls
         tokenizer.render_chat([{"role": "user", "content": "hi"}])

@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
-from nanovllm_server.chat.detokenizing import TextVocabulary
+from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.generation import Generation
-from nanovllm_server.chat.model_format import ModelFormat
 from nanovllm_server.chat.output_assembler import ChoiceOptions, OutputAssembler
 from nanovllm_server.chat.rendering import Prompt, Renderer
 from nanovllm_server.constraint.answer_constraint import AnswerConstraint, constrain
-from nanovllm_server.http.admission import AdmissionControl
 from nanovllm_server.observability.exchange import Exchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.parsing.detokenizing import TextVocabulary
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.error import ApiError, invalid_grammar, unavailable, unsupported
 from nanovllm_server.protocol.json import show
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults

@@ -7,7 +7,6 @@ import orjson
 
 from nanovllm_core.request import GrammarSpec
 from nanovllm_models.chat_formats import ToolCallFormat
-from nanovllm_server.chat.model_format import ModelFormat, Opening
 from nanovllm_server.constraint.call_grammar import MAX_CALLS, Callee, begins, calls, is_bare, text_with_calls
 from nanovllm_server.constraint.structure import (
     Part,
@@ -20,6 +19,7 @@ from nanovllm_server.constraint.structure import (
     regex,
     sequence,
 )
+from nanovllm_server.parsing.model_format import ModelFormat, Opening
 from nanovllm_server.protocol.answer import Answer, ChoiceAnswer, GrammarAnswer, JsonAnswer, RegexAnswer, TagAnswer
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import JSON

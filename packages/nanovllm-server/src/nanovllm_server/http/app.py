@@ -15,8 +15,8 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, Reque
 from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.prompt_logprobs import write_prompt_logprobs
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.admission import check_content, check_key
 from nanovllm_server.http.event_stream import ChatStream
+from nanovllm_server.http.header_checks import check_content, check_key
 from nanovllm_server.http.page import read_page
 from nanovllm_server.observability.exchange import Exchange, ExchangeLayer, exchange_of
 from nanovllm_server.protocol.bodies import Health

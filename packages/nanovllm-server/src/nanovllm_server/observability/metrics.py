@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_server.processes.shared_counters import KeyedCounters, SharedCounters
+from nanovllm_server.observability.shared_counters import KeyedCounters, SharedCounters
 
 PREFIX = "nanovllm:"
 

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nanovllm_core import EngineConfig
 
 if TYPE_CHECKING:
     from nanovllm_core import ModelSpec
-
-DType = Literal["float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "dummy"]
+    from nanovllm_server.settings import DType, LoadFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +16,8 @@ class EngineRecipe:
     """The argument of `EngineProcess`. dtype: replaces that of `engine`; None for the checkpoint's dtype."""
 
     model: Path
-    load_format: LoadFormat
-    dtype: DType | None
+    load_format: "LoadFormat"
+    dtype: "DType | None"
     engine: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":

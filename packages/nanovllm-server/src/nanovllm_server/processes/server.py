@@ -17,9 +17,9 @@ from nanovllm_core.config import GIB
 from nanovllm_models import default_model_path
 from nanovllm_server import __version__
 from nanovllm_server.observability.logs import get_logger
+from nanovllm_server.observability.shared_counters import allocate_counters
 from nanovllm_server.processes.encoding_exchange import allocate_rings
 from nanovllm_server.processes.engine_recipe import EngineRecipe
-from nanovllm_server.processes.shared_counters import allocate_counters
 from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import Settings, SettingsError, read_template, sampling_defaults

@@ -14,17 +14,17 @@ import nanovllm_models
 from nanovllm_core import ConfigError, Engine, EngineClient, EngineDeadError
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS
 from nanovllm_models.token_bytes import VocabularyError
-from nanovllm_server.chat.detokenizing import TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.admission import AdmissionControl
 from nanovllm_server.http.app import create_app
 from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.shared_counters import SharedCounters
+from nanovllm_server.parsing.detokenizing import TextVocabulary
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.processes.encoding_exchange import RingEncodingExchange
-from nanovllm_server.processes.shared_counters import SharedCounters
 from nanovllm_server.processes.worker_protocol import Order, StartFailure, WorkerArguments
 from nanovllm_server.protocol.error import unavailable
 

@@ -3,9 +3,9 @@
 import pytest
 
 from nanovllm_core import EngineStats
-from nanovllm_server.http.admission import AdmissionControl
+from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.observability.metrics import Metrics
-from nanovllm_server.processes.shared_counters import COLUMNS, SharedCounters, allocate_counters
+from nanovllm_server.observability.shared_counters import COLUMNS, SharedCounters, allocate_counters
 from nanovllm_server.protocol.error import ApiError
 
 

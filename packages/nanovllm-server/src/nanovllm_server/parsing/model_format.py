@@ -4,8 +4,8 @@ from dataclasses import fields
 from typing import Literal
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat, ToolCallFormat
-from nanovllm_server.chat.detokenizing import TextVocabulary
 from nanovllm_server.parsing.call_parser import Tools
+from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.parser import Parser
 
 # begun: the answer begins within reasoning. over: it has no reasoning. free: it may begin with reasoning.

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm_models.token_bytes import VocabularyError
-from nanovllm_server.chat.detokenizing import Detokenizer, TextVocabulary
+from nanovllm_server.parsing.detokenizing import Detokenizer, TextVocabulary
 
 TEXT = st.text(alphabet=st.sampled_from("abé😀 \n"), max_size=30)
 
