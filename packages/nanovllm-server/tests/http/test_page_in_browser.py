@@ -104,7 +104,7 @@ async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer,
     assert await texts(tab, ".note") == ["stopped"]
     assert await tab.value("$('send').textContent") == "Send"
     async with asyncio.timeout(5):
-        while service.admission.active or engine.num_active:
+        while service.admission.num_active or engine.num_active:
             await asyncio.sleep(0.01)
     # What there is of it stays part of the conversation.
     engine.endless = False

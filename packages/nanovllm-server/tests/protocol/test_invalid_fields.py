@@ -5,7 +5,7 @@ import json
 import pytest
 from contract import check_refusal
 
-from nanovllm_server.protocol.unsupported import FOREIGN, SUCCESSORS
+from nanovllm_server.protocol.unsupported import HARMLESS_VALUES, REPLACEMENTS
 
 USER = {"role": "user", "content": "hi"}
 
@@ -260,24 +260,24 @@ async def test_wrong_field_is_a_400_that_names_the_field(post, engine, service, 
     assert error["type"] == "invalid_request_error"
     assert param.split("[")[0].split(".")[-1] in error["message"]
     assert engine.requests == []
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
     assert (await post()).status_code == 200
 
 
-@pytest.mark.parametrize("name", [*FOREIGN, *SUCCESSORS])
+@pytest.mark.parametrize("name", [*HARMLESS_VALUES, *REPLACEMENTS])
 async def test_unsupported_field_is_refused_by_name(post, name):
     error = await check_refusal(await post(**{name: {"some": "thing"}}), 400, name)
     assert error["code"] == "unsupported_parameter"
 
 
-@pytest.mark.parametrize(("name", "successor"), SUCCESSORS.items())
-async def test_field_with_a_successor_names_it(post, name, successor):
+@pytest.mark.parametrize(("name", "replacement"), REPLACEMENTS.items())
+async def test_error_names_the_replacement_of_an_unsupported_field(post, name, replacement):
     error = await check_refusal(await post(**{name: "x"}), 400, name)
-    assert successor in error["message"]
+    assert replacement in error["message"]
 
 
 async def test_unsupported_fields_without_effect_are_accepted(post):
-    harmless = {name: values[0] for name, values in FOREIGN.items() if values}
+    harmless = {name: values[0] for name, values in HARMLESS_VALUES.items() if values}
     response = await post(
         **harmless,
         tool_choice="none",

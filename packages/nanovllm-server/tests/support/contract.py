@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import jsonschema_rs
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from nanovllm_server.protocol.openapi import document
+from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import Limits, SamplingDefaults
 
 Text = Annotated[str, Field(min_length=1)]
@@ -186,7 +186,7 @@ class Health(Strict):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ObservedResponse:
     """An answer. complete: it was received to its end."""
 
     method: str
@@ -197,7 +197,7 @@ class Exchange:
     complete: bool
 
 
-SERVED = document(("any",), Limits(1024, 1024, 8), SamplingDefaults(), needs_key=False)
+SERVED = openapi_document(("any",), Limits(1024, 1024, 8), SamplingDefaults(), needs_key=False)
 MODELS: dict[str, type[BaseModel]] = {
     "ChatCompletion": ChatCompletion,
     "ChatCompletionChunk": Chunk,
@@ -223,7 +223,7 @@ def check_body(name: str, data: bytes | str) -> Any:
     return body
 
 
-def check(exchange: Exchange) -> None:
+def check(exchange: ObservedResponse) -> None:
     """Checks a response against the contract. Raises ValueError or AssertionError if it violates the contract."""
     streamed = exchange.content_type.startswith("text/event-stream")
     if exchange.method == "HEAD" or not (exchange.complete or streamed):

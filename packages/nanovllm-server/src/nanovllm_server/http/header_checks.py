@@ -8,15 +8,20 @@ from nanovllm_server.protocol.error import ApiError
 
 
 def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
-    """Look for the key of a request among the server's, if it has any. Raises ApiError (401)."""
+    """Checks the key of a request.
+
+    api_keys: accepted keys; empty: every request is accepted.
+    authorization: the header of that name; None if the request has none.
+    Raises ApiError (401).
+    """
     if not api_keys:
         return
     scheme, _, key = (authorization or "").partition(" ")
-    # How long it takes tells nothing: digests are of one length, and all of them are compared.
+    # The time of the check reveals nothing: digests have equal lengths, and each accepted key is compared.
     digest = _digest(key.strip())
-    found = [hmac.compare_digest(digest, _digest(api_key)) for api_key in api_keys]
-    if scheme.lower() != "bearer" or not any(found):
-        # Clients know a wrong key by these words of OpenAI's.
+    matches = [hmac.compare_digest(digest, _digest(api_key)) for api_key in api_keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        # Clients recognise a wrong key by OpenAI's words.
         message = "Incorrect API key provided" if authorization else "an API key is needed"
         raise ApiError(
             401,
@@ -30,19 +35,21 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def check_content(content_type: str | None, content_encoding: str | None) -> None:
-    """Refuse a body that is not plain JSON in UTF-8. Raises ApiError (415)."""
-    kind, _, parameters = (content_type or "").partition(";")
-    kind = kind.strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        shown = f'"{content_type[:80]}"' if content_type else "missing"
-        raise _unsupported_media(f"Content-Type must be application/json, but is {shown}")
+def check_content_type(content_type: str | None, content_encoding: str | None) -> None:
+    """Refuses a body that is not uncompressed JSON in UTF-8. Raises ApiError (415)."""
+    media_type, _, parameters = (content_type or "").partition(";")
+    media_type = media_type.strip().lower()
+    if media_type != "application/json" and not (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    ):
+        found = f'"{content_type[:80]}"' if content_type else "missing"
+        raise _unsupported_media_type(f"Content-Type must be application/json, but is {found}")
     charset = parameters.strip().lower()
     if charset.startswith("charset=") and charset.removeprefix("charset=").strip("\"' ") not in ("utf-8", "utf8"):
-        raise _unsupported_media(f"the body must be UTF-8, but Content-Type says {charset[:40]}")
+        raise _unsupported_media_type(f"the body must be UTF-8, but Content-Type says {charset[:40]}")
     if content_encoding not in (None, "", "identity"):
-        raise _unsupported_media(f"Content-Encoding is not supported, but is {content_encoding[:40]}")
+        raise _unsupported_media_type(f"Content-Encoding is not supported, but is {content_encoding[:40]}")
 
 
-def _unsupported_media(message: str) -> ApiError:
+def _unsupported_media_type(message: str) -> ApiError:
     return ApiError(415, message, code="unsupported_media_type")

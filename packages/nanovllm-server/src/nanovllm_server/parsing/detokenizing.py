@@ -1,6 +1,6 @@
 """Converts token ids to text incrementally, and returns whole characters only.
 
-Each token stands for fixed bytes, so that the text does not depend on how the tokens are grouped.
+Each token stands for fixed bytes, so the text does not depend on how the engine groups tokens into outputs.
 """
 
 import codecs
@@ -12,62 +12,61 @@ from nanovllm_models.token_bytes import TokenBytes
 
 
 class TextVocabulary:
-    """The bytes of each token of a tokenizer. specials: ids of special tokens, such as end of sequence.
+    """The bytes of each token of a tokenizer. Raises VocabularyError like `TokenBytes`.
 
-    Raises VocabularyError as `TokenBytes` does.
+    special_ids: ids of special tokens, such as end of sequence.
     """
 
     def __init__(self, backend: Tokenizer):
         self._backend = backend
-        self.specials = frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
-        self._bytes = TokenBytes(backend)
-        self.strips_leading_space = self._bytes.strips_leading_space
-        self._pieces: dict[int, bytes] = {}
+        self.special_ids = frozenset(
+            token_id for token_id, added in backend.get_added_tokens_decoder().items() if added.special
+        )
+        self._token_bytes = TokenBytes(backend)
+        self.strips_leading_space = self._token_bytes.strips_leading_space
+        self._bytes_by_id: dict[int, bytes] = {}
 
-    def piece(self, token: int) -> bytes:
-        """The bytes of `token`: for a special token, its name; for an unknown id, empty."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = self._bytes.of(token)
-        return piece
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token: for a special token, its name; for an unknown id, empty."""
+        token_bytes = self._bytes_by_id.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._bytes_by_id[token_id] = self._token_bytes.get(token_id)
+        return token_bytes
 
-    def shown(self, token: int) -> bytes:
-        """The bytes that `token` adds to an answer: empty for a special token."""
-        return b"" if token in self.specials else self.piece(token)
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is special."""
+        return token_id in self.special_ids
 
-    def is_special(self, token: int) -> bool:
-        """Whether `token` is special."""
-        return token in self.specials
-
-    def special(self, names: Iterable[str]) -> frozenset[int]:
+    def find_special_ids(self, names: Iterable[str]) -> frozenset[int]:
         """The ids of the special tokens with these names."""
-        return self.specials & {self._backend.token_to_id(name) for name in names}
+        return self.special_ids & {self._backend.token_to_id(name) for name in names}
 
-    def id_of(self, name: str) -> int | None:
+    def find_id(self, name: str) -> int | None:
         """The id of the token `name`, special or not; None if the tokenizer has no such token."""
         return self._backend.token_to_id(name)
 
 
 class Detokenizer:
-    """Detokenizes one choice. tags: special tokens that are part of the text."""
+    """Detokenizes one choice. tag_ids: special tokens whose names are part of the text; the other ones add no text."""
 
-    def __init__(self, vocabulary: TextVocabulary, tags: frozenset[int] = frozenset()):
+    def __init__(self, vocabulary: TextVocabulary, tag_ids: frozenset[int] = frozenset()):
         self._vocabulary = vocabulary
-        self._tags = tags
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = vocabulary.strips_leading_space
+        self._tag_ids = tag_ids
+        self._utf8_decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._must_strip_space = vocabulary.strips_leading_space
 
-    def push(self, token: int) -> str:
+    def push(self, token_id: int) -> str:
         """Adds a token; returns the characters that are complete now, often none."""
-        piece = self._vocabulary.piece(token) if token in self._tags else self._vocabulary.shown(token)
-        return self._without_leading_space(self._utf8.decode(piece))
+        has_text = token_id in self._tag_ids or not self._vocabulary.is_special(token_id)
+        token_bytes = self._vocabulary.token_bytes(token_id) if has_text else b""
+        return self._without_leading_space(self._utf8_decoder.decode(token_bytes))
 
     def finish(self) -> str:
         """Returns the remaining text at the end of the choice."""
-        return self._without_leading_space(self._utf8.decode(b"", final=True))
+        return self._without_leading_space(self._utf8_decoder.decode(b"", final=True))
 
     def _without_leading_space(self, text: str) -> str:
-        if self._strip and text:
+        if self._must_strip_space and text:
             text = text.removeprefix(" ")
-            self._strip = False
+            self._must_strip_space = False
         return text

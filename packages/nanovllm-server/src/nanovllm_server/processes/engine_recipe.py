@@ -1,4 +1,4 @@
-"""A callable that makes the model's spec and the configuration in the engine's process. Only the call imports torch."""
+"""A callable that makes the model's spec and configuration in the engine's process. Only the call imports torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """The argument of `EngineProcess`. dtype: replaces that of `engine`; None for the checkpoint's dtype."""
+    """The argument of `EngineProcess`. dtype: replaces `engine.dtype`; None for the checkpoint's dtype."""
 
     model: Path
     load_format: "LoadFormat"
@@ -21,7 +21,7 @@ class EngineRecipe:
     engine: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
-        """Return the model's spec and the engine's configuration. Raises ModelError."""
+        """Returns the model's spec and the engine's configuration. Raises ModelError."""
         import torch
 
         import nanovllm_models
