@@ -1,4 +1,4 @@
-"""The command line of `nanovllm-server`. Imports the server late, so that --help responds at once."""
+"""The command line of `nanovllm-server`. Imports torch and the server late, so that --help responds at once."""
 
 import argparse
 import asyncio
@@ -19,65 +19,49 @@ GRAPH_MODES = ("none", "full_decode_only", "piecewise", "full")
 STATE_DTYPES = ("float32", "bfloat16")
 REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
-API_KEY_VARIABLE = "NANOVLLM_API_KEY"
+KEY_VARIABLE = "NANOVLLM_API_KEY"
 
-# Exists on machines and in containers with a GPU. Asking torch instead would take seconds, for its import.
-NVIDIA_DEVICE = Path("/dev/nvidiactl")
-MAX_DEFAULT_WORKERS = 4
+# Exists on machines and in containers with a GPU. Importing torch to ask it would take seconds.
+NVIDIA = Path("/dev/nvidiactl")
+MOST_WORKERS = 4
 CORES_PER_WORKER = 4
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Makes the parser of the flags."""
+def parser() -> argparse.ArgumentParser:
+    """The parser of the flags."""
     flags = argparse.ArgumentParser(
         prog="nanovllm-server",
         description="Serve a language model over HTTP with an OpenAI-compatible chat completions API.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    flags.add_argument("model", nargs="?", type=Path, help="checkpoint directory; without it, a small bundled model")
-    flags.add_argument("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
+    add = flags.add_argument
+    add("model", nargs="?", type=Path, help="checkpoint directory; without it, a small bundled model")
+    add("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
     http = flags.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    http.add_argument(
-        "--port", type=_integer_parser(0, 65535), default=8000, help="port to listen on; 0 for any free port"
-    )
+    http.add_argument("--port", type=_integer(0, 65535), default=8000, help="port to listen on; 0 for any free one")
     http.add_argument("--served-model-name", nargs="+", help="names that requests may use for the model")
     http.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
-        help=f"key that requests must send; repeat for several keys; safer in a file or in {API_KEY_VARIABLE}",
+        help=f"key that requests must send; repeat for several keys; safer in a file or in {KEY_VARIABLE}",
     )
     http.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with further keys, one per line")
+    http.add_argument("--http-workers", type=_integer(1), help="processes that serve HTTP; by device and cores")
+    http.add_argument("--max-queue", type=_integer(0), default=1024, help="sequences that may wait; more get a 429")
     http.add_argument(
-        "--http-workers",
-        type=_integer_parser(1),
-        help="number of processes that serve HTTP; by default chosen by device and cores",
+        "--max-body-mib", type=_integer(1, 1024), default=16, help="size of a request's body; larger ones get a 413"
     )
     http.add_argument(
-        "--max-queue",
-        type=_integer_parser(0),
-        default=1024,
-        help="maximum number of waiting sequences; requests above it get a 429",
-    )
-    http.add_argument(
-        "--max-body-mib",
-        type=_integer_parser(1, 1024),
-        default=16,
-        help="maximum size of a request's body; larger bodies get a 413",
-    )
-    http.add_argument(
-        "--request-timeout",
-        type=_parse_seconds,
-        metavar="SECONDS",
-        help="maximum time of a request; longer requests get a 504",
+        "--request-timeout", type=_seconds, metavar="SECONDS", help="longest time of a request; then it gets a 504"
     )
     http.add_argument(
         "--drain-timeout",
-        type=_parse_seconds,
+        type=_seconds,
         default=30.0,
         metavar="SECONDS",
-        help="time that running requests have to end when the server stops",
+        help="time that running requests have to end when the server is told to stop",
     )
     http.add_argument("--chat-template", help="Jinja template to use instead of the model's, or a file with it")
     http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how the model reasons")
@@ -89,18 +73,14 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--seed", type=int, default=0, help="base of the seeds of requests without a seed")
     model.add_argument("--attention-backend", choices=("auto", *BACKENDS), default="auto", help="attention kernels")
     engine = flags.add_argument_group("engine")
-    engine.add_argument(
-        "--max-model-len", type=_integer_parser(1), help="maximum number of tokens of a request's prompt and output"
-    )
-    engine.add_argument("--max-num-seqs", type=_integer_parser(1), help="maximum number of sequences that run at once")
-    engine.add_argument(
-        "--max-num-batched-tokens", type=_integer_parser(1), help="maximum number of tokens computed in a step"
-    )
+    engine.add_argument("--max-model-len", type=_integer(1), help="most tokens of a request's prompt and output")
+    engine.add_argument("--max-num-seqs", type=_integer(1), help="most sequences that run at once")
+    engine.add_argument("--max-num-batched-tokens", type=_integer(1), help="most tokens computed in a step")
     engine.add_argument(
         "--target-step-ms",
         type=float,
         metavar="MS",
-        help="maximum time of a step with prompts and decodes; shorter: streams smoother, prompts slower",
+        help="longest time of a step with prompts and decodes; a shorter one makes streams smoother, prompts slower",
     )
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
     engine.add_argument("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
@@ -129,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the server. Returns the exit status: 0 after a stop, 1 after a failure, 2 for invalid settings."""
-    options = make_parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
 
     # These imports take seconds.
     from nanovllm_core import ConfigError, EngineDeadError
@@ -140,37 +120,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     configure_logs(options.log_format, options.log_level)
     try:
-        return asyncio.run(run(make_settings(options)))
+        return asyncio.run(run(settings(options)))
     except (SettingsError, ConfigError, ModelError) as error:
-        return _report_failure(str(error), 2)
+        return _fail(str(error), 2)
     except (EngineDeadError, OSError, RuntimeError) as error:
-        return _report_failure(str(error), 1)
+        return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130
 
 
-def make_settings(options: argparse.Namespace) -> "Settings":
-    """Makes the settings from the flags and the environment. Raises SettingsError."""
+def settings(options: argparse.Namespace) -> "Settings":
+    """The settings from the flags and the environment. Raises SettingsError."""
     from nanovllm_core import EngineConfig
     from nanovllm_server.settings import Settings, check_keys, read_keys
 
     api_keys = tuple(options.api_key or ())
     if options.api_key_file is not None:
         api_keys += read_keys(options.api_key_file)
-    if not api_keys and API_KEY_VARIABLE in os.environ:
-        api_keys = (os.environ[API_KEY_VARIABLE],)
+    if not api_keys and KEY_VARIABLE in os.environ:
+        api_keys = (os.environ[KEY_VARIABLE],)
     return Settings(
         model=options.model,
         host=options.host,
         port=options.port,
         names=tuple(options.served_model_name) if options.served_model_name else None,
         api_keys=check_keys(api_keys),
-        http_workers=options.http_workers or _default_num_workers(options.device),
+        http_workers=options.http_workers or _http_workers(options.device),
         load_format=options.load_format,
-        dtype=_none_if_auto(options.dtype),
+        dtype=_choice(options.dtype),
         chat_template=options.chat_template,
-        reasoning_parser=_none_if_auto(options.reasoning_parser),
-        tool_call_parser=_none_if_auto(options.tool_call_parser),
+        reasoning_parser=_choice(options.reasoning_parser),
+        tool_call_parser=_choice(options.tool_call_parser),
         max_queue=options.max_queue,
         max_body_bytes=options.max_body_mib << 20,
         request_timeout_s=options.request_timeout,
@@ -179,7 +159,7 @@ def make_settings(options: argparse.Namespace) -> "Settings":
         log_level=options.log_level,
         log_prompts=options.log_prompts,
         engine=EngineConfig(
-            device=_none_if_auto(options.device),
+            device=_choice(options.device),
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -193,42 +173,42 @@ def make_settings(options: argparse.Namespace) -> "Settings":
             prefix_hash="sha256" if options.multi_tenant else "fast",
             depth=options.depth,
             seed=options.seed,
-            attention_backend=_none_if_auto(options.attention_backend),
-            graph_mode=_none_if_auto(options.graph_mode),
+            attention_backend=_choice(options.attention_backend),
+            graph_mode=_choice(options.graph_mode),
             compile=False if options.no_compile else None,
             trace=options.trace,
         ),
     )
 
 
-def _default_num_workers(device: str) -> int:
+def _http_workers(device: str) -> int:
     # On a CPU, the model needs every core. A GPU generates tokens faster than one process can send them.
-    if device == "cpu" or not NVIDIA_DEVICE.exists():
+    if device == "cpu" or not NVIDIA.exists():
         return 1
-    return max(1, min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)) // CORES_PER_WORKER))
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // CORES_PER_WORKER))
 
 
-def _none_if_auto(value: Any) -> Any:
+def _choice(value: Any) -> Any:
     return None if value == "auto" else value
 
 
-def _report_failure(message: str, exit_status: int) -> int:
+def _fail(message: str, status: int) -> int:
     sys.stderr.write(f"nanovllm-server: {' '.join(message.split())}\n")
-    return exit_status
+    return status
 
 
-def _parse_seconds(text: str) -> float:
+def _seconds(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError("must be a number above 0")
     return value
 
 
-def _integer_parser(low: int, high: int | None = None) -> Callable[[str], int]:
-    def parse_integer(text: str) -> int:
+def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    def integer(text: str) -> int:
         value = int(text)
         if value < low or (high is not None and value > high):
             raise argparse.ArgumentTypeError(f"must be at least {low}" + (f" and at most {high}" if high else ""))
         return value
 
-    return parse_integer
+    return integer

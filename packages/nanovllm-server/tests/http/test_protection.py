@@ -25,17 +25,17 @@ def raw(body: bytes | None = None, *headers: bytes, **fields) -> bytes:
 
 
 def settings(*arguments):
-    return cli.make_settings(cli.make_parser().parse_args(arguments))
+    return cli.settings(cli.parser().parse_args(arguments))
 
 
 def test_keys_come_from_flags_a_file_and_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv(cli.API_KEY_VARIABLE, "of-the-environment")
+    monkeypatch.setenv(cli.KEY_VARIABLE, "of-the-environment")
     assert settings().api_keys == ("of-the-environment",)
     file = tmp_path / "keys"
     file.write_text("# for the team\nfirst\n\n  second  \n")
     assert settings("--api-key", "a", "--api-key", "b").api_keys == ("a", "b")
     assert settings("--api-key", "a", "--api-key-file", str(file)).api_keys == ("a", "first", "second")
-    monkeypatch.delenv(cli.API_KEY_VARIABLE)
+    monkeypatch.delenv(cli.KEY_VARIABLE)
     assert settings().api_keys == ()
 
 

@@ -62,11 +62,9 @@ class Service:
 
     def unavailable_reason(self) -> str | None:
         """The reason why the server refuses requests; None if it accepts requests."""
-        return (
-            f"the engine is dead: {self.engine.dead}"
-            if self.engine.dead is not None
-            else self.admission.shutdown_reason
-        )
+        if self.engine.dead is not None:
+            return f"the engine is dead: {self.engine.dead}"
+        return self.admission.shutdown_reason
 
     async def start_generation(self, chat: ChatRequest, exchange: HttpExchange) -> Generation:
         """Admits a request and prepares it for the engine. At its end, `exchange` releases what the request holds.
@@ -97,9 +95,8 @@ class Service:
         prompt, budget = await self._reasoning_budget(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
-        constraint = constrain(
-            chat.answer, chat.tools, self.model_format, self.model_format.reasoning_state(prompt.text)
-        )
+        state = self.model_format.reasoning_state(prompt.text)
+        constraint = constrain(chat.answer, chat.tools, self.model_format, state)
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, budget=budget)
         requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange.arrival)
@@ -205,7 +202,7 @@ class Service:
     def _make_requests(
         self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, arrival: float
     ) -> list[Request]:
-        self._check_context_length(chat, len(token_ids))
+        self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
             sampling = replace(sampling, forbidden=self.renderer.encode_words(chat.bad_words))
         # Not the client's request id, because two clients may choose the same.
@@ -230,19 +227,18 @@ class Service:
             raise ApiError(400, message, param=param, code="invalid_value") from error
         return requests
 
-    def _check_context_length(self, chat: ChatRequest, num_tokens: int) -> None:
-        context_length = self.engine.info.max_model_len
-        if num_tokens >= context_length:
+    def _check_prompt_length(self, chat: ChatRequest, num_tokens: int) -> None:
+        max_model_len = self.engine.info.max_model_len
+        if num_tokens >= max_model_len:
             # Some clients recognise OpenAI's words, and then shorten the conversation or change the model.
             raise ApiError(
                 400,
-                f"Input tokens exceed the configured limit: this model's maximum context length is {context_length} "
-                f"tokens, of which at least one is for the answer, and the messages are {num_tokens} tokens long: "
-                "shorten them",
+                f"Input tokens exceed the configured limit: this model's maximum context length is {max_model_len} "
+                f"tokens, of which at least one is for the answer, and the messages have {num_tokens}: shorten them",
                 param="messages",
                 code="context_length_exceeded",
             )
-        max_tokens = context_length - num_tokens
+        max_tokens = max_model_len - num_tokens
         for name, value in (
             (chat.max_tokens_field, chat.sampling.max_tokens),
             ("min_tokens", chat.sampling.min_tokens),
@@ -250,7 +246,7 @@ class Service:
             if value is not None and value > max_tokens:
                 raise ApiError(
                     400,
-                    f"{name} must be at most {max_tokens}, not {value}: the context holds {context_length} tokens, "
+                    f"{name} must be at most {max_tokens}, not {value}: the context holds {max_model_len} tokens, "
                     f"and the messages take {num_tokens}",
                     param=name,
                     code="context_length_exceeded",

@@ -22,9 +22,8 @@ WEATHER_TOOL: JSON = {
     },
 }
 WEATHER_CHOICE: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
-WEATHER_MESSAGES: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
-# Requests by description. Together they contain every kind of object that a request can contain, as `record_schema`
-# requires.
+WEATHER_CHAT: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
+# Requests by description. They contain every kind of object of a request, as `record_schema` requires.
 EXAMPLES: dict[str, dict[str, JSON]] = {
     "question": {
         "model": "MODEL",
@@ -38,7 +37,7 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
     "tools": {
         "model": "MODEL",
         "messages": [
-            *WEATHER_MESSAGES,
+            *WEATHER_CHAT,
             {
                 "role": "assistant",
                 "tool_calls": [
@@ -55,13 +54,13 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
     },
     "a function that must be called": {
         "model": "MODEL",
-        "messages": WEATHER_MESSAGES,
+        "messages": WEATHER_CHAT,
         "tools": [WEATHER_TOOL],
         "tool_choice": WEATHER_CHOICE,
     },
     "functions that may be called": {
         "model": "MODEL",
-        "messages": WEATHER_MESSAGES,
+        "messages": WEATHER_CHAT,
         "tools": [WEATHER_TOOL],
         "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [WEATHER_CHOICE]}},
     },
@@ -143,11 +142,11 @@ def openapi_document(
             "/v1/chat/completions": {"post": _chat_operation(names, needs_key=needs_key)},
             "/v1/models": {"get": _models_operation(needs_key=needs_key)},
             "/health": {"get": _health_operation()},
-            "/metrics": {"get": _document_operation("metrics", "Counters and latencies, for Prometheus", "text/plain")},
+            "/metrics": {"get": _get_operation("metrics", "Counters and latencies, for Prometheus", "text/plain")},
             "/openapi.json": {
-                "get": _document_operation("openapi", "This document", "application/json", {"type": "object"})
+                "get": _get_operation("openapi", "This document", "application/json", {"type": "object"})
             },
-            "/": {"get": _document_operation("page", "A page to chat and to watch the engine", "text/html")},
+            "/": {"get": _get_operation("page", "A page to chat and to watch the engine", "text/html")},
         },
         "components": {
             "schemas": {"ChatCompletionRequest": request, **cast(dict[str, JSON], schemas)},
@@ -210,12 +209,10 @@ def _health_operation() -> dict[str, JSON]:
     }
 
 
-def _document_operation(
-    operation: str, summary: str, content_type: str, schema: Schema | None = None
-) -> dict[str, JSON]:
+def _get_operation(name: str, summary: str, content_type: str, schema: Schema | None = None) -> dict[str, JSON]:
     content: dict[str, JSON] = {content_type: {"schema": schema or {"type": "string"}}}
     return {
-        "operationId": operation,
+        "operationId": name,
         "summary": summary,
         "responses": {"200": _response(f"{summary}.", content), **_error_responses(405, 500)},
     }
