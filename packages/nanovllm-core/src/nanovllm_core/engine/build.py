@@ -17,8 +17,8 @@ from nanovllm_core.model import ModelSpec
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
+from nanovllm_kernels.openmp_spinning import SpinControl, can_limit
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
-from nanovllm_kernels.spinning import SpinControl, can_limit
 
 
 async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:

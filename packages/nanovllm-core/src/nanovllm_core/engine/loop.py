@@ -22,7 +22,7 @@ from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.plan import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
-from nanovllm_kernels.spinning import SpinControl
+from nanovllm_kernels.openmp_spinning import SpinControl
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # While the engine has requests, it emits its stats at this interval, also during a long step.
