@@ -101,7 +101,7 @@ class ResolvedConfig:
     prompt_step_s: time limit of a step with prompts only, in seconds. A new request waits for at most two such steps.
     mixed_step_s: time limit in seconds of a step with prompts and decodes without a target, unless four decode steps
         take longer.
-    block_size: None until the model is built, see `cache.planner.choose_block_size`.
+    block_size: None until the model is built, see `cache.memory.choose_block_size`.
     """
 
     device: Device

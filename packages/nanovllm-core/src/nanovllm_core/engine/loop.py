@@ -15,7 +15,7 @@ from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import Trace, Tracer, Track
-from nanovllm_core.execution.runner import Runner
+from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
@@ -97,14 +97,17 @@ class EngineLoop:
 
     @classmethod
     async def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "EngineLoop":
-        """Load the model and allocate the cache, off the event loop. Raises the exceptions of `Trace` and `Runner`."""
+        """Load the model and allocate the cache, off the event loop.
+
+        Raises the exceptions of `Trace` and `start_runner`.
+        """
         # An unusable trace path must fail before the model is loaded, which may take minutes.
         trace = None if config.trace is None else Trace(config.trace)
         spins = SpinControl(is_on=config.device == "cpu" and can_limit())
         thread = ThreadPoolExecutor(1, "nanovllm-engine")
         try:
             events = asyncio.get_running_loop()
-            runner = await events.run_in_executor(thread, Runner, spec, config)
+            runner = await events.run_in_executor(thread, start_runner, spec, config)
             step_times = StepTimeModel()
             limits = config.max_num_batched_tokens, runner.max_model_len
             await events.run_in_executor(thread, calibrate, step_times, runner.time_step, *limits)
@@ -114,13 +117,14 @@ class EngineLoop:
             if trace is not None:
                 trace.close()
             raise
+        memory, block_size = runner.cache, runner.cache.layout.block_size
         cache = CacheManager(
-            runner.num_blocks,
-            runner.block_size,
+            memory.num_blocks,
+            block_size,
             prefix_caching=config.prefix_caching,
             prefix_hash=config.prefix_hash,
             watermark=config.watermark,
-            states=StatePool(runner.num_slots, config.max_num_seqs, runner.block_size) if runner.num_slots else None,
+            states=StatePool(memory.num_slots, config.max_num_seqs, block_size) if memory.num_slots else None,
         )
         scheduler = Scheduler(
             cache,
@@ -146,12 +150,12 @@ class EngineLoop:
             max_model_len=runner.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=runner.block_size,
-            num_blocks=runner.num_blocks,
+            block_size=block_size,
+            num_blocks=memory.num_blocks,
             kv_cache_dtype=str(config.kv_cache_dtype).removeprefix("torch."),
-            kv_cache_bytes=runner.kv_cache_bytes,
-            num_state_slots=runner.num_slots,
-            state_bytes=runner.state_bytes,
+            kv_cache_bytes=memory.kv_bytes,
+            num_state_slots=memory.num_slots,
+            state_bytes=memory.state_bytes,
             prefix_caching=config.prefix_caching,
             attention_backend=config.attention_backend,
             grammars=spec.vocabulary is not None,
@@ -227,7 +231,7 @@ class EngineLoop:
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
             iteration_tokens=counters.tokens,
-            graph_steps=tuple((*key, count) for key, count in list(self._runner.graphs.counts.items())),
+            graph_steps=tuple((*key, count) for key, count in list(self._runner.graphs.num_steps.items())),
             step_limit_s=scheduler.limits.seconds(1, step_times.decode_step_s),
             decode_step_s=step_times.decode_step_s,
             step_time_coefficients=tuple(step_times.coefficients._asdict().items()),
@@ -357,7 +361,7 @@ class EngineLoop:
         due = self._step_start + PLANNED_SHARE * step.expected_s - PLANNING_LEAD_S
         if time.perf_counter() < due:
             self._post_outputs(events)
-        while not (handle.ready or self._stopping):
+        while not (handle.is_finished or self._stopping):
             self._read_inbox()
             if time.perf_counter() >= due - WAITING_LEAD_S * self._scheduler.num_waiting:
                 break
@@ -381,11 +385,11 @@ class EngineLoop:
         step, handle = self._in_flight.popleft()
         handle.wait()
         self._step_start = time.perf_counter()
-        self._scheduler.observe(step, handle.seconds)
+        self._scheduler.observe(step, handle.duration_s)
         if self._tracer is not None:
             self._tracer.device(step.plan.step, handle)
         with self._span("output", step.plan.step):
-            return self._scheduler.complete(step, handle.tokens())
+            return self._scheduler.complete(step, handle.read_results())
 
     def _launch_span(self, step: ScheduledStep) -> AbstractContextManager[None]:
         if self._tracer is None:
