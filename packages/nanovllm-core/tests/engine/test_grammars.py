@@ -274,8 +274,8 @@ async def test_failing_grammar_fails_only_its_request(engine, monkeypatch, oracl
     # The letter has no token in this vocabulary.
     with pytest.raises(GrammarError, match="allows no token of the vocabulary"):
         await collect(engine, request("a", [1], GrammarSpec("regex", "ab€")))
-    monkeypatch.setattr(constraints, "_TIME_LIMIT", 0.0)
-    monkeypatch.setattr(constraints, "_TIME_LIMIT_PER_TOKEN", 0.0)
+    monkeypatch.setattr(constraints, "_MAX_MATCH_S", 0.0)
+    monkeypatch.setattr(constraints, "_MAX_MATCH_S_PER_TOKEN", 0.0)
     with pytest.raises(GrammarError, match="takes too long to follow"):
         await collect(engine, request("b", [1], EBNF))
     assert tokens_of(await free) == oracle([5, 6], OUTPUT)

@@ -256,7 +256,7 @@ class EngineLoop:
         planning_time_s = self._step_start_s + PLANNING_START_SHARE * step.predicted_s - PLANNING_LEAD_S
         if time.perf_counter() < planning_time_s:
             self._post_outputs(event_loop)
-        while not (handle.ready or self._is_stopping):
+        while not (handle.is_finished or self._is_stopping):
             self._read_inbox()
             if time.perf_counter() >= planning_time_s - PLANNING_LEAD_PER_REQUEST_S * self._scheduler.num_waiting:
                 break
@@ -280,11 +280,11 @@ class EngineLoop:
         step, handle = self._steps_in_flight.popleft()
         handle.wait()
         self._step_start_s = time.perf_counter()
-        self._scheduler.observe(step, handle.seconds)
+        self._scheduler.observe(step, handle.duration_s)
         if self._tracer is not None:
             self._tracer.record_device_span(step.plan.step, handle)
         with self._span("output", step.plan.step):
-            return self._scheduler.complete(step, handle.tokens())
+            return self._scheduler.complete(step, handle.read_results())
 
     def _launch_span(self, step: ScheduledStep) -> AbstractContextManager[None]:
         if self._tracer is None:
