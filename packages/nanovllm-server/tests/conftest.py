@@ -104,7 +104,7 @@ class ScriptedEngine(Engine):
                 kv_cache_bytes=1 << 20,
                 prefix_caching=True,
                 attention_backend="torch",
-                grammars=True,
+                supports_grammars=True,
             )
         )
         self.reply: list[int] = [*b"Hello"]

@@ -115,7 +115,7 @@ INFO = EngineInfo(
     kv_cache_bytes=1,
     prefix_caching=True,
     attention_backend="torch",
-    grammars=True,
+    supports_grammars=True,
 )
 
 

@@ -39,15 +39,15 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     # An unusable trace path must fail before the model is loaded, which may take minutes.
     trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_limit())
-    thread = ThreadPoolExecutor(1, "nanovllm-engine")
+    executor = ThreadPoolExecutor(1, "nanovllm-engine")
     try:
         event_loop = asyncio.get_running_loop()
-        runner = await event_loop.run_in_executor(thread, start_runner, spec, resolved)
+        runner = await event_loop.run_in_executor(executor, start_runner, spec, resolved)
         step_time_model = StepTimeModel()
         token_limits = resolved.max_num_batched_tokens, runner.max_model_len
-        await event_loop.run_in_executor(thread, calibrate, step_time_model, runner.time_step, *token_limits)
+        await event_loop.run_in_executor(executor, calibrate, step_time_model, runner.time_step, *token_limits)
     except BaseException:
-        thread.shutdown(wait=False)
+        executor.shutdown(wait=False)
         spin_control.close()
         if trace_file is not None:
             trace_file.close()
@@ -60,7 +60,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         runner,
         describe_engine(spec, resolved, runner),
         resolved.depth,
-        thread,
+        executor,
         spin_control,
         None if trace_file is None else StepTracer(trace_file, runner.device),
         grammars,

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from nanovllm_core.engine.output_buffers import AwaitableListener, OutputBuffer, OutputBuffers, OutputListener
-from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
+from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
 from nanovllm_core.errors import EngineDeadError, RequestError
 from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_core.outputs import RequestOutput
@@ -27,8 +27,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
         )
     sampling = request.sampling
     sampling.validate(info.vocab_size)
-    if sampling.grammar is not None and not info.grammars:
-        raise RequestError("grammar", NO_GRAMMARS)
+    if sampling.grammar is not None and not info.supports_grammars:
+        raise RequestError("grammar", GRAMMARS_UNSUPPORTED)
     max_outputs = info.max_model_len - request.num_prompt_tokens
     if sampling.max_tokens is not None and sampling.max_tokens > max_outputs:
         raise RequestError(
@@ -52,7 +52,7 @@ class OpenRequest:
 
 
 class Engine(ABC):
-    """The interface of an engine. Each subclass has coroutines that create and start it.
+    """The interface of an engine. Each subclass has coroutines that create and start an engine.
 
     first_key: key of the first request.
     death_reason: why the engine is dead; None while it lives.
@@ -63,7 +63,7 @@ class Engine(ABC):
         self.stats = EngineStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
         self.death_reason: str | None = None
         self._output_buffers = OutputBuffers()
-        self._open_ids: set[str] = set()
+        self._open_request_ids: set[str] = set()
         # The engine identifies requests by keys that no client uses twice, so that late outputs of an aborted request
         # cannot reach a later request with the same id.
         self._keys = itertools.count(first_key)
@@ -80,17 +80,17 @@ class Engine(ABC):
         self.check(request)
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
-        if request.id in self._open_ids:
+        if request.id in self._open_request_ids:
             raise RequestError("request_id", f"request id {request.id!r} is in use: choose another")
         key = next(self._keys)
 
         def close() -> None:
-            self._open_ids.discard(request.id)
+            self._open_request_ids.discard(request.id)
             if self._output_buffers.close(key) and self.death_reason is None:
                 self._abort(key)
 
         self._submit(key, request)
-        self._open_ids.add(request.id)
+        self._open_request_ids.add(request.id)
         buffer = OutputBuffer(request, listener)
         self._output_buffers.open(key, buffer)
         return OpenRequest(buffer.take, close)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from nanovllm_core.engine.report import collect_stats
-from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
+from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import StepTracer, Track
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.execution.runner import Runner
@@ -89,7 +89,7 @@ class EngineLoop:
     async def compile(self, spec: GrammarSpec) -> None:
         """Compile a grammar and cache it. Raises GrammarError."""
         if self._grammars is None:
-            raise GrammarError(NO_GRAMMARS)
+            raise GrammarError(GRAMMARS_UNSUPPORTED)
         await self._grammars.compile(spec)
 
     def submit(self, key: int, client_request: Request) -> None:

@@ -36,12 +36,12 @@ class EngineProcess:
         # Only this user may enter the directory: a process that can write to the socket can use the engine.
         self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-")
         context = multiprocessing.get_context("spawn")
-        lifeline, engine_end = context.Pipe(duplex=False)
-        self.address = EngineAddress(f"ipc://{Path(self._directory.name) / 'engine'}", lifeline)
+        read_end, write_end = context.Pipe(duplex=False)
+        self.address = EngineAddress(f"ipc://{Path(self._directory.name) / 'engine'}", read_end)
         self._process: SpawnProcess = context.Process(
-            target=run_engine, args=(recipe, self.address.endpoint, engine_end), name="nanovllm-engine", daemon=True
+            target=run_engine, args=(recipe, self.address.endpoint, write_end), name="nanovllm-engine", daemon=True
         )
-        with engine_end:
+        with write_end:
             self._process.start()
 
     @property

@@ -26,7 +26,7 @@ def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> 
         state_bytes=runner.cache.state_bytes,
         prefix_caching=config.prefix_caching,
         attention_backend=config.attention_backend,
-        grammars=spec.vocabulary is not None,
+        supports_grammars=spec.vocabulary is not None,
         arithmetic=describe_arithmetic(runner.device, config.torch_dtype),
     )
 
