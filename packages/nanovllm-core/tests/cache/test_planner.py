@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanovllm_core.cache.planner import MAX_CACHED_BLOCKS, bytes_per_block, choose_block_size, plan_cache
-from nanovllm_core.config import ConfigError, EngineConfig, resolve
+from nanovllm_core.config import EngineConfig, resolve
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.model import MLASpec, PagedSpec
 
 FACTS = {"max_position": 4096, "model_dtype": torch.bfloat16, "has_cuda": True, "has_fp8": True}
@@ -18,7 +19,7 @@ def test_fp8_holds_about_twice_as_many_blocks(head_dim, gain):
     blocks = {}
     for kind in ("auto", "fp8"):
         config = resolve(EngineConfig(kv_cache_dtype=kind, max_num_seqs=4096), **FACTS)
-        block_bytes = bytes_per_block(specs, 16, config.kv_cache_dtype)
+        block_bytes = bytes_per_block(specs, 16, config.torch_kv_cache_dtype)
         blocks[kind] = plan_cache(config, 16, 8 << 30, block_bytes).num_blocks
     assert blocks["auto"] > 1000
     assert blocks["fp8"] / blocks["auto"] > gain
@@ -39,16 +40,17 @@ def test_fp8_is_refused_where_it_cannot_be_read():
     with pytest.raises(ConfigError, match="attention_backend 'flash': use 'fastest'"):
         resolve(flash, has_flash_attention=True, **FACTS)
     resolve(replace(flash, kv_cache_dtype="auto"), has_flash_attention=True, **FACTS)
-    assert resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), **FACTS).kv_cache_dtype == torch.float8_e4m3fn
+    on_cpu = resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), **FACTS)
+    assert on_cpu.torch_kv_cache_dtype == torch.float8_e4m3fn
 
 
 def test_a_model_may_prefer_a_dtype_on_a_gpu():
     def dtype(config: EngineConfig) -> torch.dtype:
-        return resolve(config, cuda_dtype=torch.float16, **FACTS).dtype
+        return resolve(config, cuda_dtype=torch.float16, **FACTS).torch_dtype
 
     assert dtype(EngineConfig()) == torch.float16
     assert dtype(EngineConfig(device="cpu")) == torch.bfloat16
-    assert dtype(EngineConfig(dtype=torch.float32)) == torch.float32
+    assert dtype(EngineConfig(dtype="float32")) == torch.float32
 
 
 def num_blocks(free_bytes: int, **settings) -> int:

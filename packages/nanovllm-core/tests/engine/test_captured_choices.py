@@ -13,7 +13,8 @@ from toy_model import VOCAB, toy_spec
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_core.execution import runner as runner_module
 from nanovllm_core.execution.graphs import CapturedStep, ForwardOutput, GraphShape, StepGraphs
-from nanovllm_core.request import Budget, TokenLogprobs
+from nanovllm_core.outputs import TokenLogprobs
+from nanovllm_core.sampling_params import Budget
 
 OUTPUT = 24
 PLAIN = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}]

@@ -9,9 +9,9 @@ from toy_model import toy_spec
 
 from nanovllm_core import EngineClient, EngineConfig, Request, SamplingParams
 from nanovllm_core.engine import wire
-from nanovllm_core.engine.process import split_by_client
+from nanovllm_core.engine.server import split_by_client
 from nanovllm_core.engine.streams import Backlog, RequestStreams
-from nanovllm_core.request import PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.outputs import PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
 
 CONFIG = EngineConfig(device="cpu", num_blocks=128, max_num_seqs=8)
 
@@ -129,13 +129,13 @@ def test_a_backlog_is_one_output_whatever_came():
     streams.open(9, backlog)
     logprobs = [TokenLogprobs(-0.5, ()), TokenLogprobs(-0.25, ()), TokenLogprobs(-1.0, ()), TokenLogprobs(-2.0, ())]
     assert backlog.take() is None
-    streams.dispatch(StepOutputs([9], [7], [(9, logprobs[0])], begins=[(9, 2)]))
+    streams.dispatch(StepOutputs([9], [7], [(9, logprobs[0])], starts=[(9, 2)]))
     assert bell.rung == 1
     # Two tokens of one request, and one of somebody whom nobody listens to.
     streams.dispatch(StepOutputs([9, 8, 9], [8, 1, 9], [(9, logprobs[1]), (8, logprobs[0]), (9, logprobs[2])]))
     assert backlog.take() == RequestOutput("a", (7, 8, 9), 3, 2, 3, tuple(logprobs[:3]))
     assert backlog.take() is None
-    streams.dispatch(StepOutputs([9], [5], [(9, logprobs[3])], ends=[(9, "stop", 5)]))
+    streams.dispatch(StepOutputs([9], [5], [(9, logprobs[3])], finishes=[(9, "stop", 5)]))
     streams.dispatch(StepOutputs([9], [6]))
     assert backlog.take() == RequestOutput("a", (5,), 3, 2, 4, (logprobs[3],), "stop", 5)
     assert backlog.take() is None

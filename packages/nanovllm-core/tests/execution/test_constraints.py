@@ -78,7 +78,9 @@ class CountingGrammar:
 
 
 def new_row(row: int, budget: Budget | None, grammar: CountingGrammar | None = None) -> NewRow:
-    return NewRow(row, as_token_ids([1, 2]), 2, 0, SamplingParams(budget=budget), seed=0, stop_ids=(), compiled=grammar)
+    return NewRow(
+        row, as_token_ids([1, 2]), 2, 0, SamplingParams(budget=budget), seed=0, stop_ids=(), compiled_grammar=grammar
+    )
 
 
 def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bool] | None = None) -> StepPlan:

@@ -11,7 +11,7 @@ from nanovllm_core.execution.runner import CAPTURED_NEEDS
 from nanovllm_core.execution.sampler import SCORED_AT_ONCE, Masks, draw, gather, score, with_logprobs
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.layers import compiled
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 from nanovllm_kernels.sampling import IN_PROMPT

@@ -10,7 +10,7 @@ from nanovllm_core.cache.state_pool import NULL_SLOT
 from nanovllm_core.execution.request_table import RequestTable
 from nanovllm_core.execution.state_memory import StateMemory, sequential_copies
 from nanovllm_core.model import StateSpec
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, NewState, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 

@@ -6,7 +6,8 @@ import json
 import openai
 import pytest
 
-from nanovllm_core.request import Budget, GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.sampling_params import Budget
 from nanovllm_models.chat_formats import HERMES, LLAMA, THINK, ChatFormat
 from nanovllm_server.parsing.model_format import ModelFormat
 
@@ -277,7 +278,7 @@ async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, serv
     if stream:
         # It has begun when its first token is there, which takes a tenth of this; before that it would be a 400 too.
         await asyncio.sleep(10 * engine.delay)
-    engine.refuse_grammar(engine.requests[1].key, "it takes too long to follow")
+    engine.refuse_grammar(engine.keys[1], "it takes too long to follow")
     response = await asking
     data = (await response.get_data()).decode()
     if stream:

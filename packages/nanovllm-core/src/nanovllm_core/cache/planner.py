@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_core.config import GIB, PAGE_SIZES, ConfigError, ResolvedConfig
+from nanovllm_core.config import BLOCK_SIZES, GIB, ResolvedConfig
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.model import MLASpec, PagedSpec, StateSpec
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
@@ -55,7 +56,7 @@ def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *,
     attention: cache spec of the model's attention layers.
     Raises ConfigError if a block would be longer than the distance of state checkpoints.
     """
-    smallest = min(PAGE_SIZES)
+    smallest = min(BLOCK_SIZES)
     if config.block_size is not None:
         if has_states and config.block_size > CHECKPOINT_INTERVAL:
             raise ConfigError(
@@ -65,7 +66,7 @@ def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *,
         return config.block_size
     if has_states or isinstance(attention, MLASpec):
         return smallest
-    best = best_page_size(attention.head_dim, config.kv_cache_dtype, config.attention_backend)
+    best = best_page_size(attention.head_dim, config.torch_kv_cache_dtype, config.attention_backend)
     return best if config.max_num_seqs + best <= config.max_num_batched_tokens else smallest
 
 
@@ -91,7 +92,7 @@ def plan_cache(
         num_blocks = config.num_blocks
     if num_blocks >= blocks_per_request:
         return CachePlan(num_blocks, num_slots, config.max_model_len)
-    if config.may_shorten and num_blocks >= 2:
+    if config.may_shorten_context and num_blocks >= 2:
         return CachePlan(num_blocks, num_slots, num_blocks * block_size)
     raise ConfigError(
         f"the KV cache holds {num_blocks * block_size} tokens, fewer than max_model_len ({config.max_model_len}): "

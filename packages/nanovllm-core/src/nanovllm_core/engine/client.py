@@ -5,87 +5,29 @@ One process starts the engine and owns it; other processes that it starts may co
 
 import asyncio
 import logging
-import multiprocessing
 import os
-import tempfile
 import uuid
-from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
 import zmq.asyncio
 
-from nanovllm_core.config import ConfigError, EngineConfig
-from nanovllm_core.engine import process, wire
-from nanovllm_core.engine.engine import Engine
-from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import GrammarError, GrammarSpec, Request
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.engine import wire
+from nanovllm_core.engine.interface import Engine
+from nanovllm_core.engine.process import EngineAddress, EngineProcess
+from nanovllm_core.errors import ConfigError, EngineDeadError, GrammarError
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.request import Request
 
 if TYPE_CHECKING:
     from nanovllm_core.model import ModelSpec
 
-# How long `close` waits before it kills the engine's process.
-_STOP_SECONDS = 10
 # How long the client still reads messages after the engine's process has ended.
 _DRAIN_SECONDS = 0.1
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAddress:
-    """The address of an engine. The owner may pass it to processes that it starts, for `EngineClient.connect`.
-
-    endpoint: ZeroMQ endpoint of the engine.
-    lifeline: the read end of a pipe; the other end closes when the engine's process ends for any reason.
-    """
-
-    endpoint: str
-    lifeline: Connection
-
-
-class EngineProcess:
-    """A started engine process. `recipe` is pickled and called there; it returns the model and the configuration."""
-
-    def __init__(self, recipe: process.Recipe):
-        # Only this user may enter the directory: a process that can write to the socket can use the engine.
-        self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-")
-        context = multiprocessing.get_context("spawn")
-        lifeline, engine_end = context.Pipe(duplex=False)
-        self.address = EngineAddress(f"ipc://{Path(self._directory.name) / 'engine'}", lifeline)
-        self._process: SpawnProcess = context.Process(
-            target=process.main, args=(recipe, self.address.endpoint, engine_end), name="nanovllm-engine", daemon=True
-        )
-        with engine_end:
-            self._process.start()
-
-    @property
-    def pid(self) -> int | None:
-        """The process id."""
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code of the process; None while it runs."""
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        """Kill the process now."""
-        self._process.kill()
-
-    async def close(self) -> None:
-        """Wait until the process ends, kill it if that takes too long, and remove its files."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._process.join, _STOP_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            await loop.run_in_executor(None, self._process.join)
-        self.address.lifeline.close()
-        self._directory.cleanup()
 
 
 class EngineClient(Engine):
@@ -200,8 +142,8 @@ class EngineClient(Engine):
         for key in tuple(self._compiling):
             self._settle(key, EngineDeadError(reason))
 
-    def _submit(self, request: Request) -> None:
-        self._socket.send(wire.Submit.of(request))
+    def _submit(self, key: int, request: Request) -> None:
+        self._socket.send(wire.Submit.of(key, request))
 
     def _abort(self, key: int) -> None:
         self._socket.send(wire.Abort(key))

@@ -8,24 +8,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
 
-from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.cache.state_pool import StatePool
-from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
-from nanovllm_core.engine.trace import Trace, Tracer, Track
+from nanovllm_core.engine.trace import Tracer, Track
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
-from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import GrammarError, GrammarSpec, Request, RequestStatus, StepOutputs
-from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.result_applier import ScheduledStep
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.outputs import RequestFailure, StepOutputs
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState, RequestStatus
+from nanovllm_core.scheduling.plan import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
-from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
-from nanovllm_kernels.openmp_spinning import SpinControl, can_limit
-from nanovllm_kernels.platform import describe_arithmetic
+from nanovllm_kernels.openmp_spinning import SpinControl
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # While the engine has requests, it emits its stats at this interval, also during a long step.
@@ -38,13 +35,6 @@ WAITING_LEAD_S = 0.001
 # Interval at which the thread checks whether the step has finished.
 POLL_S = 0.001
 _WAITING = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
-
-
-class StepInFlight(NamedTuple):
-    """A launched step and the handle that reads its results."""
-
-    step: ScheduledStep
-    handle: StepHandle
 
 
 class EngineLoop:
@@ -69,14 +59,15 @@ class EngineLoop:
         self._grammars = grammars
         # Tasks that compile the grammars of requests, by request key.
         self._compiling: dict[int, asyncio.Task[None]] = {}
-        self._grammar_failures: list[tuple[int, str]] = []
+        self._grammar_failures: list[RequestFailure] = []
         # Requests that neither finished nor were aborted, by key. Used on the event loop's thread only.
-        self._open_requests: dict[int, Request] = {}
+        self._open_requests: dict[int, RequestState] = {}
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
         self._tracer = tracer
-        self._in_flight: deque[StepInFlight] = deque()
+        # Launched steps with the handles that read their results, oldest first.
+        self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         # When the device began the oldest step in flight, by `time.perf_counter`.
         self._step_start = 0.0
         # Outputs of the last finished step, until they are posted.
@@ -84,84 +75,16 @@ class EngineLoop:
         self._thread = thread
         self._spins = spins
         # Messages to the thread, in order of arrival: new requests, and keys of aborted requests.
-        self._inbox: deque[Request | int] = deque()
+        self._inbox: deque[RequestState | int] = deque()
         self._wake = threading.Event()
         self._stopping = False
         # Messages from the thread to the event loop.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._stats_time = 0.0
         # The stats that the thread took last, and those that were emitted last. A step in flight does not change them.
-        self._latest_stats = self._emitted_stats = self._stats()
+        self._latest_stats = self._emitted_stats = collect_stats(self._scheduler, self._runner)
         self._emitted_time = 0.0
         self._outbox_changed = asyncio.Event()
-
-    @classmethod
-    async def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "EngineLoop":
-        """Load the model and allocate the cache, off the event loop. Raises the exceptions of `Trace` and `Runner`."""
-        # An unusable trace path must fail before the model is loaded, which may take minutes.
-        trace = None if config.trace is None else Trace(config.trace)
-        spins = SpinControl(is_on=config.device == "cpu" and can_limit())
-        thread = ThreadPoolExecutor(1, "nanovllm-engine")
-        try:
-            events = asyncio.get_running_loop()
-            runner = await events.run_in_executor(thread, Runner, spec, config)
-            step_times = StepTimeModel()
-            limits = config.max_num_batched_tokens, runner.max_model_len
-            await events.run_in_executor(thread, calibrate, step_times, runner.time_step, *limits)
-        except BaseException:
-            thread.shutdown(wait=False)
-            spins.close()
-            if trace is not None:
-                trace.close()
-            raise
-        cache = CacheManager(
-            runner.num_blocks,
-            runner.block_size,
-            prefix_caching=config.prefix_caching,
-            prefix_hash=config.prefix_hash,
-            watermark=config.watermark,
-            states=StatePool(runner.num_slots, config.max_num_seqs, runner.block_size) if runner.num_slots else None,
-        )
-        scheduler = Scheduler(
-            cache,
-            max_num_seqs=config.max_num_seqs,
-            limits=StepLimits(
-                config.max_num_batched_tokens,
-                config.target_step_s,
-                config.prompt_step_s,
-                config.mixed_step_s,
-                runner.attention_rounds,
-                runner.graphs.mixed_tokens,
-            ),
-            step_times=step_times,
-            max_model_len=runner.max_model_len,
-            eos_token_ids=spec.eos_token_ids,
-            seed=config.seed,
-        )
-        info = EngineInfo(
-            model=spec.name,
-            device=runner.device_name,
-            dtype=str(config.dtype).removeprefix("torch."),
-            vocab_size=spec.vocab_size,
-            max_model_len=runner.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=runner.block_size,
-            num_blocks=runner.num_blocks,
-            kv_cache_dtype=str(config.kv_cache_dtype).removeprefix("torch."),
-            kv_cache_bytes=runner.kv_cache_bytes,
-            num_state_slots=runner.num_slots,
-            state_bytes=runner.state_bytes,
-            prefix_caching=config.prefix_caching,
-            attention_backend=config.attention_backend,
-            grammars=spec.vocabulary is not None,
-            arithmetic=describe_arithmetic(runner.device, config.dtype),
-        )
-        grammars = None
-        if spec.vocabulary is not None:
-            grammars = Grammars(spec.vocabulary, spec.vocab_size, spec.eos_token_ids)
-        tracer = None if trace is None else Tracer(trace, runner.device)
-        return cls(scheduler, runner, info, config.depth, thread, spins, tracer, grammars)
 
     async def compile(self, spec: GrammarSpec) -> None:
         """Compile a grammar and cache it. Raises GrammarError."""
@@ -169,24 +92,24 @@ class EngineLoop:
             raise GrammarError(NO_GRAMMARS)
         await self._grammars.compile(spec)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, key: int, client_request: Request) -> None:
         """Queue a validated request with a unique key, once its grammar is compiled."""
-        self._open_requests[request.key] = request
+        self._open_requests[key] = request = RequestState(key, client_request)
         spec = request.sampling.grammar
         if spec is not None and self._grammars is not None:
-            request.compiled = self._grammars.get(spec)
-            if request.compiled is None:
+            request.compiled_grammar = self._grammars.get(spec)
+            if request.compiled_grammar is None:
                 request.status = RequestStatus.WAITING_GRAMMAR
-                self._compiling[request.key] = asyncio.create_task(self._queue_compiled(request, spec, self._grammars))
+                self._compiling[key] = asyncio.create_task(self._queue_compiled(request, spec, self._grammars))
                 return
         self._send(request)
 
-    async def _queue_compiled(self, request: Request, spec: GrammarSpec, grammars: Grammars) -> None:
+    async def _queue_compiled(self, request: RequestState, spec: GrammarSpec, grammars: Grammars) -> None:
         try:
-            request.compiled = await grammars.compile(spec)
+            request.compiled_grammar = await grammars.compile(spec)
         except GrammarError as error:
             self._open_requests.pop(request.key, None)
-            self._grammar_failures.append((request.key, str(error)))
+            self._grammar_failures.append(RequestFailure(request.key, str(error)))
         else:
             request.status = RequestStatus.WAITING
             self._inbox.append(request)
@@ -200,7 +123,7 @@ class EngineLoop:
             compiling.cancel()
         self._send(key)
 
-    def _send(self, message: Request | int) -> None:
+    def _send(self, message: RequestState | int) -> None:
         self._inbox.append(message)
         self._wake.set()
 
@@ -208,31 +131,6 @@ class EngineLoop:
         """Make `run` return once the steps in flight have finished."""
         self._stopping = True
         self._wake.set()
-
-    def _stats(self) -> EngineStats:
-        """All stats except the number of waiting requests, which the event loop's thread counts."""
-        scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.states
-        counters, step_times = scheduler.counters, scheduler.step_times
-        return EngineStats(
-            num_requests_running=scheduler.rows.num_running,
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            num_free_state_slots=0 if states is None else states.slots.num_free,
-            num_checkpoints=0 if states is None else states.slots.num_cached,
-            num_steps=counters.steps,
-            num_preemptions=counters.preemptions,
-            prefix_cache_queries=counters.prefix_queries,
-            prefix_cache_hits=counters.prefix_hits,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            iteration_tokens=counters.tokens,
-            graph_steps=tuple((*key, count) for key, count in list(self._runner.graphs.counts.items())),
-            step_limit_s=scheduler.limits.seconds(1, step_times.decode_step_s),
-            decode_step_s=step_times.decode_step_s,
-            step_time_coefficients=tuple(step_times.coefficients._asdict().items()),
-            step_time_error=step_times.error,
-        )
 
     async def run(self, emit: Emit) -> None:
         """Serve until `stop`.
@@ -251,8 +149,8 @@ class EngineLoop:
                 has_ended = stepping.done()
                 while self._outbox:
                     outputs, stats = self._outbox.popleft()
-                    for key, _, _ in outputs.ends:
-                        self._open_requests.pop(key, None)
+                    for finish in outputs.finishes:
+                        self._open_requests.pop(finish.key, None)
                     self._emit(emit, outputs, stats)
                 if has_ended:
                     break
@@ -321,7 +219,7 @@ class EngineLoop:
         is_last = scheduler.rows.num_running + scheduler.num_waiting == 0
         stats = None
         if is_last or now - self._stats_time >= STATS_SECONDS:
-            self._stats_time, stats = now, self._stats()
+            self._stats_time, stats = now, collect_stats(self._scheduler, self._runner)
             self._latest_stats = stats
         self._outbox.append((outputs, stats))
         events.call_soon_threadsafe(self._outbox_changed.set)
@@ -339,12 +237,12 @@ class EngineLoop:
                 break
             if not self._runner.is_asynchronous:
                 # On a CPU launching includes computing, which may take long.
-                self._latest_stats = self._stats()
+                self._latest_stats = collect_stats(self._scheduler, self._runner)
             with self._launch_span(step):
                 handle = self._runner.launch(step.plan)
             if not self._in_flight:
                 self._step_start = time.perf_counter()
-            self._in_flight.append(StepInFlight(step, handle))
+            self._in_flight.append((step, handle))
 
     def _wait_to_plan(self, events: asyncio.AbstractEventLoop) -> None:
         """Wait until shortly before the step in flight ends, so that the next step includes requests that arrive now.
@@ -354,7 +252,7 @@ class EngineLoop:
         if len(self._in_flight) != 1:
             return
         step, handle = self._in_flight[0]
-        due = self._step_start + PLANNED_SHARE * step.expected_s - PLANNING_LEAD_S
+        due = self._step_start + PLANNED_SHARE * step.predicted_s - PLANNING_LEAD_S
         if time.perf_counter() < due:
             self._post_outputs(events)
         while not (handle.ready or self._stopping):
@@ -366,13 +264,13 @@ class EngineLoop:
     def _schedule(self) -> ScheduledStep | None:
         # Requests may have arrived while the last step was launched.
         self._read_inbox()
-        with self._span("plan", self._scheduler.counters.steps):
+        with self._span("plan", self._scheduler.counters.num_steps):
             return self._scheduler.schedule()
 
     def _read_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, Request):
+            if isinstance(message, RequestState):
                 self._scheduler.add(message)
             else:
                 self._scheduler.abort(message)
@@ -390,9 +288,9 @@ class EngineLoop:
     def _launch_span(self, step: ScheduledStep) -> AbstractContextManager[None]:
         if self._tracer is None:
             return nullcontext()
-        expected_us = round(step.expected_s * 1e6, 1)
+        predicted_us = round(step.predicted_s * 1e6, 1)
         name = f"step {step.plan.step}"
-        return self._tracer.trace.span("launch", name, **step.work._asdict(), expected_us=expected_us)
+        return self._tracer.trace.span("launch", name, **step.work._asdict(), predicted_us=predicted_us)
 
     def _span(self, track: Track, step: int) -> AbstractContextManager[None]:
         return nullcontext() if self._tracer is None else self._tracer.trace.span(track, f"step {step}")

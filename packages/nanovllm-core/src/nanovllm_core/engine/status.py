@@ -7,10 +7,6 @@ NO_GRAMMARS = (
 )
 
 
-class EngineDeadError(RuntimeError):
-    """The engine has stopped for good; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Properties of an engine that do not change.

@@ -4,16 +4,9 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
-from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import (
-    FinishReason,
-    GrammarError,
-    PromptLogprobs,
-    Request,
-    RequestOutput,
-    StepOutputs,
-    TokenLogprobs,
-)
+from nanovllm_core.errors import EngineDeadError, GrammarError
+from nanovllm_core.outputs import FinishReason, PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.request import Request
 
 T = TypeVar("T")
 
@@ -71,7 +64,7 @@ class Backlog:
         self.tokens = []
         num_top, prompt_logprobs = request.sampling.prompt_logprobs, None
         if num_top is not None and self._num_output_tokens == 0:
-            prompt_logprobs = PromptLogprobs.joined(num_top, self.prompt_logprobs)
+            prompt_logprobs = PromptLogprobs.concatenate(num_top, self.prompt_logprobs)
             self.prompt_logprobs = []
         self._num_output_tokens += len(tokens)
         if logprobs:
@@ -133,20 +126,20 @@ class RequestStreams:
     def dispatch(self, outputs: StepOutputs) -> None:
         """Add `outputs` to the backlogs of open requests, and wake their sinks."""
         backlogs = self._backlogs
-        for backlog, num_cached_tokens in self._with_backlogs(outputs.begins):
+        for backlog, num_cached_tokens in self._with_backlogs(outputs.starts):
             backlog.num_cached_tokens = num_cached_tokens
         for backlog, prompt_logprobs in self._with_backlogs(outputs.prompt_logprobs):
             backlog.prompt_logprobs.append(prompt_logprobs)
         for backlog, logprobs in self._with_backlogs(outputs.logprobs):
             backlog.logprobs.append(logprobs)
-        for key, reason, stop_token in outputs.ends:
+        for key, reason, stop_token in outputs.finishes:
             if (backlog := backlogs.get(key)) is not None:
                 backlog.finish_reason, backlog.stop_token = reason, stop_token
         for key, token in zip(outputs.keys, outputs.tokens, strict=True):
             if (backlog := backlogs.get(key)) is not None:
                 backlog.tokens.append(token)
                 backlog.sink.wake()
-        for key, _, _ in outputs.ends:
+        for key, _, _ in outputs.finishes:
             backlogs.pop(key, None)
         for key, failure in outputs.failures:
             if (backlog := backlogs.pop(key, None)) is not None:

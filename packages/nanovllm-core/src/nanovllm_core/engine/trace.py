@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from nanovllm_core.config import ConfigError
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution.step_handle import StepHandle
 
 _encode = msgspec.json.Encoder().encode

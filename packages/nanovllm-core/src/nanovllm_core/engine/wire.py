@@ -4,7 +4,10 @@ import msgspec
 import numpy as np
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_core.request import GrammarSpec, Request, SamplingParams, StepOutputs
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.request import Request
+from nanovllm_core.sampling_params import SamplingParams
 
 # Number of keys per client: key // KEYS_PER_CLIENT is the client's number.
 KEYS_PER_CLIENT = 1 << 32
@@ -15,7 +18,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request: the fields of `Request` that the client sets. prompt_ids: int32 [num_prompt_tokens] as bytes."""
+    """A new request: the fields of `Request`. prompt_ids: int32 [num_prompt_tokens] as bytes."""
 
     key: int
     id: str
@@ -26,10 +29,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     arrival_time: float
 
     @classmethod
-    def of(cls, request: Request) -> "Submit":
+    def of(cls, key: int, request: Request) -> "Submit":
         """The message for `request`."""
         return cls(
-            request.key,
+            key,
             request.id,
             request.prompt_ids.tobytes(),
             request.sampling,
@@ -41,9 +44,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     def request(self) -> Request:
         """The request of this message."""
         prompt_ids = np.frombuffer(self.prompt_ids, np.int32)
-        request = Request(self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
-        request.key = self.key
-        return request
+        return Request(self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from nanovllm_core.execution.inputs import MaskBuffer
 from nanovllm_core.execution.sampler import Masks
 from nanovllm_core.execution.step_handle import StepHandle
-from nanovllm_core.request import Budget, CompiledGrammar, GrammarMatcher
+from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
+from nanovllm_core.sampling_params import Budget
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
 # Limit on the seconds that matching may take for one request: a constant plus a part per token. All requests wait
@@ -56,7 +57,7 @@ class Constraint:
     @classmethod
     def of(cls, new: NewRow) -> "Constraint | None":
         """The constraint of a new row, advanced by the outputs that it already has; None for an unconstrained row."""
-        grammar, budget = new.compiled, new.sampling.budget
+        grammar, budget = new.compiled_grammar, new.sampling.budget
         if grammar is None and budget is None:
             return None
         constraint = cls(new.row, grammar, None if grammar is None else grammar.start(), budget)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm_core.config import GIB, ConfigError, ResolvedConfig
+from nanovllm_core.config import GIB, ResolvedConfig
+from nanovllm_core.errors import ConfigError
 
 # Bytes of a CPU's cache line.
 _ALIGNMENT = 64

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nanovllm_core.execution.inputs import Int32Array, StepBuffer, upload
 from nanovllm_core.execution.state_memory import sequential_copies
-from nanovllm_core.request import (
-    MAX_CHECKPOINTS,
+from nanovllm_core.request_state import MAX_CHECKPOINTS
+from nanovllm_core.sampling_params import (
     MAX_FORBIDDEN,
     MAX_FORBIDDEN_LENGTH,
     MAX_LOGIT_BIAS,
@@ -161,7 +161,7 @@ class RequestTable:
             if state.checkpoints:
                 saves[index, : len(state.checkpoints)] = state.checkpoints
         # A checkpoint that the pool evicted for one request may be the origin of an earlier one in the same plan.
-        pairs = sequential_copies([(state.origin, state.slot) for state in states if state.origin])
+        pairs = sequential_copies([(state.source_slot, state.slot) for state in states if state.source_slot])
         copies = np.array(pairs, np.int64).reshape(-1, 2)
         rows, slots, saved, sources, targets = upload(
             [

@@ -25,8 +25,8 @@ from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.layers.compiled import compiled
 from nanovllm_core.model import BuildContext, ForwardContext, Launch, MLASpec, ModelSpec, PagedSpec, StateSpec
 from nanovllm_core.parallel import ParallelContext
-from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
+from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import (
     SMALLEST_ROUNDS,
@@ -81,7 +81,7 @@ class Runner:
         self.device_name = describe(self.device).name
         self.is_asynchronous = self.device.type != "cpu"
         self._config = config
-        self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))
+        self._model = spec.build(BuildContext(self.device, config.torch_dtype, ParallelContext(), config.compile))
         specs = self._model.cache_specs()
         self._paged_specs = [spec for spec in specs if not isinstance(spec, StateSpec)]
         self._state_specs = [spec for spec in specs if isinstance(spec, StateSpec)]
@@ -124,8 +124,8 @@ class Runner:
         free_bytes = free_for_cache(config, self.device, self._run_largest_step)
         self._table.buffer.clear()
         free_bytes -= self.graphs.measure(self._forward_padded, self._draw_padded, CAPTURED_NEEDS)
-        block_bytes = bytes_per_block(self._paged_specs, self.block_size, config.kv_cache_dtype)
-        slot_bytes = bytes_per_slot(self._state_specs, config.state_dtype, config.dtype)
+        block_bytes = bytes_per_block(self._paged_specs, self.block_size, config.torch_kv_cache_dtype)
+        slot_bytes = bytes_per_slot(self._state_specs, config.torch_state_dtype, config.torch_dtype)
         self.num_blocks, self.num_slots, self.max_model_len = plan_cache(
             config, self.block_size, free_bytes, block_bytes, slot_bytes
         )
@@ -171,21 +171,26 @@ class Runner:
             return handle
 
     def _run_model(self, plan: StepPlan, step: StepInputs, host_slot: HostCopySlot | None) -> StepHandle:
-        captured = self.graphs.dispatch(plan.shape, launched=bool(plan.prompt_logprobs))
+        captured = self.graphs.dispatch(plan.shape, launched=bool(plan.prompt_logprobs_ranges))
         if captured is not None:
             return self._replay(plan, step, captured, host_slot)
         hidden, batch = self._forward(
             step.rows, step.query_start_loc, num_tokens=plan.shape.num_tokens, bounds=_bounds(plan)
         )
         # Before sampling, which may have to wait for the previous step.
-        prompt_scores = [self._score(part, hidden) for part in plan.prompt_logprobs]
+        prompt_scores = [self._score(part, hidden) for part in plan.prompt_logprobs_ranges]
         logits = self._last_logits(hidden, batch) if step.sampling_indices.size else hidden[:0]
         return self._sample(step, ForwardOutput(logits, batch.seq_lens, batch.block_tables), host_slot, prompt_scores)
 
-    def _score(self, part: PromptPart, hidden: Tensor) -> PromptScores:
+    def _score(self, part: PromptLogprobsRange, hidden: Tensor) -> PromptScores:
         # A copy is aligned, as the kernels expect of its pieces.
         tokens = self._table.tokens[part.row, part.start : part.start + part.num_tokens].clone()
-        return score(hidden[part.at : part.at + part.num_tokens], tokens, part.num_top, self._model.compute_logits)
+        return score(
+            hidden[part.first_logits_index : part.first_logits_index + part.num_tokens],
+            tokens,
+            part.num_top,
+            self._model.compute_logits,
+        )
 
     def _replay(
         self, plan: StepPlan, step: StepInputs, captured: CapturedStep, host_slot: HostCopySlot | None
@@ -276,7 +281,7 @@ class Runner:
             num_heads=self._num_heads,
             kv_cache=self._kv_caches[0],
             backend=self._config.attention_backend,
-            dtype=self._config.dtype,
+            dtype=self._config.torch_dtype,
             num_tokens=num_tokens,
             whole=bounds.whole,
         )
@@ -354,11 +359,16 @@ class Runner:
         lengths.sort()
         # Prompt tokens are scored in pieces, so one long part takes as much memory as several.
         last, *others = reversed(lengths)
-        part = PromptPart(len(others), 1, last - 1, MAX_TOP_LOGPROBS, sum(others))
+        part = PromptLogprobsRange(len(others), 1, last - 1, MAX_TOP_LOGPROBS, sum(others))
         self._run_dummy_step(lengths, sampling, [part] if part.num_tokens else [])
 
     def _run_dummy_step(
-        self, lengths: list[int], sampling: SamplingParams, prompt_parts: Sequence[PromptPart] = (), *, context: int = 0
+        self,
+        lengths: list[int],
+        sampling: SamplingParams,
+        prompt_parts: Sequence[PromptLogprobsRange] = (),
+        *,
+        context: int = 0,
     ) -> float:
         """Run a step of prompts that reads and writes the null block only. Returns its seconds.
 
@@ -380,14 +390,18 @@ class Runner:
         """Allocate a cache of `num_blocks` blocks and the null block per attention layer, and FP8 scales if needed."""
         config = self._config
         caches = tuple(
-            zeros((num_blocks + 1, self.block_size, *slot_shape(spec)), config.kv_cache_dtype, self.device)
+            zeros((num_blocks + 1, self.block_size, *slot_shape(spec)), config.torch_kv_cache_dtype, self.device)
             for spec in self._paged_specs
         )
-        return caches, tuple(map(fp8.make_scales, caches)) if config.kv_cache_dtype == fp8.DTYPE else ()
+        return caches, tuple(map(fp8.make_scales, caches)) if config.torch_kv_cache_dtype == fp8.DTYPE else ()
 
     def _allocate_states(self, num_slots: int) -> StateMemory:
         """Allocate `num_slots` state slots and the null slot for the recurrent layers."""
         config = self._config
         return StateMemory(
-            self._state_specs, num_slots, state_dtype=config.state_dtype, dtype=config.dtype, device=self.device
+            self._state_specs,
+            num_slots,
+            state_dtype=config.torch_state_dtype,
+            dtype=config.torch_dtype,
+            device=self.device,
         )

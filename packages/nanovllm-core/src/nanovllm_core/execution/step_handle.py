@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.sampler import PromptScores, Sampled
-from nanovllm_core.request import PromptLogprobs, TokenLogprobs
+from nanovllm_core.outputs import PromptLogprobs, TokenLogprobs
 from nanovllm_core.scheduling.plan import StepResults
 
 
@@ -21,7 +21,7 @@ class StepHandle:
     num_logprobs: int64 [n], for each of these how many alternatives to report, -1 for no log-probabilities.
     host_slot: on CUDA the buffer for the tokens; read them before `depth` later steps have begun. None on a CPU.
     failed: requests without a token, as pairs (index among the requests that sample, reason).
-    prompt_scores: one entry per `PromptPart` of the plan.
+    prompt_scores: one entry per `PromptLogprobsRange` of the plan.
 
     Every step on CUDA records an event at its end, even if no request samples: `wait` bounds the number of steps in
     flight, and copies on other streams wait for the event.

@@ -125,7 +125,7 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     model = settings.model or await asyncio.to_thread(default_model_path)
     defaults = read_sampling_defaults(model)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
-    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.dtype, settings.engine))
+    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine))
     counters = allocate_counters(len(listeners))
     rings = allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.

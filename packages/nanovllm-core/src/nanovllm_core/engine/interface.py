@@ -3,11 +3,14 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nanovllm_core.engine.status import NO_GRAMMARS, EngineDeadError, EngineInfo, EngineStats
+from nanovllm_core.engine.status import NO_GRAMMARS, EngineInfo, EngineStats
 from nanovllm_core.engine.streams import Backlog, Reader, RequestStreams, Sink
-from nanovllm_core.request import GrammarSpec, Request, RequestError, RequestOutput
+from nanovllm_core.errors import EngineDeadError, RequestError
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.outputs import RequestOutput
+from nanovllm_core.request import Request
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
@@ -78,16 +81,14 @@ class Engine(ABC):
             raise EngineDeadError(self.dead)
         if request.id in self._open_ids:
             raise RequestError("request_id", f"request id {request.id!r} is in use: choose another")
-        # A copy, because the engine sets fields of its own.
-        engine_request = replace(request, token_ids=request.prompt_ids)
-        engine_request.key = key = next(self._keys)
+        key = next(self._keys)
 
         def close() -> None:
             self._open_ids.discard(request.id)
             if self._streams.close(key) and self.dead is None:
                 self._abort(key)
 
-        self._submit(engine_request)
+        self._submit(key, request)
         self._open_ids.add(request.id)
         backlog = Backlog(request, sink)
         self._streams.open(key, backlog)
@@ -125,8 +126,8 @@ class Engine(ABC):
         """Stop the engine. Open requests fail with EngineDeadError."""
 
     @abstractmethod
-    def _submit(self, request: Request) -> None:
-        """Submit a validated request."""
+    def _submit(self, key: int, request: Request) -> None:
+        """Submit a validated request with a new key."""
 
     @abstractmethod
     def _abort(self, key: int) -> None:
