@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
-from nanovllm_core.execution.sampler import SCORED_AT_ONCE
+from nanovllm_core.execution.prompt_scores import MAX_SCORED_TOKENS
 from nanovllm_kernels.platform import has_numba
 from nanovllm_models import load, load_tokenizer
 
@@ -175,7 +175,7 @@ async def test_prompt_logprobs_equal_transformers(settings, default_model, promp
         return first
 
     # The last prompt is longer than the number of tokens that are scored at once.
-    asked = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * SCORED_AT_ONCE + 20]]
+    asked = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * MAX_SCORED_TOKENS + 20]]
     try:
         told, plain = await asyncio.gather(
             asyncio.gather(*(ask(f"a{index}", prompt, index) for index, prompt in enumerate(asked))),
@@ -183,7 +183,7 @@ async def test_prompt_logprobs_equal_transformers(settings, default_model, promp
         )
     finally:
         await engine.stop()
-    assert len(asked[-1]) > 2 * SCORED_AT_ONCE
+    assert len(asked[-1]) > 2 * MAX_SCORED_TOKENS
     for index, (prompt, first, beside) in enumerate(zip(asked, told, plain, strict=True)):
         assert beside.prompt_logprobs is None
         ids = torch.tensor([prompt], device=device)

@@ -211,7 +211,7 @@ async def test_tokens_equal_transformers(checkpoint, settings, device):
 async def test_graphs_and_compiling_change_no_token(checkpoint, settings, monkeypatch):
     for module in (llama, qwen3_next, deepseek_v3):
         # The steps of these tests have too few rows for the normal limit.
-        monkeypatch.setattr(module, "LEAST_ROWS", 9)
+        monkeypatch.setattr(module, "MIN_COMPILED_ROWS", 9)
     path, expected = checkpoint
     assert await generate(path, "cuda", GPU_SETTINGS[settings]) == expected
 

@@ -60,11 +60,11 @@ def test_token_ids_are_the_prompt_and_then_the_outputs():
 
 def test_a_request_travels_with_its_prompt_as_bytes():
     sent = Request("a", range(1000), SamplingParams(max_tokens=7, seed=3), "salt", 2, 1.5)
-    payload = wire.encode(wire.Submit.of(11, sent))
+    payload = wire.encode(wire.Submit.from_request(11, sent))
     assert np.arange(1000, dtype=np.int32).tobytes() in payload
     message = wire.decode_to_engine(payload)
     assert isinstance(message, wire.Submit)
-    got = message.request()
+    got = message.to_request()
     assert got.prompt_ids.tolist() == [*range(1000)]
     assert (message.key, got.id, got.sampling, got.cache_salt, got.priority, got.arrival_time) == (
         *(11, "a", sent.sampling),

@@ -104,7 +104,7 @@ class ScriptedEngine(Engine):
                 kv_cache_bytes=1 << 20,
                 prefix_caching=True,
                 attention_backend="torch",
-                grammars=True,
+                supports_grammars=True,
             )
         )
         self.reply: list[int] = [*b"Hello"]
@@ -154,7 +154,7 @@ class ScriptedEngine(Engine):
         self.compiled.append(spec)
 
     def refuse_grammar(self, key: int, reason: str) -> None:
-        self._streams.dispatch(StepOutputs(failures=[(key, reason)]))
+        self._output_buffers.dispatch(StepOutputs(failures=[(key, reason)]))
 
     def _abort(self, key: int) -> None:
         self.aborted.append(key)
@@ -188,7 +188,7 @@ class ScriptedEngine(Engine):
                 new = new[: new.index(stop) + 1]
             reason = "stop" if stop is not None else "length" if made >= limit else None
             top = sampling.logprobs
-            self._streams.dispatch(
+            self._output_buffers.dispatch(
                 StepOutputs(
                     keys=[key] * len(new),
                     tokens=new,

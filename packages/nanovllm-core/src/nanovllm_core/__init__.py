@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from nanovllm_core.outputs import PromptLogprobs, PromptTokenLogprobs, RequestOutput, TokenLogprobs
     from nanovllm_core.parallel import ParallelContext
     from nanovllm_core.request import Request
-    from nanovllm_core.sampling_params import Budget, SamplingParams
+    from nanovllm_core.sampling_params import ReasoningBudget, SamplingParams
 
 __all__ = [
     "AsyncEngine",
-    "Budget",
     "BuildContext",
     "CacheSpec",
     "CausalLM",
@@ -58,6 +57,7 @@ __all__ = [
     "ParallelContext",
     "PromptLogprobs",
     "PromptTokenLogprobs",
+    "ReasoningBudget",
     "Request",
     "RequestError",
     "RequestOutput",
@@ -72,7 +72,6 @@ __all__ = [
 # no torch, which takes seconds and half a gigabyte.
 _MODULE_BY_NAME = {
     "AsyncEngine": "engine.async_engine",
-    "Budget": "sampling_params",
     "BuildContext": "model",
     "CacheSpec": "model",
     "CausalLM": "model",
@@ -95,6 +94,7 @@ _MODULE_BY_NAME = {
     "ParallelContext": "parallel",
     "PromptLogprobs": "outputs",
     "PromptTokenLogprobs": "outputs",
+    "ReasoningBudget": "sampling_params",
     "Request": "request",
     "RequestError": "errors",
     "RequestOutput": "outputs",

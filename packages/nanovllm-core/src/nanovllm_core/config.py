@@ -114,7 +114,7 @@ class EngineConfig(IndependentSettings):
 class ResolvedConfig(IndependentSettings):
     """`EngineConfig` with a value for every setting that depends on the device or the model.
 
-    `block_size` may be None until the model is built, see `cache.planner.choose_block_size`.
+    `block_size` may be None until the model is built, see `cache.memory.choose_block_size`.
 
     may_shorten_context: `max_model_len` is a default, and may be lowered to what the cache holds.
     """

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from nanovllm_core.grammar_types import GrammarSpec
-from nanovllm_core.sampling_params import Budget
+from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_models.chat_formats import HERMES, LLAMA, THINK, ChatFormat
 from nanovllm_server.parsing.model_format import ModelFormat
 
@@ -191,18 +191,18 @@ async def test_budget_closes_reasoning(post, engine, speak, service, vocabulary,
     monkeypatch.setattr(vocabulary, "find_id", {"</think>": 300}.get)
     choice = (await (await post(max_reasoning_tokens=3)).get_json())["choices"][0]
     request = engine.requests[-1]
-    assert request.sampling.budget == Budget(3, (300,))
+    assert request.sampling.reasoning_budget == ReasoningBudget(3, (300,))
     # Whom a budget is given reasons.
     assert request.prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "ok")
     await post(max_reasoning_tokens=2**62, chat_template_kwargs={"opening": "<think>\n"})
-    assert engine.requests[-1].sampling.budget == Budget(512, (300,))
+    assert engine.requests[-1].sampling.reasoning_budget == ReasoningBudget(512, (300,))
     assert engine.requests[-1].prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     await post(max_reasoning_tokens=3, chat_template_kwargs={"opening": "<think>\n</think>"})
-    assert engine.requests[-1].sampling.budget is None
+    assert engine.requests[-1].sampling.reasoning_budget is None
     speak(PLAIN)
     await post(max_reasoning_tokens=3)
-    assert engine.requests[-1].sampling.budget is None
+    assert engine.requests[-1].sampling.reasoning_budget is None
 
 
 async def test_constraint_applies_to_every_choice(post, engine):

@@ -32,14 +32,14 @@ class AsyncEngine(Engine):
 
     async def compile(self, spec: GrammarSpec) -> None:
         """See `Engine.compile`."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
+        if self.death_reason is not None:
+            raise EngineDeadError(self.death_reason)
         try:
             await self._loop.compile(spec)
         except GrammarError:
             # The end of the engine also ends compilation.
-            if self.dead is not None:
-                raise EngineDeadError(self.dead) from None
+            if self.death_reason is not None:
+                raise EngineDeadError(self.death_reason) from None
             raise
 
     async def stop(self) -> None:
@@ -60,7 +60,7 @@ class AsyncEngine(Engine):
     def _emit(self, outputs: StepOutputs, stats: EngineStats | None) -> None:
         if stats is not None:
             self.stats = stats
-        self._streams.dispatch(outputs)
+        self._output_buffers.dispatch(outputs)
 
     def _submit(self, key: int, request: Request) -> None:
         self._loop.submit(key, request)

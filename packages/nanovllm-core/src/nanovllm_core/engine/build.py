@@ -10,8 +10,8 @@ from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.config import MIXED_STEP_S, PROMPT_STEP_S, EngineConfig, ResolvedConfig, resolve
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.report import describe_engine
-from nanovllm_core.engine.trace import Trace, Tracer
-from nanovllm_core.execution.runner import Runner
+from nanovllm_core.engine.trace import StepTracer, TraceFile
+from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.scheduling.budget import StepLimits
@@ -37,20 +37,20 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         has_fp8=has_fp8(),
     )
     # An unusable trace path must fail before the model is loaded, which may take minutes.
-    trace = None if resolved.trace is None else Trace(resolved.trace)
+    trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_limit())
-    thread = ThreadPoolExecutor(1, "nanovllm-engine")
+    executor = ThreadPoolExecutor(1, "nanovllm-engine")
     try:
         event_loop = asyncio.get_running_loop()
-        runner = await event_loop.run_in_executor(thread, Runner, spec, resolved)
+        runner = await event_loop.run_in_executor(executor, start_runner, spec, resolved)
         step_time_model = StepTimeModel()
         token_limits = resolved.max_num_batched_tokens, runner.max_model_len
-        await event_loop.run_in_executor(thread, calibrate, step_time_model, runner.time_step, *token_limits)
+        await event_loop.run_in_executor(executor, calibrate, step_time_model, runner.time_step, *token_limits)
     except BaseException:
-        thread.shutdown(wait=False)
+        executor.shutdown(wait=False)
         spin_control.close()
-        if trace is not None:
-            trace.close()
+        if trace_file is not None:
+            trace_file.close()
         raise
     grammars = None
     if spec.vocabulary is not None:
@@ -60,9 +60,9 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         runner,
         describe_engine(spec, resolved, runner),
         resolved.depth,
-        thread,
+        executor,
         spin_control,
-        None if trace is None else Tracer(trace, runner.device),
+        None if trace_file is None else StepTracer(trace_file, runner.device),
         grammars,
     )
 
@@ -70,16 +70,14 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
 def _make_scheduler(
     spec: ModelSpec, config: ResolvedConfig, runner: Runner, step_time_model: StepTimeModel
 ) -> Scheduler:
-    states = None
-    if runner.num_slots:
-        states = StatePool(runner.num_slots, config.max_num_seqs, runner.block_size)
+    num_slots, block_size = runner.cache.num_slots, runner.cache.layout.block_size
     cache = CacheManager(
-        runner.num_blocks,
-        runner.block_size,
+        runner.cache.num_blocks,
+        block_size,
         prefix_caching=config.prefix_caching,
         prefix_hash=config.prefix_hash,
         watermark=config.watermark,
-        states=states,
+        states=StatePool(num_slots, config.max_num_seqs, block_size) if num_slots else None,
     )
     limits = StepLimits(
         max_tokens=config.max_num_batched_tokens,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from nanovllm_core.engine.server import EngineRecipe, run_engine
 
-# How long `close` waits before it kills the engine's process.
-_STOP_SECONDS = 10
+# Time for which `close` waits before it kills the engine's process.
+_STOP_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,21 @@ class EngineAddress:
 
 
 class EngineProcess:
-    """A started engine process. `recipe` is pickled and called there; it returns the model and the configuration."""
+    """A started engine process.
+
+    recipe: returns the model and the configuration. It is pickled, and called in the engine's process.
+    """
 
     def __init__(self, recipe: EngineRecipe):
         # Only this user may enter the directory: a process that can write to the socket can use the engine.
         self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-")
         context = multiprocessing.get_context("spawn")
-        lifeline, engine_end = context.Pipe(duplex=False)
-        self.address = EngineAddress(f"ipc://{Path(self._directory.name) / 'engine'}", lifeline)
+        read_end, write_end = context.Pipe(duplex=False)
+        self.address = EngineAddress(f"ipc://{Path(self._directory.name) / 'engine'}", read_end)
         self._process: SpawnProcess = context.Process(
-            target=run_engine, args=(recipe, self.address.endpoint, engine_end), name="nanovllm-engine", daemon=True
+            target=run_engine, args=(recipe, self.address.endpoint, write_end), name="nanovllm-engine", daemon=True
         )
-        with engine_end:
+        with write_end:
             self._process.start()
 
     @property
@@ -56,11 +59,11 @@ class EngineProcess:
         self._process.kill()
 
     async def close(self) -> None:
-        """Wait until the process ends, kill it if that takes too long, and remove its files."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._process.join, _STOP_SECONDS)
+        """Wait until the process ends, kill it if that takes too long, and remove its socket."""
+        event_loop = asyncio.get_running_loop()
+        await event_loop.run_in_executor(None, self._process.join, _STOP_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
-            await loop.run_in_executor(None, self._process.join)
+            await event_loop.run_in_executor(None, self._process.join)
         self.address.lifeline.close()
         self._directory.cleanup()

@@ -9,12 +9,12 @@ from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request import Request
 from nanovllm_core.sampling_params import SamplingParams
 
-# Number of keys per client: key // KEYS_PER_CLIENT is the client's number.
+# Number of request keys per client. `key // KEYS_PER_CLIENT` is the number of the client.
 KEYS_PER_CLIENT = 1 << 32
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a client, which then waits for Ready or Failed."""
+    """The first message of a client, which then waits for Ready or StartFailed."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -29,7 +29,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     arrival_time: float
 
     @classmethod
-    def of(cls, key: int, request: Request) -> "Submit":
+    def from_request(cls, key: int, request: Request) -> "Submit":
         """The message for `request`."""
         return cls(
             key,
@@ -41,8 +41,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             request.arrival_time,
         )
 
-    def request(self) -> Request:
-        """The request of this message."""
+    def to_request(self) -> Request:
+        """The request that the client sent."""
         prompt_ids = np.frombuffer(self.prompt_ids, np.int32)
         return Request(self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
 
@@ -54,7 +54,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """Compiles a grammar. key: a new key of the client, repeated in the answer."""
+    """Compiles a grammar. key: a new key of the client, which `Compiled` repeats."""
 
     key: int
     grammar: GrammarSpec
@@ -71,15 +71,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     first_key: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start. expected: the message tells the user what to do, so no traceback is needed."""
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not start. is_expected: the message tells the user what to do, so no traceback is needed."""
 
     message: str
-    expected: bool
+    is_expected: bool
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one step for one client, perhaps empty. stats: None in most messages."""
+    """The outputs of one step for one client; may be empty. stats: None in most messages."""
 
     outputs: StepOutputs
     stats: EngineStats | None
@@ -92,14 +92,14 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     error: str | None
 
 
-class Dead(msgspec.Struct, frozen=True, tag=True):
-    """The engine failed; no further message comes."""
+class EngineDied(msgspec.Struct, frozen=True, tag=True):
+    """The engine failed. This is its last message."""
 
     reason: str
 
 
 ToEngine = Hello | Submit | Abort | Compile | Stop
-ToClient = Ready | Failed | Step | Compiled | Dead
+ToClient = Ready | StartFailed | Step | Compiled | EngineDied
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -20,7 +20,7 @@ class EngineRecipe:
     engine: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
-        """Return the model's spec and the engine's configuration. Raises ModelError."""
+        """Returns the model's spec and the engine's configuration. Raises ModelError."""
         import nanovllm_models
 
         return nanovllm_models.load(self.model, load_format=self.load_format, seed=self.engine.seed), self.engine

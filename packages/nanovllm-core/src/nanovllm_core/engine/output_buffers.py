@@ -1,4 +1,4 @@
-"""Collects each request's outputs until its reader takes them, and fails all readers when the engine dies."""
+"""Buffers of each request's outputs until they are read, and how their readers are woken."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -8,14 +8,14 @@ from nanovllm_core.errors import EngineDeadError, GrammarError
 from nanovllm_core.outputs import FinishReason, PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
 from nanovllm_core.request import Request
 
-T = TypeVar("T")
+ValueT = TypeVar("ValueT")
 
 
-class Sink(Protocol):
-    """Receives notifications of one request, on the event loop's thread. Its methods must not raise."""
+class OutputListener(Protocol):
+    """Is notified of one request's outputs, on the event loop's thread. The methods must not raise."""
 
     def wake(self) -> None:
-        """Called when there is output to take."""
+        """Called when the request has new output."""
         ...
 
     def fail(self, reason: str) -> None:
@@ -23,24 +23,24 @@ class Sink(Protocol):
         ...
 
 
-class Backlog:
-    """Output of one request that its reader has not taken yet. `RequestStreams` writes the public fields."""
+class OutputBuffer:
+    """The output of one request that has not been taken yet. `OutputBuffers` writes the public attributes."""
 
     __slots__ = (
         "_num_output_tokens",
         "_request",
         "failure",
         "finish_reason",
+        "listener",
         "logprobs",
         "num_cached_tokens",
         "prompt_logprobs",
-        "sink",
         "stop_token",
         "tokens",
     )
 
-    def __init__(self, request: Request, sink: Sink):
-        self.sink = sink
+    def __init__(self, request: Request, listener: OutputListener):
+        self.listener = listener
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
@@ -52,7 +52,7 @@ class Backlog:
         self._num_output_tokens = 0
 
     def take(self) -> RequestOutput | None:
-        """Take everything since the last call as one output; None if there is no new token.
+        """Take all output since the last call as one `RequestOutput`; None if there is no new token.
 
         Raises GrammarError if the request's grammar failed and no further output will come.
         """
@@ -82,77 +82,77 @@ class Backlog:
         )
 
 
-class Reader:
-    """A sink whose reader sleeps while there is nothing to take."""
+class AwaitableListener:
+    """A listener for a coroutine, which waits until there is output to take."""
 
-    __slots__ = ("_dead", "_waiter")
+    __slots__ = ("_death_reason", "_waiter")
 
     def __init__(self) -> None:
-        self._dead: str | None = None
+        self._death_reason: str | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """Wake the reader if it waits."""
+        """Wake the coroutine if it waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, reason: str) -> None:
-        """Make the current or next `wait` of the reader end with EngineDeadError."""
-        self._dead = reason
+        """Wake the coroutine. Its next `wait` raises EngineDeadError."""
+        self._death_reason = reason
         self.wake()
 
     def wait(self) -> asyncio.Future[None]:
         """A future that is done when there may be output to take. Raises EngineDeadError if the engine has died."""
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
+        if self._death_reason is not None:
+            raise EngineDeadError(self._death_reason)
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         return waiter
 
 
-class RequestStreams:
-    """The backlogs of all requests of one client, by key."""
+class OutputBuffers:
+    """The output buffers of all open requests of one client."""
 
     def __init__(self) -> None:
-        self._backlogs: dict[int, Backlog] = {}
+        self._buffer_by_key: dict[int, OutputBuffer] = {}
 
-    def open(self, key: int, backlog: Backlog) -> None:
-        """Direct the outputs of a new request to `backlog`."""
-        self._backlogs[key] = backlog
+    def open(self, key: int, buffer: OutputBuffer) -> None:
+        """Add the outputs of a new request to `buffer` from now on."""
+        self._buffer_by_key[key] = buffer
 
     def close(self, key: int) -> bool:
-        """Discard further outputs of a request. Returns whether its last output had not come yet."""
-        return self._backlogs.pop(key, None) is not None
+        """Discard further outputs of a request. Returns False if the last output of the request has already come."""
+        return self._buffer_by_key.pop(key, None) is not None
 
     def dispatch(self, outputs: StepOutputs) -> None:
-        """Add `outputs` to the backlogs of open requests, and wake their sinks."""
-        backlogs = self._backlogs
-        for backlog, num_cached_tokens in self._with_backlogs(outputs.starts):
-            backlog.num_cached_tokens = num_cached_tokens
-        for backlog, prompt_logprobs in self._with_backlogs(outputs.prompt_logprobs):
-            backlog.prompt_logprobs.append(prompt_logprobs)
-        for backlog, logprobs in self._with_backlogs(outputs.logprobs):
-            backlog.logprobs.append(logprobs)
+        """Add `outputs` to the buffers of open requests, and wake the listeners."""
+        buffers = self._buffer_by_key
+        for buffer, num_cached_tokens in self._with_buffers(outputs.starts):
+            buffer.num_cached_tokens = num_cached_tokens
+        for buffer, prompt_logprobs in self._with_buffers(outputs.prompt_logprobs):
+            buffer.prompt_logprobs.append(prompt_logprobs)
+        for buffer, logprobs in self._with_buffers(outputs.logprobs):
+            buffer.logprobs.append(logprobs)
         for key, reason, stop_token in outputs.finishes:
-            if (backlog := backlogs.get(key)) is not None:
-                backlog.finish_reason, backlog.stop_token = reason, stop_token
+            if (buffer := buffers.get(key)) is not None:
+                buffer.finish_reason, buffer.stop_token = reason, stop_token
         for key, token in zip(outputs.keys, outputs.tokens, strict=True):
-            if (backlog := backlogs.get(key)) is not None:
-                backlog.tokens.append(token)
-                backlog.sink.wake()
+            if (buffer := buffers.get(key)) is not None:
+                buffer.tokens.append(token)
+                buffer.listener.wake()
         for key, _, _ in outputs.finishes:
-            backlogs.pop(key, None)
+            buffers.pop(key, None)
         for key, failure in outputs.failures:
-            if (backlog := backlogs.pop(key, None)) is not None:
-                backlog.failure = failure
-                backlog.sink.wake()
+            if (buffer := buffers.pop(key, None)) is not None:
+                buffer.failure = failure
+                buffer.listener.wake()
 
-    def _with_backlogs(self, values: Iterable[tuple[int, T]]) -> Iterator[tuple[Backlog, T]]:
-        """Replace the keys in `values` by the backlogs of open requests; entries of closed requests are skipped."""
+    def _with_buffers(self, values: Iterable[tuple[int, ValueT]]) -> Iterator[tuple[OutputBuffer, ValueT]]:
+        """Replace the keys in `values` by the buffers of open requests; entries of closed requests are skipped."""
         for key, value in values:
-            if (backlog := self._backlogs.get(key)) is not None:
-                yield backlog, value
+            if (buffer := self._buffer_by_key.get(key)) is not None:
+                yield buffer, value
 
     def fail_all(self, reason: str) -> None:
-        """Fail the sinks of all open requests."""
-        for backlog in tuple(self._backlogs.values()):
-            backlog.sink.fail(reason)
+        """Fail the listeners of all open requests."""
+        for buffer in tuple(self._buffer_by_key.values()):
+            buffer.listener.fail(reason)
