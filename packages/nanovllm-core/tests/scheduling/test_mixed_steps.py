@@ -35,7 +35,7 @@ def add_request(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2,
 
 
 def complete(scheduler: Scheduler, step: ScheduledStep) -> None:
-    num_samples = int(step.plan.scheduled.samples.sum())
+    num_samples = int(step.plan.scheduled.is_sampled.sum())
     scheduler.complete(step, StepResults(np.full(num_samples, 7, np.int32), ()))
 
 
