@@ -104,10 +104,10 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """New output of one request since its last `RequestOutput`.
+    """The output of one request since its previous `RequestOutput`.
 
     id: the request's id, as the client chose it.
-    new_token_ids: one token, or several if the reader was slow.
+    new_token_ids: ids of one token, or of several tokens if the reader was slow.
     num_prompt_tokens: number of prompt tokens.
     num_cached_tokens: number of prompt tokens found in the prefix cache.
     num_output_tokens: number of output tokens so far.

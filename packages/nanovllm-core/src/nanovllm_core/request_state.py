@@ -43,15 +43,16 @@ class RequestState:
     compiled_grammar: set by the engine before the request is scheduled; None without a grammar.
 
     The scheduler and the cache set the other fields:
-    output_ids: output tokens that have reached the host.
+    output_ids: ids of the output tokens that have reached the host.
     stop_ids: token ids that end the output.
-    seed: seed of the request, or one that the engine drew.
+    seed: seed of the random numbers; the engine draws it if the client sets none.
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
     num_scored_tokens: prompt tokens for whose log-probabilities steps were launched.
     row: row in the scheduler's and the device's tables; -1 without a row.
-    block_ids, block_hashes: the request's cache blocks, in order, and the hashes of the full ones.
-    num_committed_blocks: leading blocks that are registered in the prefix cache or came from it.
+    block_ids: the request's cache blocks, in order.
+    block_hashes: hashes of the full blocks, in order; each hash covers all tokens before the block too.
+    num_committed_blocks: number of leading blocks that are in the prefix cache.
     state_slot: the state slot of a recurrent model; 0 without one.
     source_state_slot: the slot that `state_slot` is copied from at the start; 0 for zeros.
     checkpoints: checkpoints that are still to be saved, by rising position.

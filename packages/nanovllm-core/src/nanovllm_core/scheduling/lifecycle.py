@@ -13,7 +13,7 @@ class SchedulerCounters:
     """Totals since the engine started.
 
     num_prompt_tokens: prompt tokens of all requests that have been admitted, cached tokens included.
-    num_cached_tokens: those of the prompt tokens that were found in the prefix cache.
+    num_cached_tokens: prompt tokens that were found in the prefix cache.
     num_queried_tokens: prompt tokens that were looked up in the prefix cache; 0 without prefix caching.
     num_generated_tokens: output tokens.
     num_computed_tokens: computed tokens of prompts and decodes.

@@ -155,11 +155,11 @@ class StepResults(NamedTuple):
 
     tokens: int32 [n], one per row of the plan that is sampled, in the plan's order.
     logprobs: pairs (index into `tokens`, log-probabilities) of rows that want log-probabilities.
-    failed: pairs (index into `tokens`, reason) of rows whose grammar failed; the tokens of these rows are meaningless.
+    grammar_failures: pairs (index into `tokens`, reason) of rows whose grammar failed. Their tokens are meaningless.
     prompt_logprobs: one entry per `PromptLogprobsRange` of the plan.
     """
 
     tokens: NDArray[np.int32]
     logprobs: Sequence[tuple[int, TokenLogprobs]]
-    failed: Sequence[tuple[int, str]] = ()
+    grammar_failures: Sequence[tuple[int, str]] = ()
     prompt_logprobs: Sequence[PromptLogprobs] = ()

@@ -155,7 +155,7 @@ class PromptScheduler:
         return request_class(request), remaining_s, end - start, request.client_request.arrival_time
 
     def _must_wait(self, request: RequestState) -> bool:
-        """Whether `request` is known to lack blocks, or must not overtake the blocked request again."""
+        """Whether `request` lacked blocks that are still not free, or may not overtake the blocked request again."""
         num_blocks = self._needed_blocks_by_key.get(request.key, 0)
         # `num_blocks` includes the watermark, which an idle engine does not keep free.
         if self._cache.pool.num_free < num_blocks and self._rows.num_running > 0:

@@ -1,4 +1,4 @@
-"""The orders in which requests are admitted, served and preempted, as sort keys. Lower keys come first."""
+"""Sort keys for the orders in which requests are admitted, served and preempted."""
 
 from nanovllm_core.request_state import RequestState
 
@@ -11,15 +11,17 @@ def request_class(request: RequestState) -> tuple[int, int]:
 
 
 def admission_order(request: RequestState) -> SortKey:
-    """Order of requests without a row: by class, then by arrival."""
+    """Requests without a row, lowest key first: by class, then by arrival."""
     return (*request_class(request), request.client_request.arrival_time)
 
 
 def urgency_order(request: RequestState) -> tuple[int, float]:
-    """Order of running requests: by priority, then by arrival."""
+    """Running requests, lowest key first: by priority, then by arrival."""
     return (request.client_request.priority, request.client_request.arrival_time)
 
 
 def preemption_order(request: RequestState, *, is_prefilling: bool) -> SortKey:
-    """Order of preemption, in which the last request is preempted first: unfinished prefills, then the least urgent."""
+    """Running requests; the one with the highest key is preempted: unfinished prefills before decodes, then the least
+    urgent.
+    """
     return (int(is_prefilling), *urgency_order(request))

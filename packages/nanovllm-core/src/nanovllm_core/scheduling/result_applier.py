@@ -63,9 +63,9 @@ class ResultApplier:
     def _finish_failed_requests(self, scheduled: ScheduledRows, results: StepResults) -> list[RequestFailure]:
         """Finish the requests whose grammar failed."""
         failures: list[RequestFailure] = []
-        if results.failed:
+        if results.grammar_failures:
             sampled_rows = scheduled.rows[scheduled.is_sampled]
-            for index, reason in results.failed:
+            for index, reason in results.grammar_failures:
                 if not self._rows.is_finished[sampled_rows[index]]:
                     (request,) = self._rows.requests_of(sampled_rows[index : index + 1])
                     failures.append(RequestFailure(request.key, reason))
