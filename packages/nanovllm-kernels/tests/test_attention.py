@@ -59,7 +59,7 @@ def test_random_batches_match_float64(
 
 
 def test_decodes_in_several_gather_groups_match_float64(paged_batch, naive_attention, monkeypatch):
-    monkeypatch.setattr("nanovllm_kernels.attention.reference.GATHER_TOKENS", 48)
+    monkeypatch.setattr("nanovllm_kernels.attention.plan.gathers.MAX_GATHER_TOKENS", 48)
     batch = paged_batch(
         [(1, 5), (1, 40), (1, 100), (1, 3), (1, 16), (1, 16)],
         num_heads=4,

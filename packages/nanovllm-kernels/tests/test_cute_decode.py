@@ -39,14 +39,14 @@ def with_lengths(batch, lengths):
 
 
 def workspace_for(batch):
-    from nanovllm_kernels.attention.cute_decode import make_workspace
+    from nanovllm_kernels.attention.gqa.cute_decode import allocate_workspace
 
     num_reqs, num_heads, head_dim = batch.q.shape
-    return make_workspace(num_reqs, num_heads, batch.kv_cache.shape[2] // 2, head_dim, batch.q.device)
+    return allocate_workspace(num_reqs, num_heads, batch.kv_cache.shape[2] // 2, head_dim, batch.q.device)
 
 
 def run(batch, workspace, out):
-    from nanovllm_kernels.attention.cute_decode import paged_decode
+    from nanovllm_kernels.attention.gqa.cute_decode import paged_decode
 
     paged_decode(
         batch.q, batch.kv_cache, batch.kv_scales, batch.block_tables, batch.seq_lens, batch.scale, workspace, out

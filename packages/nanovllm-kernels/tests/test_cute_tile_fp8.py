@@ -21,7 +21,7 @@ BASE, SCALES = 1024, 0
 
 
 class Warp:
-    """Simulates `cute_warp`; `memory` is the shared memory."""
+    """Simulates `cute_ptx`; `memory` is the shared memory."""
 
     def __init__(self) -> None:
         self.memory = np.zeros(1 << 15, np.uint8)
@@ -78,11 +78,11 @@ def e4m3(numbers):
 
 @pytest.fixture
 def warp(monkeypatch):
-    from nanovllm_kernels.attention import cute_tile_fp8
+    from nanovllm_kernels.attention.gqa import cute_tile_fp8
 
     warp = Warp()
     lanes = SimpleNamespace(fmax=np.maximum, shuffle_sync_bfly=lambda x, mask: x[LANES ^ mask])
-    for name, stand_in in {"cute_warp": warp, "arch": lanes, "Int32": int}.items():
+    for name, stand_in in {"cute_ptx": warp, "arch": lanes, "Int32": int}.items():
         monkeypatch.setattr(cute_tile_fp8, name, stand_in)
     monkeypatch.setattr(cute_tile_fp8, "Float32", lambda x: np.broadcast_to(np.asarray(x, np.float64), 32))
     return warp
@@ -101,7 +101,7 @@ def fill_slot(memory, numbers, exponents, head_dim):
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("group", [1, 5, 8])
 def test_one_warp_attends_like_float64(warp, head_dim, group):
-    from nanovllm_kernels.attention import cute_merge, cute_tile_fp8
+    from nanovllm_kernels.attention.gqa import cute_merge, cute_tile_fp8
 
     rng = np.random.default_rng(group)
     shape = SimpleNamespace(head_dim=head_dim, quantized=True, value_bytes=16 * head_dim)

@@ -60,7 +60,7 @@ def test_random_batches_match_float64(
 
 
 def test_decodes_in_several_gather_groups_match_float64(latent_batch, naive_latents, monkeypatch):
-    monkeypatch.setattr("nanovllm_kernels.attention.reference.GATHER_TOKENS", 48)
+    monkeypatch.setattr("nanovllm_kernels.attention.plan.gathers.MAX_GATHER_TOKENS", 48)
     requests = [(1, 5), (1, 40), (1, 100), (1, 3), (1, 16), (1, 16)]
     batch = latent_batch(requests, (4, 16, 24, 32, 8), page_size=16, dtype=torch.float32)
     torch.testing.assert_close(run(batch).double(), naive_latents(batch), atol=2e-5, rtol=0)

@@ -12,7 +12,7 @@ from nanovllm_core.scheduling.prompts import WINDOW
 from nanovllm_core.scheduling.result_applier import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepWork
-from nanovllm_kernels.attention.rounds import AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import AttentionRounds, attention_pairs
 
 BUDGET, LONG, BLOCK_SIZE = 8192, 5000, 16
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm_kernels.attention import paged_attention, plan_batch, tiles
+from nanovllm_kernels.attention import paged_attention, plan_batch
+from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -57,8 +58,8 @@ def test_fp8_cache_matches_float64(device, paged_batch, quantized, naive_attenti
 
 
 def test_fp8_cache_in_many_parts_is_merged(device, paged_batch, quantized, naive_attention, monkeypatch):
-    monkeypatch.setattr(tiles, "choose_parts", lambda *_: 7)
-    monkeypatch.setattr(tiles, "LEAST_PART_TOKENS", 32)
+    monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: 7)
+    monkeypatch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
     batch = paged_batch(
         [(1, 400), (1, 3), (7, 150), (2, 2)],
         num_heads=4,
@@ -110,8 +111,8 @@ def test_any_mix_of_requests_in_any_order_matches_float64(
     )
     batch = quantized(batch) if in_fp8 else batch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "choose_parts", lambda *_: num_parts)
-        patch.setattr(tiles, "LEAST_PART_TOKENS", 32)
+        patch.setattr(tile_configs, "choose_num_parts", lambda *_: num_parts)
+        patch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
         out = run(batch, blindly=True)
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[out.dtype], rtol=0)
 
@@ -185,8 +186,8 @@ def test_query_head_groups_of_any_size_match_float64(device, paged_batch, naive_
 @pytest.mark.parametrize("num_parts", [1, 3, 40])
 @pytest.mark.parametrize("requests", [[(1, 9), (7, 150), (2, 2)], [(1, 700), (1, 3), (1, 129)], [(40, 130), (3, 290)]])
 def test_parts_are_merged(device, paged_batch, naive_attention, monkeypatch, num_parts, requests):
-    monkeypatch.setattr(tiles, "choose_parts", lambda *_: num_parts)
-    monkeypatch.setattr(tiles, "LEAST_PART_TOKENS", 32)
+    monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: num_parts)
+    monkeypatch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
     batch = paged_batch(
         requests, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
@@ -315,7 +316,7 @@ def test_fastest_backend_supports_fp8_cache(device, paged_batch, quantized, naiv
         torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
-# Lengths on both sides of `flash_prefill.list_rule`'s limits, 184 queries of 32 heads on 132 SMs and 1,024 tokens.
+# Lengths on both sides of the limits of `work_list_filter`: 184 queries of 32 heads on 132 SMs, and 1,024 tokens.
 SPLIT_MIXES = [
     [(1, 300), (16, 2000), (100, 9000), (300, 1500), (700, 700), (600, 3000), (2, 5)],
     [(100, 32868)],
@@ -386,7 +387,7 @@ def test_whole_prompts_read_the_steps_own_keys_and_values(device, paged_batch, n
         num_heads=num_heads,
         kv_cache=batch.kv_cache,
         backend=backend,
-        whole=True,
+        has_only_whole_prompts=True,
     )
     assert planned.reads_own_keys
     starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()

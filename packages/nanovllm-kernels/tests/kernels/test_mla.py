@@ -6,8 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.attention import tiles
+from nanovllm_kernels.attention import mla
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
+from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.elementwise import reference
 from nanovllm_kernels.platform import has_flash_attention
 
@@ -20,7 +21,7 @@ OPS = torch.ops.nanovllm
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
     """Use the projection that counts absorbed tokens, even for the few tokens of a test."""
-    monkeypatch.setattr(tiles, "LEAST_COUNTED_TOKENS", 1)
+    monkeypatch.setattr(mla, "MIN_SKIPPING_TOKENS", 1)
 
 
 def check(batch, naive_latents, backend="triton", *, known=True):
@@ -74,8 +75,8 @@ def test_published_widths_match_float64(device, latent_batch, naive_latents):
 
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_parts_are_merged(device, latent_batch, quantized_latents, naive_latents, monkeypatch, in_fp8):
-    monkeypatch.setattr(tiles, "choose_parts", lambda *_: 7)
-    monkeypatch.setattr(tiles, "LEAST_PART_TOKENS", 32)
+    monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: 7)
+    monkeypatch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
     requests = [(1, 300), (1, 3), (7, 150), (2, 2), (9, 12)]
     batch = latent_batch(requests, (4, 16, 16, 32, 16), page_size=16, dtype=torch.float32, device=device)
     check(quantized_latents(batch) if in_fp8 else batch, naive_latents)
@@ -103,8 +104,8 @@ def test_any_mix_of_requests_in_any_order_matches_float64(
     requests = [(count, count + context) for count, context in requests]
     batch = latent_batch(requests, (num_heads, 16, 16, 32, 16), page_size=16, dtype=torch.float16, device=device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "choose_parts", lambda *_: num_parts)
-        patch.setattr(tiles, "LEAST_PART_TOKENS", 32)
+        patch.setattr(tile_configs, "choose_num_parts", lambda *_: num_parts)
+        patch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
         check(quantized_latents(batch) if in_fp8 else batch, naive_latents, known=False)
 
 
@@ -132,10 +133,10 @@ def test_whole_prompts_are_not_absorbed(device, latent_batch, naive_latents):
         kv_cache=batch.kv_cache,
         backend="triton",
     )
-    assert planned.num_absorbed.tolist() == [22]
+    assert planned.num_absorbed_tokens.tolist() == [22]
     x, weight = torch.randn(107, 3, 16, device=device), torch.randn(3, 32, 16, device=device).transpose(1, 2)
     found = torch.full((107, 3, 32), 7.0, device=device)
-    OPS.project_heads(x, weight, planned.num_absorbed, found)
+    OPS.project_heads(x, weight, planned.num_absorbed_tokens, found)
     torch.testing.assert_close(found[:22], torch.einsum("thk,hkn->thn", x, weight)[:22])
     assert (found[22:] == 7).all()
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm_kernels.attention import flash_prefill, tiles
-from nanovllm_kernels.attention.work_list import NO_LIMIT, Rule, make_work_list, query_classes
+from nanovllm_kernels.attention.plan import flash_requests, tile_configs
+from nanovllm_kernels.attention.plan.work_list import NO_LIMIT, WorkListFilter, make_work_list, split_query_lens
 
-CONFIG = tiles.TileConfig(128, 64, 8, 3, 1)
-NO_RULE = Rule()
+CONFIG = tile_configs.TileConfig(128, 64, 8, 3, 1)
+NO_RULE = WorkListFilter()
 
 
 def lengths(device, requests, places=0):
@@ -31,7 +31,7 @@ def plan(device, requests, *, block_q, places=0, classes=range(1, NO_LIMIT), rul
         rule,
         CONFIG,
         block_q=block_q,
-        head_blocks=heads,
+        num_head_blocks=heads,
         num_tokens=num_tokens,
     )
 
@@ -94,7 +94,13 @@ REQUESTS = st.lists(
     st.sampled_from([1, 4, 32, 42]),
     st.sampled_from([range(1, NO_LIMIT), range(1, 5), range(2, NO_LIMIT), range(5, 200)]),
     st.sampled_from(
-        [Rule(), Rule(min_context=1), Rule(300, 1024), Rule(300, 1024, 2), Rule(min_context=1, max_rest=0)]
+        [
+            WorkListFilter(),
+            WorkListFilter(min_context=1),
+            WorkListFilter(300, 1024),
+            WorkListFilter(300, 1024, 2),
+            WorkListFilter(min_context=1, max_excluded=0),
+        ]
     ),
     st.sampled_from([1, 3, 8]),
 )
@@ -105,15 +111,15 @@ def test_every_key_block_is_in_exactly_one_part(device, pairs, block_q, classes,
     work, rest = plan(device, requests, block_q=block_q, classes=classes, rule=rule, places=2, heads=heads)
 
     def is_short(count, context):
-        return 1 < count < rule.full_query_len and context >= rule.min_context
+        return 1 < count < rule.query_limit and context >= rule.min_context
 
     num_queries = sum(count for count, length in requests if is_short(count, length - count))
 
     def may_be_left(count, context):
-        return count > 1 and not (is_short(count, context) and num_queries < rule.full_query_len)
+        return count > 1 and not (is_short(count, context) and num_queries < rule.query_limit)
 
     left = [count if may_be_left(count, length - count) else 0 for count, length in requests]
-    for index in [index for index, count in enumerate(left) if count][rule.max_rest :]:
+    for index in [index for index, count in enumerate(left) if count][rule.max_excluded :]:
         left[index] = 0
     assert rest.tolist() == [*left, 0, 0]
     listed = [0 if rest_len else count for (count, _), rest_len in zip(requests, left, strict=True)]
@@ -128,17 +134,17 @@ def test_a_step_without_listed_requests_has_no_work(device):
 
 
 def test_more_tiles_and_requests_than_one_planning_block_are_covered(device, monkeypatch):
-    from nanovllm_kernels.attention import triton_work_list
+    from nanovllm_kernels.attention.plan import triton_work_list
 
     monkeypatch.setattr(triton_work_list, "PLAN_BLOCK", 16)
-    monkeypatch.setattr(tiles, "choose_parts", lambda *_: 53)
+    monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: 53)
     requests = [(1 + 37 * i % 90, 100 + 211 * i % 1500) for i in range(45)]
     work, _ = plan(device, requests, block_q=4)
     check_cover(work, expected_tiles(requests, 4, lambda *_: True))
 
 
 def test_more_than_2_to_the_31_blocks_are_counted(device, monkeypatch):
-    monkeypatch.setattr(tiles, "choose_parts", lambda *_: 132)
+    monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: 132)
     # Two chunks of 100 tokens at the end of 2^30 tokens; each token is a tile.
     work, _ = plan(device, [(100, 1 << 30)] * 2, block_q=1)
     total = 2 * sum(-(-length // 64) for length in range((1 << 30) - 99, (1 << 30) + 1))
@@ -151,8 +157,8 @@ def test_more_than_2_to_the_31_blocks_are_counted(device, monkeypatch):
 @pytest.mark.parametrize("num_heads", [2, 8, 16, 32])
 @pytest.mark.parametrize("count", [16, 100, 512])
 def test_one_short_chunk_over_a_long_context_fills_the_device(device, monkeypatch, count, num_heads):
-    monkeypatch.setattr(tiles, "INTERPRETER_SMS", 132)
-    monkeypatch.setattr("nanovllm_kernels.attention.work_list.describe", lambda _: NoDevice)
+    monkeypatch.setattr(tile_configs, "INTERPRETER_SMS", 132)
+    monkeypatch.setattr("nanovllm_kernels.attention.plan.work_list.describe", lambda _: NoDevice)
     # As in a captured step: 512 tokens, 256 places, lengths known only to the device.
     work, _ = plan(device, [(count, 32768)], block_q=32, places=255, num_tokens=512, heads=num_heads)
     check_cover(work, expected_tiles([(count, 32768)], 32, lambda *_: True))
@@ -168,8 +174,8 @@ class NoDevice:
 
 
 def test_whole_prompts_are_cut_rarely(device, monkeypatch):
-    monkeypatch.setattr(tiles, "INTERPRETER_SMS", 132)
-    monkeypatch.setattr("nanovllm_kernels.attention.work_list.describe", lambda _: NoDevice)
+    monkeypatch.setattr(tile_configs, "INTERPRETER_SMS", 132)
+    monkeypatch.setattr("nanovllm_kernels.attention.plan.work_list.describe", lambda _: NoDevice)
     requests = [(2047, 2047)] * 4
     work, _ = plan(device, requests, block_q=64, places=28, num_tokens=8192)
     check_cover(work, expected_tiles(requests, 64, lambda *_: True))
@@ -178,17 +184,17 @@ def test_whole_prompts_are_cut_rarely(device, monkeypatch):
 
 
 def test_requests_for_another_kernel_are_gathered_in_order(device, monkeypatch):
-    from nanovllm_kernels.attention import triton_gather_requests
+    from nanovllm_kernels.attention.plan import triton_flash_requests
 
-    monkeypatch.setattr(triton_gather_requests, "REQUEST_BLOCK", 16)
-    monkeypatch.setattr(triton_gather_requests, "PAGE_BLOCK", 8)
+    monkeypatch.setattr(triton_flash_requests, "REQUEST_BLOCK", 16)
+    monkeypatch.setattr(triton_flash_requests, "PAGE_BLOCK", 8)
     query_lens = torch.zeros(40, dtype=torch.int32, device=device)
     chosen = [3, 15, 16, 39]
     query_lens[chosen] = torch.tensor([5, 2, 700, 9], dtype=torch.int32, device=device)
     seq_lens = torch.arange(40, dtype=torch.int32, device=device) * 10
     starts = torch.arange(41, dtype=torch.int32, device=device) * 3
     tables = torch.arange(40 * 30, dtype=torch.int32, device=device).view(40, 30)[:, :27]
-    found = flash_prefill.gather_requests(query_lens, seq_lens, starts, tables, 16)
+    found = flash_requests.gather_flash_requests(query_lens, seq_lens, starts, tables, 16)
     assert found.query_lens.tolist() == [5, 2, 700, 9] + [0] * 28
     assert found.query_starts.tolist()[:4] == [9, 45, 48, 117]
     assert found.seq_lens.tolist() == [30, 150, 160, 390] + [0] * 28
@@ -199,20 +205,20 @@ def test_requests_for_another_kernel_are_gathered_in_order(device, monkeypatch):
 
 def test_query_lengths_are_split_between_narrow_and_wide_tiles():
     # Decodes and few queries use narrow tiles, chunks wide tiles.
-    assert query_classes(4, 32, 1, 512) == (range(1, 5), range(5, 513))
+    assert split_query_lens(4, 32, 1, 512) == (range(1, 5), range(5, 513))
     # Another kernel takes the decodes: one launch takes the rest.
-    assert query_classes(4, 32, 2, 512) == (range(0), range(2, 513))
+    assert split_query_lens(4, 32, 2, 512) == (range(0), range(2, 513))
     # A step that verifies draft tokens, and a step of decodes.
-    assert query_classes(4, 32, 1, 4) == (range(1, 5), range(0))
-    assert query_classes(4, 32, 1, 1) == (range(1, 2), range(0))
+    assert split_query_lens(4, 32, 1, 4) == (range(1, 5), range(0))
+    assert split_query_lens(4, 32, 1, 1) == (range(1, 2), range(0))
     # Both kinds of tile are equal.
-    assert query_classes(1, 1, 1, 512) == (range(0), range(1, 513))
+    assert split_query_lens(1, 1, 1, 512) == (range(0), range(1, 513))
     for least in (1, 2):
         for bound in (1, 3, 4, 5, 700):
-            narrow, wide = query_classes(4, 32, least, bound)
+            narrow, wide = split_query_lens(4, 32, least, bound)
             assert sorted([*narrow, *wide]) == list(range(least, max(bound, 4 * (len(wide) > 0)) + 1))
 
 
 def test_flash_attention_takes_chunks_that_fill_the_device():
-    assert flash_prefill.list_rule(32, 132) == Rule(184, 1024, flash_prefill.MAX_REQUESTS)
-    assert flash_prefill.list_rule(16, 132) == Rule(369, 1024, flash_prefill.MAX_REQUESTS)
+    assert flash_requests.work_list_filter(32, 132) == WorkListFilter(184, 1024, flash_requests.MAX_FLASH_REQUESTS)
+    assert flash_requests.work_list_filter(16, 132) == WorkListFilter(369, 1024, flash_requests.MAX_FLASH_REQUESTS)

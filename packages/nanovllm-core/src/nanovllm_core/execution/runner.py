@@ -29,11 +29,11 @@ from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import (
-    SMALLEST_ROUNDS,
+    ONE_TOKEN_ROUNDS,
     AttentionBatch,
-    attention_rounds,
+    describe_attention_rounds,
+    min_whole_prompt_tokens,
     plan_batch,
-    whole_prompt_tokens,
 )
 from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
@@ -96,9 +96,9 @@ class Runner:
                 f"cache_specs() gives both {attention} and {others[0]}: all attention layers of a model must be alike"
             )
         self._num_heads = attention.num_heads
-        self.attention_rounds = SMALLEST_ROUNDS
+        self.attention_rounds = ONE_TOKEN_ROUNDS
         if isinstance(attention, PagedSpec):
-            self.attention_rounds = attention_rounds(attention.num_heads, attention.num_kv_heads, self.device)
+            self.attention_rounds = describe_attention_rounds(attention.num_heads, attention.num_kv_heads, self.device)
         self.block_size = choose_block_size(config, attention, has_states=bool(self._state_specs))
         self._table = RequestTable(
             config.max_num_seqs,
@@ -115,7 +115,7 @@ class Runner:
         self._gather_settings = compiled(gather, least_rows=1) if config.compile else gather
         show = sys.stderr.isatty()
         self._compile(progress=show)
-        whole_tokens = whole_prompt_tokens(self._kv_caches[0], config.attention_backend)
+        whole_tokens = min_whole_prompt_tokens(self._kv_caches[0], config.attention_backend)
         limits = (config.max_num_seqs, config.max_num_batched_tokens)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, *limits, whole_tokens=whole_tokens))
         if self.device.type == "cpu":
@@ -278,7 +278,7 @@ class Runner:
             backend=self._config.attention_backend,
             dtype=self._config.dtype,
             num_tokens=num_tokens,
-            whole=bounds.whole,
+            has_only_whole_prompts=bounds.whole,
         )
 
     def _plan_states(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from nanovllm_core.scheduling.policy import DECODE_STEPS
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
-from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
 
 # The unused share of a time limit is this multiple of the mean excess of steps over their predictions, because some
 # steps exceed the mean. It is at most _MAX_MARGIN.
@@ -33,7 +33,7 @@ class StepLimits(NamedTuple):
     target_s: float | None = None
     prompt_step_s: float = float("inf")
     mixed_step_s: float = float("inf")
-    rounds: AttentionRounds = SMALLEST_ROUNDS
+    rounds: AttentionRounds = ONE_TOKEN_ROUNDS
     padded_tokens: tuple[int, ...] = ()
 
     def seconds(self, num_decodes: int, decode_step_s: float) -> float:
@@ -169,6 +169,6 @@ class StepBudget:
 
     def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
         """Whether the step stays within `limit_s` with this chunk, if attention takes whole rounds of the device."""
-        pairs = self._limits.rounds.pairs([*self._chunks, (start, num_tokens)])
+        pairs = self._limits.rounds.estimate_pairs([*self._chunks, (start, num_tokens)])
         total = self._limits.padded(self._work.num_tokens + num_tokens)
         return self._model.predict(StepWork(total, self._work.decode_context, pairs)) <= limit_s

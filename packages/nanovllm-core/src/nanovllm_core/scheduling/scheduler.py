@@ -185,7 +185,7 @@ class Scheduler:
         scheduled = self._scheduled_rows(decodes, chunks) if decode_batch is None else decode_batch.scheduled
         prompt_logprobs = self._prompt_parts(chunks, len(decodes)) if chunks else []
         computed = [(int(rows.num_computed[row]), num_tokens) for row, num_tokens in chunks]
-        pairs = self.limits.rounds.pairs(computed)
+        pairs = self.limits.rounds.estimate_pairs(computed)
         whole = bool(chunks) and not any(start for start, num_tokens in computed if num_tokens > 1)
         taking, counts, samples = scheduled
         ends = rows.num_computed[taking] + counts

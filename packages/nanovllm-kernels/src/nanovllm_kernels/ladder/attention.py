@@ -68,11 +68,11 @@ def decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) ->
 
 def cute_decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
     """Decode attention by the CuTe DSL kernel."""
-    from nanovllm_kernels.attention.cute_decode import make_workspace, paged_decode
+    from nanovllm_kernels.attention.gqa.cute_decode import allocate_workspace, paged_decode
 
     def make(_: int) -> Callable[[], object]:
         q, kv_cache, kv_scales, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=in_fp8)
-        out, workspace = torch.empty_like(q), make_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
+        out, workspace = torch.empty_like(q), allocate_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
         return lambda: paged_decode(q, kv_cache, kv_scales, tables, seq_lens, HEAD_DIM**-0.5, workspace, out)
 
     return decode_work("CuTe decode", make, batch, context, page_size, in_fp8=in_fp8)
@@ -80,13 +80,14 @@ def cute_decode(batch: int, context: int, page_size: int, *, in_fp8: bool = Fals
 
 def flash_decode(batch: int, context: int, page_size: int) -> Work:
     """Decode attention by FlashAttention, which the engine uses for prompts only."""
-    from nanovllm_kernels.attention.flash_prefill import FlashRequests, paged_prefill
+    from nanovllm_kernels.attention.gqa.flash_prefill import attend_to_pages
+    from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 
     def make(_: int) -> Callable[[], object]:
         q, kv_cache, _, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=False)
         starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
         requests, out = FlashRequests(starts, starts.diff(), seq_lens, tables), torch.empty_like(q)
-        return lambda: paged_prefill(q, kv_cache, requests, HEAD_DIM**-0.5, 1, out)
+        return lambda: attend_to_pages(q, kv_cache, requests, HEAD_DIM**-0.5, 1, out)
 
     return decode_work("flash decode", make, batch, context, page_size, in_fp8=False)
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from nanovllm_kernels.attention import Backend, flash_prefill, paged_attention, plan_batch
-from nanovllm_kernels.attention.flash_prefill import COPIED_PAGE_SIZE
+from nanovllm_kernels.attention import Backend, paged_attention, plan_batch
+from nanovllm_kernels.attention.gqa import flash_prefill
+from nanovllm_kernels.attention.gqa.flash_prefill import TMA_PAGE_SIZE
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
-from nanovllm_kernels.attention.work_list import Rule, make_work_list
+from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
+from nanovllm_kernels.attention.plan.work_list import WorkListFilter, make_work_list
 from nanovllm_kernels.ladder.attention import KEY_DIM, LATENT_DIM, ROPE_DIM, VALUE_DIM
 from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
 from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
@@ -18,7 +20,7 @@ from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 # Block tables are as wide as the longest request that the engine accepts.
 MAX_SEQ_LEN = 131_072
-PAGE_SIZE = COPIED_PAGE_SIZE
+PAGE_SIZE = TMA_PAGE_SIZE
 # Query and key-value heads of Qwen3-0.6B.
 FEW_HEADS = (16, 8)
 # (queries, total tokens) of a request.
@@ -71,9 +73,9 @@ def captured_attention(
         q, own = qkv.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
         if backend is None:
             block_tables, seq_lens, starts = tables
-            flash = flash_prefill.FlashRequests(starts, starts.diff(), seq_lens, block_tables)
+            flash = FlashRequests(starts, starts.diff(), seq_lens, block_tables)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            return lambda: flash_prefill.paged_prefill(q, kv_cache, flash, scale, longest, out)
+            return lambda: flash_prefill.attend_to_pages(q, kv_cache, flash, scale, longest, out)
         planned = plan_batch(
             *tables,
             num_decodes=None,
@@ -83,7 +85,7 @@ def captured_attention(
             kv_cache=kv_cache,
             backend=backend,
             num_tokens=num_tokens,
-            whole=whole,
+            has_only_whole_prompts=whole,
         )
         return lambda: paged_attention(q, kv_cache, planned, scale=scale, own_keys_values=own)
 
@@ -122,19 +124,19 @@ def captured_latent_chunk(length: int, context: int, num_heads: int) -> Work:
 
 def plan_of_work(requests: Sequence[Request], places: int, num_tokens: int) -> Work:
     """The kernel that plans wide tiles, once per step."""
-    from nanovllm_kernels.attention import tiles
+    from nanovllm_kernels.attention.plan import tile_configs
 
-    config = tiles.tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, wide=True)
+    config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, is_wide=True)
 
     def make(_: int) -> Callable[[], object]:
         _, *lengths = step_tables(requests, places, PAGE_SIZE)
         return lambda: make_work_list(
             *lengths,
             range(2, num_tokens + 1),
-            Rule(),
+            WorkListFilter(),
             config,
             block_q=config.block_m * NUM_KV_HEADS // NUM_HEADS,
-            head_blocks=NUM_KV_HEADS,
+            num_head_blocks=NUM_KV_HEADS,
             num_tokens=num_tokens,
         )
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.attention import tiles
+from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.linear_attention import DeltaWeights, StateBatch
 from nanovllm_kernels.linear_attention.reference import NORM_EPS
 from nanovllm_kernels.platform import can_overlap_launches, describe
@@ -65,7 +65,7 @@ def step(
     num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
     padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
     overlap = can_overlap_launches(qkvz.device)
-    many = sizes.num_v_heads * num_reqs > 2 * (describe(qkvz.device).num_sms or tiles.INTERPRETER_SMS)
+    many = sizes.num_v_heads * num_reqs > 2 * (describe(qkvz.device).num_sms or tile_configs.INTERPRETER_SMS)
     block_v = min(BLOCK_ROWS[recurrent.element_size()], padded_v) if many else padded_v
     num_warps = padded_k * block_v // (BLOCK_WARP_ELEMENTS if many else WARP_ELEMENTS)
     _step[(sizes.num_v_heads, num_reqs)](

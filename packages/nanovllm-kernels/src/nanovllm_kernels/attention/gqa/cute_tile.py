@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint8, cute
 from cutlass.cute import arch
 
-from nanovllm_kernels.attention import cute_warp
+from nanovllm_kernels.attention.gqa import cute_ptx
 
 WARP = 32
 # Tokens of a step: the smallest page, and the depth of one multiplication with the values.
@@ -124,7 +124,7 @@ def clear_values(shape: cutlass.Constexpr, values: Int32, left: Int32, lane: Int
     for i in cutlass.range_constexpr(shape.value_bytes // 16 // WARP):
         unit = lane + WARP * i
         if (unit >> 3) & (STEP - 1) >= left:
-            cute_warp.clear_shared(values + unit * 16)
+            cute_ptx.clear_shared(values + unit * 16)
     # The asynchronous proxy fills the slot next.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_warp()
@@ -134,10 +134,10 @@ def _multiply_keys(shape, queries, scores, places):
     """Compute the step's scores as two adjacent tiles of 8 tokens."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for k in range(shape.head_dim // 16):
-        keys = cute_warp.load_matrices(places[k % 4] + (k // 4) * STEP * ROW_BYTES, transpose=False)
+        keys = cute_ptx.load_matrices(places[k % 4] + (k // 4) * STEP * ROW_BYTES, transpose=False)
         query = [queries[4 * k + i] for i in range(4)]
-        low = cute_warp.multiply_add(shape.dtype, query, (keys[0], keys[2]), low)
-        high = cute_warp.multiply_add(shape.dtype, query, (keys[1], keys[3]), high)
+        low = cute_ptx.multiply_add(shape.dtype, query, (keys[0], keys[2]), low)
+        high = cute_ptx.multiply_add(shape.dtype, query, (keys[1], keys[3]), high)
     for i in range(4):
         scores[i] = low[i]
         scores[4 + i] = high[i]
@@ -152,10 +152,10 @@ def _update_softmax(shape, scores, acc, row_max, row_sum, half: int, scale_log2)
     for i in range(2):
         best = arch.fmax(best, arch.shuffle_sync_bfly(best, 1 << i))
     new_max = arch.fmax(row_max[half], best * scale_log2)
-    rescale = cute_warp.exp2(row_max[half] - new_max)
+    rescale = cute_ptx.exp2(row_max[half] - new_max)
     total = row_sum[half] * rescale
     for i in own_scores:
-        scores[i] = cute_warp.exp2(scores[i] * scale_log2 - new_max)
+        scores[i] = cute_ptx.exp2(scores[i] * scale_log2 - new_max)
         total = total + scores[i]
     row_sum[half] = total
     row_max[half] = new_max
@@ -170,13 +170,13 @@ def _multiply_values(shape, scores, acc, places):
     for i in range(2):
         for half in range(shape.lane_rows):
             at = 4 * i + 2 * half
-            weights[2 * i + half] = cute_warp.pack(shape.dtype, scores[at], scores[at + 1])
+            weights[2 * i + half] = cute_ptx.pack(shape.dtype, scores[at], scores[at + 1])
     for k in range(shape.head_dim // 16):
         place = places[k % 4] + (shape.value_bytes + (k // 4) * STEP * ROW_BYTES)
-        values = cute_warp.load_matrices(place, transpose=True)
+        values = cute_ptx.load_matrices(place, transpose=True)
         for i in range(2):
             tile = 8 * k + 4 * i
             sums = [acc[tile + j] for j in range(4)]
-            sums = cute_warp.multiply_add(shape.dtype, weights, values[2 * i : 2 * i + 2], sums)
+            sums = cute_ptx.multiply_add(shape.dtype, weights, values[2 * i : 2 * i + 2], sums)
             for j in range(4):
                 acc[tile + j] = sums[j]

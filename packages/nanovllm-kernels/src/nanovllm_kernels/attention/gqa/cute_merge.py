@@ -10,8 +10,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute import arch
 
-from nanovllm_kernels.attention import cute_warp
-from nanovllm_kernels.attention.cute_tile import TILE_ROWS, WARP
+from nanovllm_kernels.attention.gqa import cute_ptx
+from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, WARP
 
 # Partial results that are loaded at once, and parts per group.
 MERGE = 8
@@ -56,7 +56,7 @@ def clear_empty(shape: cutlass.Constexpr, to: cutlass.Constexpr, lengths: cute.T
         if lengths[request] == 0:
             base = (request * to.num_kv_heads + to.kv_head) * shape.group * shape.head_dim
             for unit in range(to.thread, shape.group * shape.head_dim // 4, shape.warps * WARP):
-                cute_warp.store_pair_global(to.out + base + unit * 4, Int32(0), Int32(0))
+                cute_ptx.store_pair_global(to.out + base + unit * 4, Int32(0), Int32(0))
 
 
 @cute.jit
@@ -173,7 +173,7 @@ def _hand_over(
         if row + 8 * half < shape.group:
             for tile in cutlass.range_constexpr(shape.head_dim // 8):
                 at, first, second = _sums_of_lane(shape, to.lane, row, half, tile)
-                cute_warp.store_shared(spare + at * 4, acc[first], acc[second])
+                cute_ptx.store_shared(spare + at * 4, acc[first], acc[second])
             if to.lane & 3 == 0:
                 to.row_stats[(to.warp * 2) * TILE_ROWS + row + 8 * half] = row_max[half]
                 to.row_stats[(to.warp * 2 + 1) * TILE_ROWS + row + 8 * half] = total
@@ -204,9 +204,9 @@ def _merge_warps(shape, to, unit):
         best = arch.fmax(best, top)
     total, sums = Float32(0.0), [Float32(0.0)] * 4
     for w in range(shape.warps):
-        weight = cute_warp.exp2(maxima[w] - best)
+        weight = cute_ptx.exp2(maxima[w] - best)
         total = total + weight * to.row_stats[(w * 2 + 1) * TILE_ROWS + row]
-        values = cute_warp.load_shared(to.places[w] + at * 4)
+        values = cute_ptx.load_shared(to.places[w] + at * 4)
         sums = [sums[i] + weight * values[i] for i in range(4)]
     return best, total, sums
 
@@ -230,17 +230,17 @@ def _merge_slots(
             # Past the end, the last slot is read again with weight 0.
             part = cutlass.min(chunk + i, high)
             row = _slot_row(shape, to, base + 2 * part + Int32(part == first), unit)
-            top, weights = cute_warp.load_pair_global(to.stats + 2 * row)
-            values = cute_warp.load_global(to.partial + row * shape.head_dim + unit % (shape.head_dim // 4) * 4)
+            top, weights = cute_ptx.load_pair_global(to.stats + 2 * row)
+            values = cute_ptx.load_global(to.partial + row * shape.head_dim + unit % (shape.head_dim // 4) * 4)
             seen.append((top, weights, values))
         new_best = best
         for top, _, _ in seen:
             new_best = arch.fmax(new_best, top)
-        rescale = cute_warp.exp2(best - new_best)
+        rescale = cute_ptx.exp2(best - new_best)
         total, s0, s1, s2, s3 = total * rescale, s0 * rescale, s1 * rescale, s2 * rescale, s3 * rescale
         for i in cutlass.range_constexpr(MERGE):
             top, weights, values = seen[i]
-            weight = cute_warp.exp2(top - new_best) * Float32(chunk + i <= high)
+            weight = cute_ptx.exp2(top - new_best) * Float32(chunk + i <= high)
             total += weight * weights
             s0 += weight * values[0]
             s1 += weight * values[1]
@@ -267,14 +267,14 @@ def _store_slot(
 ):
     """Store four partial sums, and the row's statistics once per row."""
     row, column = _slot_row(shape, to, slot, unit), unit % (shape.head_dim // 4)
-    cute_warp.store_global(to.partial + row * shape.head_dim + column * 4, sums)
+    cute_ptx.store_global(to.partial + row * shape.head_dim + column * 4, sums)
     if column == 0:
-        cute_warp.store_pair_global(to.stats + 2 * row, best, total)
+        cute_ptx.store_pair_global(to.stats + 2 * row, best, total)
 
 
 def _store_out(shape, pointer, sums, total):
     """Store four outputs: the sums divided by the total weight, rounded."""
     scale = arch.rcp_approx(total)
-    low = cute_warp.pack(shape.dtype, sums[0] * scale, sums[1] * scale)
-    high = cute_warp.pack(shape.dtype, sums[2] * scale, sums[3] * scale)
-    cute_warp.store_pair_global(pointer, low, high)
+    low = cute_ptx.pack(shape.dtype, sums[0] * scale, sums[1] * scale)
+    high = cute_ptx.pack(shape.dtype, sums[2] * scale, sums[3] * scale)
+    cute_ptx.store_pair_global(pointer, low, high)

@@ -15,9 +15,9 @@ from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.attention.cute_kernel import DecodeKernel
-from nanovllm_kernels.attention.cute_merge import num_slots
-from nanovllm_kernels.attention.cute_tile import TILE_ROWS, Shape
+from nanovllm_kernels.attention.gqa.cute_decode_kernel import DecodeKernel
+from nanovllm_kernels.attention.gqa.cute_merge import num_slots
+from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, Shape
 from nanovllm_kernels.platform import describe
 
 HOPPER = (9, 0)
@@ -30,7 +30,7 @@ RINGS = {64: (16, 3), 128: (8, 3), 256: (6, 2)}
 FP8_RINGS = {128: (12, 4), 256: (6, 4)}
 
 
-class Workspace(NamedTuple):
+class DecodeWorkspace(NamedTuple):
     """Global memory through which CTAs exchange partial results, see `cute_merge.Exchange`. Counters are zero at rest.
 
     Launches that may run at the same time must not share one.
@@ -41,7 +41,7 @@ class Workspace(NamedTuple):
     counters: Tensor
 
 
-def can_decode(
+def supports_decode(
     head_dim: int, group: int, page_size: int, dtype: torch.dtype, cached: torch.dtype, device: torch.device
 ) -> bool:
     """Whether `paged_decode` has a kernel for this shape.
@@ -59,13 +59,13 @@ def can_decode(
     )
 
 
-def make_workspace(
+def allocate_workspace(
     max_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-) -> Workspace:
+) -> DecodeWorkspace:
     """Allocate a workspace for at most `max_requests` requests: a few megabytes, independent of lengths."""
     of_parts, of_groups = num_slots(_num_parts(num_kv_heads, device))
     rows = (of_parts + of_groups) * num_heads
-    return Workspace(
+    return DecodeWorkspace(
         partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
         stats=torch.empty(rows * 2, dtype=torch.float32, device=device),
         counters=torch.zeros((of_groups + max_requests) * num_kv_heads, dtype=torch.int32, device=device),
@@ -79,10 +79,10 @@ def paged_decode(
     block_tables: Tensor,
     seq_lens: Tensor,
     scale: float,
-    workspace: Workspace,
+    workspace: DecodeWorkspace,
     out: Tensor,
 ) -> None:
-    """Grouped-query attention (Ainslie et al. 2023) of one query per request over its pages, if `can_decode`.
+    """Grouped-query attention (Ainslie et al. 2023) of one query per request over its pages, if `supports_decode`.
 
     q: [>= B, Hq, D], float16 or bfloat16; row b is request b's query; a token's heads are contiguous.
     kv_cache: contiguous [N, P, 2 * Hkv, D], q's dtype or float8_e4m3fn; each slot holds the key heads, then the value
@@ -90,7 +90,7 @@ def paged_decode(
     kv_scales: see the package's `paged_attention`.
     block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
     seq_lens: int32 [B], tokens of each request; a request with 0 tokens gets zeros. scale: positive.
-    workspace: see `make_workspace`. out: contiguous [>= B, Hq, D] in q's dtype; B rows are written.
+    workspace: see `allocate_workspace`. out: contiguous [>= B, Hq, D] in q's dtype; B rows are written.
 
     The first call for a shape compiles, for about a second, and cannot be captured.
     """

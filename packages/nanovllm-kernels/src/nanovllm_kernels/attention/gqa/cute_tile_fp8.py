@@ -1,6 +1,6 @@
 """The tile of `cute_tile` for an FP8 cache: e4m3 keys and values, with a scale per token and head (see `fp8`).
 
-As in `triton_tile_fp8`, operands are float16, queries are divided by a power of two, and log2 of each value scale is
+As in `triton_softmax`, operands are float16, queries are divided by a power of two, and log2 of each value scale is
 added to the score in base 2. A group has at most 8 query heads, half a tile, so that a step's slot can hold the sums.
 Fragments permute every 16 dimensions: lane l holds 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and output sums.
 """
@@ -9,8 +9,8 @@ import cutlass
 from cutlass import Float16, Float32, Int32, cute
 from cutlass.cute import arch
 
-from nanovllm_kernels.attention import cute_warp
-from nanovllm_kernels.attention.cute_tile import ROW_BYTES, STEP, clear_values
+from nanovllm_kernels.attention.gqa import cute_ptx
+from nanovllm_kernels.attention.gqa.cute_tile import ROW_BYTES, STEP, clear_values
 
 # (index in the fragment, token offset) of each score of lane l, whose token is 2 (l % 4) + offset.
 OWN_SCORES = ((0, 0), (1, 1), (4, 8), (5, 9))
@@ -34,17 +34,17 @@ def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer
             queries[4 * k + 2] = words[base + 8 * k + 1]
     top = Float32(0.0)
     for k in cutlass.range_constexpr(shape.head_dim // 8):
-        low, high = cute_warp.widen(shape.dtype, queries[2 * k])
+        low, high = cute_ptx.widen(shape.dtype, queries[2 * k])
         top = arch.fmax(top, arch.fmax(arch.fmax(low, -low), arch.fmax(high, -high)))
     for i in cutlass.range_constexpr(2):
         top = arch.fmax(top, arch.shuffle_sync_bfly(top, 1 << i))
     # Keep the exponent only; the minimum is a normal number's.
-    exponent = cutlass.max((cute_warp.bits(top) & EXPONENT) >> 23, Int32(1))
-    inverse = cute_warp.power_of_2(TWICE_BIAS - exponent)
+    exponent = cutlass.max((cute_ptx.bits(top) & EXPONENT) >> 23, Int32(1))
+    inverse = cute_ptx.power_of_2(TWICE_BIAS - exponent)
     for k in cutlass.range_constexpr(shape.head_dim // 8):
-        low, high = cute_warp.widen(shape.dtype, queries[2 * k])
-        queries[2 * k] = cute_warp.pack(Float16, low * inverse, high * inverse)
-    return cute_warp.power_of_2(exponent)
+        low, high = cute_ptx.widen(shape.dtype, queries[2 * k])
+        queries[2 * k] = cute_ptx.pack(Float16, low * inverse, high * inverse)
+    return cute_ptx.power_of_2(exponent)
 
 
 @cute.jit
@@ -87,12 +87,12 @@ def _multiply_keys(shape, queries, scores, places):
     """Compute the step's scores as two adjacent tiles of 8 tokens. One MMA multiplies 16 dimensions, 16 bytes."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for pair in range(shape.head_dim // 32):
-        keys = cute_warp.load_matrices(places[pair % 4] + (pair // 4) * STEP * ROW_BYTES, transpose=False)
+        keys = cute_ptx.load_matrices(places[pair % 4] + (pair // 4) * STEP * ROW_BYTES, transpose=False)
         for i in range(2):
             at = 4 * (2 * pair + i)
             query = [queries[at + j] for j in range(4)]
-            low = cute_warp.multiply_add(Float16, query, cute_warp.narrow_floats(keys[2 * i]), low)
-            high = cute_warp.multiply_add(Float16, query, cute_warp.narrow_floats(keys[2 * i + 1]), high)
+            low = cute_ptx.multiply_add(Float16, query, cute_ptx.narrow_floats(keys[2 * i]), low)
+            high = cute_ptx.multiply_add(Float16, query, cute_ptx.narrow_floats(keys[2 * i + 1]), high)
     for i in range(4):
         scores[i] = low[i]
         scores[4 + i] = high[i]
@@ -101,12 +101,12 @@ def _multiply_keys(shape, queries, scores, places):
 def _apply_scales(scores, exponents, scales, scale_log2):
     """Multiply scores by key scales and add log2 of value scales. exponents: receives those of 1 / value scale."""
     for half in range(2):
-        keys = cute_warp.load_bytes(scales + 8 * half)
-        values = cute_warp.load_bytes(scales + STEP + 8 * half)
+        keys = cute_ptx.load_bytes(scales + 8 * half)
+        values = cute_ptx.load_bytes(scales + STEP + 8 * half)
         for i in range(2):
             key, value = (keys >> (8 * i)) & 0xFF, (values >> (8 * i)) & 0xFF
             at = OWN_SCORES[2 * half + i][0]
-            scores[at] = scores[at] * (scale_log2 * cute_warp.power_of_2(key)) + Float32(value - TWICE_BIAS // 2)
+            scores[at] = scores[at] * (scale_log2 * cute_ptx.power_of_2(key)) + Float32(value - TWICE_BIAS // 2)
             exponents[2 * half + i] = TWICE_BIAS - value
 
 
@@ -118,12 +118,12 @@ def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
     for i in range(2):
         best = arch.fmax(best, arch.shuffle_sync_bfly(best, 1 << i))
     new_max = arch.fmax(row_max[0], best - HEADROOM)
-    rescale = cute_warp.exp2(row_max[0] - new_max)
+    rescale = cute_ptx.exp2(row_max[0] - new_max)
     total = row_sum[0] * rescale
     for n in range(len(OWN_SCORES)):
         at = OWN_SCORES[n][0]
-        scores[at] = cute_warp.exp2(scores[at] - new_max)
-        total = total + scores[at] * cute_warp.power_of_2(exponents[n])
+        scores[at] = cute_ptx.exp2(scores[at] - new_max)
+        total = total + scores[at] * cute_ptx.power_of_2(exponents[n])
     row_sum[0] = total
     row_max[0] = new_max
     for tile in range(shape.head_dim // 8):
@@ -136,17 +136,17 @@ def _multiply_values(shape, scores, acc, places):
 
     ldmatrix transposes 16-bit units of two dimensions, which are separated here into one register per dimension.
     """
-    weights = [cute_warp.pack(Float16, scores[0], scores[1]), Int32(0)]
-    weights += [cute_warp.pack(Float16, scores[4], scores[5]), Int32(0)]
+    weights = [cute_ptx.pack(Float16, scores[0], scores[1]), Int32(0)]
+    weights += [cute_ptx.pack(Float16, scores[4], scores[5]), Int32(0)]
     for pair in range(shape.head_dim // 32):
         place = places[pair % 4] + (shape.value_bytes + (pair // 4) * STEP * ROW_BYTES)
-        values = cute_warp.load_matrices(place, transpose=True)
+        values = cute_ptx.load_matrices(place, transpose=True)
         for i in range(2):
-            first = cute_warp.narrow_floats(cute_warp.swap_middle(values[2 * i]))
-            second = cute_warp.narrow_floats(cute_warp.swap_middle(values[2 * i + 1]))
+            first = cute_ptx.narrow_floats(cute_ptx.swap_middle(values[2 * i]))
+            second = cute_ptx.narrow_floats(cute_ptx.swap_middle(values[2 * i + 1]))
             for parity in range(2):
                 tile = 4 * (2 * (2 * pair + i) + parity)
                 sums = [acc[tile + j] for j in range(4)]
-                sums = cute_warp.multiply_add(Float16, weights, (first[parity], second[parity]), sums)
+                sums = cute_ptx.multiply_add(Float16, weights, (first[parity], second[parity]), sums)
                 for j in range(4):
                     acc[tile + j] = sums[j]

@@ -14,9 +14,9 @@ from cutlass.cute import arch
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from nanovllm_kernels.attention import cute_tile, cute_tile_fp8, cute_warp
-from nanovllm_kernels.attention.cute_merge import Exchange, clear_empty, finish
-from nanovllm_kernels.attention.cute_tile import STEP, TILE_ROWS, WARP, Shape
+from nanovllm_kernels.attention.gqa import cute_ptx, cute_tile, cute_tile_fp8
+from nanovllm_kernels.attention.gqa.cute_merge import Exchange, clear_empty, finish
+from nanovllm_kernels.attention.gqa.cute_tile import STEP, TILE_ROWS, WARP, Shape
 
 STEP_SHIFT = STEP.bit_length() - 1
 
@@ -358,6 +358,6 @@ class DecodeKernel:
                 page, index = coord >> self.page_shift, coord & ((1 << self.page_shift) - 1)
                 keys = loader.scales + (page * (2 * loader.num_kv_heads * shape.page_size) + index * STEP)
                 target, at = loader.scale_ring + slot * shape.scale_bytes, Int32(barrier.toint())
-                cute_warp.copy_16_bytes(target, keys, at)
-                cute_warp.copy_16_bytes(target + STEP, keys + loader.num_kv_heads * shape.page_size, at)
+                cute_ptx.copy_16_bytes(target, keys, at)
+                cute_ptx.copy_16_bytes(target + STEP, keys + loader.num_kv_heads * shape.page_size, at)
         cute.copy(loader.load, loader.boxes[(None, coord)], loader.slots[(None, slot)], tma_bar_ptr=barrier)
