@@ -513,13 +513,13 @@ def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
     import cutlass
 
     from nanovllm_kernels.attention.gqa import cute_decode
-    from nanovllm_kernels.attention.gqa.cute_tile import Shape
+    from nanovllm_kernels.attention.gqa.cute_tile import DecodeShape
 
-    ring = cute_decode.FP8_RINGS[head_dim] if cached == "Uint8" else cute_decode.RINGS[head_dim]
-    shape = Shape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
+    ring = cute_decode.FP8_RING_SIZES[head_dim] if cached == "Uint8" else cute_decode.RING_SIZES[head_dim]
+    shape = DecodeShape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
     # Rings, barriers, the warps' statistics and places, each rounded up; the system reserves the first KiB.
     slot = shape.slot_bytes + shape.scale_bytes + 8
-    assert shape.warps * (shape.stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
+    assert shape.num_warps * (shape.num_stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
     assert compiled.__cubin__
     ptx = compiled.__ptx__

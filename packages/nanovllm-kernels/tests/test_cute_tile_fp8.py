@@ -34,7 +34,7 @@ class Warp:
             matrices.append(rows[ROW, 2 * PLACE] | rows[ROW, 2 * PLACE + 1] << 16)
         return matrices
 
-    def load_bytes(self, address):
+    def load_shared_two_bytes(self, address):
         return self.memory[address].astype(np.int64) | self.memory[address + 1].astype(np.int64) << 8
 
     def multiply_add(self, dtype, a, b, c):
@@ -49,14 +49,14 @@ class Warp:
         sums += left @ right
         return [sums[corner] for corner in corners]
 
-    def narrow_floats(self, word):
+    def e4m3_to_float16(self, word):
         numbers = [e4m3(word >> shift & 0xFF) for shift in (0, 8, 16, 24)]
-        return [self.pack(None, *numbers[:2]), self.pack(None, *numbers[2:])]
+        return [self.round_pair(None, *numbers[:2]), self.round_pair(None, *numbers[2:])]
 
-    def swap_middle(self, word):
+    def swap_middle_bytes(self, word):
         return word & 0xFF0000FF | (word & 0xFF00) << 8 | (word & 0xFF0000) >> 8
 
-    def pack(self, dtype, low, high):
+    def round_pair(self, dtype, low, high):
         low, high = (np.asarray(x).astype(np.float16).view(np.uint16).astype(np.int64) for x in (low, high))
         return low | high << 16
 
@@ -104,13 +104,13 @@ def test_one_warp_attends_like_float64(warp, head_dim, group):
     from nanovllm_kernels.attention.gqa import cute_merge, cute_tile_fp8
 
     rng = np.random.default_rng(group)
-    shape = SimpleNamespace(head_dim=head_dim, quantized=True, value_bytes=16 * head_dim)
+    shape = SimpleNamespace(head_dim=head_dim, is_fp8=True, keys_bytes=16 * head_dim)
     q = np.zeros((8, head_dim))
     q[:group] = rng.normal(size=(group, head_dim)).astype(np.float16)
     queries = [np.zeros(32, np.int64)] * (head_dim // 4)
     for k in range(head_dim // 16):
         mine = [q[ROW, 16 * k + 4 * PLACE + i] for i in range(4)]
-        queries[4 * k], queries[4 * k + 2] = warp.pack(None, *mine[:2]), warp.pack(None, *mine[2:])
+        queries[4 * k], queries[4 * k + 2] = warp.round_pair(None, *mine[:2]), warp.round_pair(None, *mine[2:])
     acc, row_max, row_sum = [np.zeros(32)] * (head_dim // 2), [np.full(32, -np.inf)], [np.zeros(32)]
     swizzled = LANES % 16 * 128 + ((LANES // 16 ^ LANES % 8) << 4)
     steps = []
@@ -128,7 +128,7 @@ def test_one_warp_attends_like_float64(warp, head_dim, group):
 
     found = np.zeros(8 * head_dim)
     for tile in range(head_dim // 8):
-        at, first, second = cute_merge._sums_of_lane(shape, LANES, ROW, 0, tile)
+        at, first, second = cute_merge._locate_lane_sums(shape, LANES, ROW, 0, tile)
         found[at], found[at + 1] = acc[first], acc[second]
     # The eighths of a row are swizzled by XOR too.
     eighths = found.reshape(8, head_dim // 8, 8)

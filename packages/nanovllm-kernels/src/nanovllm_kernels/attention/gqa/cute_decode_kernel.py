@@ -1,8 +1,8 @@
 """The CuTe DSL kernel of paged decode: one query per request; the bulk copy engine (TMA) loads keys and values.
 
-A step is 16 consecutive tokens of one page for one head; one warp computes it and loads it into its own ring in shared
-memory. The steps of all requests are cut into equal parts, one per CTA of a key-value head (Osama et al. 2023). A CTA's
-warps take its steps in turn and synchronise only where a request ends.
+A step is 16 consecutive tokens of one page for one key-value head. One warp loads the step into its own ring in shared
+memory, and computes it. The steps of all requests are cut into equal parts, one per CTA of a head (Osama et al. 2023).
+A CTA's warps take the CTA's steps in turn and synchronise only where a request ends.
 """
 
 from dataclasses import dataclass
@@ -15,43 +15,43 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from nanovllm_kernels.attention.gqa import cute_ptx, cute_tile, cute_tile_fp8
-from nanovllm_kernels.attention.gqa.cute_merge import Exchange, clear_empty, finish
-from nanovllm_kernels.attention.gqa.cute_tile import STEP, TILE_ROWS, WARP, Shape
+from nanovllm_kernels.attention.gqa.cute_merge import ResultExchange, clear_empty_requests, merge_request
+from nanovllm_kernels.attention.gqa.cute_tile import STEP_TOKENS, TILE_ROWS, WARP_SIZE, DecodeShape
 
-STEP_SHIFT = STEP.bit_length() - 1
+LOG2_STEP_TOKENS = STEP_TOKENS.bit_length() - 1
 
 
 @dataclass(frozen=True)
-class Loader:
-    """What a warp needs to load keys and values.
+class StepLoader:
+    """Loads the steps of a warp.
 
-    boxes: the cache of this key-value head, indexed in steps.
-    slots, arrived: the CTA's rings and their barriers, indexed in steps; the warp's begin at `first_slot`.
-    end: the step after the CTA's last.
-    scales: the scales of this head in an FP8 cache.
-    scale_ring: shared address of the ring of scales.
+    cache_steps: the cache of this key-value head, indexed in steps.
+    ring_slots, barriers: slots of the CTA's rings, and their barriers; the warp's begin at `first_ring_slot`.
+    end_step: the step after the CTA's last.
+    scales_ptr: the scales of this head in an FP8 cache.
+    scale_ring_address: shared address of the rings of scales.
     """
 
-    load: cute.CopyAtom
-    boxes: cute.Tensor
-    slots: cute.Tensor
-    arrived: cute.Pointer
-    first_slot: Int32
-    tables: cute.Tensor
+    copy_atom: cute.CopyAtom
+    cache_steps: cute.Tensor
+    ring_slots: cute.Tensor
+    barriers: cute.Pointer
+    first_ring_slot: Int32
+    block_tables: cute.Tensor
     table_stride: Int32
-    lengths: cute.Tensor
-    end: Int32
-    scales: cute.Pointer
-    scale_ring: Int32
+    seq_lens: cute.Tensor
+    end_step: Int32
+    scales_ptr: cute.Pointer
+    scale_ring_address: Int32
     num_kv_heads: Int32
 
 
 class DecodeKernel:
     """The kernel of `cute_decode.paged_decode`, which documents the arguments."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: DecodeShape):
         self.shape = shape
-        self.page_shift = (shape.page_size // STEP).bit_length() - 1
+        self.log2_page_steps = (shape.page_size // STEP_TOKENS).bit_length() - 1
 
     @cute.jit
     def __call__(
@@ -59,14 +59,14 @@ class DecodeKernel:
         q: cute.Pointer,
         kv_cache: cute.Pointer,
         kv_scales: cute.Pointer,
-        tables: cute.Pointer,
-        lengths: cute.Pointer,
+        block_tables: cute.Pointer,
+        seq_lens: cute.Pointer,
         out: cute.Pointer,
-        partial: cute.Pointer,
-        stats: cute.Pointer,
+        partial_out: cute.Pointer,
+        partial_stats: cute.Pointer,
         counters: cute.Pointer,
         num_reqs: Int32,
-        num_slots: Int32,
+        num_cache_slots: Int32,
         num_kv_heads: Int32,
         q_stride: Int32,
         table_stride: Int32,
@@ -76,34 +76,36 @@ class DecodeKernel:
     ):
         """Launch one CTA per key-value head and part."""
         shape = self.shape
-        head, heads = shape.head_dim, num_kv_heads * shape.head_dim
+        head_stride, kv_stride = shape.head_dim, num_kv_heads * shape.head_dim
         # Modes: token, element (in rows of shared memory), key or value, head.
         cache = cute.make_tensor(
             kv_cache,
             cute.make_layout(
-                (num_slots, (shape.row_dim, shape.halves), 2, num_kv_heads),
-                stride=(2 * heads, (1, shape.row_dim), heads, head),
+                (num_cache_slots, (shape.row_elements, shape.rows_per_token), 2, num_kv_heads),
+                stride=(2 * kv_stride, (1, shape.row_elements), kv_stride, head_stride),
             ),
         )
-        swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, shape.cached)
-        ring = cute.tile_to_shape(swizzled, (STEP, head, 2, shape.stages * shape.warps), order=(0, 1, 2, 3))
-        load, cache = cpasync.make_tiled_tma_atom(
+        row_layout = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, shape.cache_dtype)
+        ring_layout = cute.tile_to_shape(
+            row_layout, (STEP_TOKENS, head_stride, 2, shape.num_stages * shape.num_warps), order=(0, 1, 2, 3)
+        )
+        copy_atom, cache = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             cache,
-            cute.select(ring, mode=[0, 1, 2]),
-            (STEP, (shape.row_dim, shape.halves), 2),
+            cute.select(ring_layout, mode=[0, 1, 2]),
+            (STEP_TOKENS, (shape.row_elements, shape.rows_per_token), 2),
         )
         self.kernel(
-            load,
+            copy_atom,
             cache,
-            ring,
+            ring_layout,
             kv_scales,
             q,
-            cute.make_tensor(tables, cute.make_layout(num_reqs * table_stride)),
-            cute.make_tensor(lengths, cute.make_layout(num_reqs)),
+            cute.make_tensor(block_tables, cute.make_layout(num_reqs * table_stride)),
+            cute.make_tensor(seq_lens, cute.make_layout(num_reqs)),
             out,
-            partial,
-            stats,
+            partial_out,
+            partial_stats,
             counters,
             num_reqs,
             num_kv_heads,
@@ -113,7 +115,7 @@ class DecodeKernel:
             scale_log2,
         ).launch(
             grid=[num_kv_heads, num_parts, 1],
-            block=[shape.warps * WARP, 1, 1],
+            block=[shape.num_warps * WARP_SIZE, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
             # Programmatic dependent launch: CTAs set up while the previous kernel ends.
@@ -123,16 +125,16 @@ class DecodeKernel:
     @cute.kernel
     def kernel(
         self,
-        load: cute.CopyAtom,
+        copy_atom: cute.CopyAtom,
         cache: cute.Tensor,
         ring_layout: cute.ComposedLayout,
         kv_scales: cute.Pointer,
         q: cute.Pointer,
-        tables: cute.Tensor,
-        lengths: cute.Tensor,
+        block_tables: cute.Tensor,
+        seq_lens: cute.Tensor,
         out: cute.Pointer,
-        partial: cute.Pointer,
-        stats: cute.Pointer,
+        partial_out: cute.Pointer,
+        partial_stats: cute.Pointer,
         counters: cute.Pointer,
         num_reqs: Int32,
         num_kv_heads: Int32,
@@ -141,223 +143,285 @@ class DecodeKernel:
         num_parts: Int32,
         scale_log2: Float32,
     ):
-        """Compute one part of the steps of one key-value head. Grid: key-value heads x parts."""
+        """Compute one part of the steps of one key-value head. Grid: key-value heads x parts.
+
+        A request's steps are numbered after those of the requests before it: request_begin to request_end.
+        """
         shape = self.shape
         kv_head, part, _ = arch.block_idx()
         warp = arch.make_warp_uniform(arch.warp_idx())
         lane = arch.lane_idx()
 
         smem = SmemAllocator()
-        ring = smem.allocate_tensor(shape.cached, ring_layout.outer, 1024, ring_layout.inner)
-        arrived = smem.allocate_array(Int64, shape.warps * shape.stages)
-        scale_ring = Int32(0)
-        if cutlass.const_expr(shape.quantized):
-            words = cute.make_layout(shape.warps * shape.stages * shape.scale_bytes // 4)
-            scale_ring = Int32(smem.allocate_tensor(Int32, words, 16).iterator.toint())
-        to = Exchange(
+        ring = smem.allocate_tensor(shape.cache_dtype, ring_layout.outer, 1024, ring_layout.inner)
+        barriers = smem.allocate_array(Int64, shape.num_warps * shape.num_stages)
+        scale_ring_address = Int32(0)
+        if cutlass.const_expr(shape.is_fp8):
+            scales_layout = cute.make_layout(shape.num_warps * shape.num_stages * shape.scale_bytes // 4)
+            scale_ring_address = Int32(smem.allocate_tensor(Int32, scales_layout, 16).iterator.toint())
+        exchange = ResultExchange(
             out,
-            partial,
-            stats,
+            partial_out,
+            partial_stats,
             counters,
             num_parts,
             num_kv_heads,
             kv_head,
-            row_stats=smem.allocate_tensor(Float32, cute.make_layout(shape.warps * 2 * TILE_ROWS)),
-            places=smem.allocate_tensor(Int32, cute.make_layout(shape.warps + 1)),
+            row_stats=smem.allocate_tensor(Float32, cute.make_layout(shape.num_warps * 2 * TILE_ROWS)),
+            row_addresses=smem.allocate_tensor(Int32, cute.make_layout(shape.num_warps + 1)),
             thread=arch.thread_idx()[0],
             warp=warp,
             lane=lane,
         )
-        boxes = cute.local_tile(cache, (STEP, (shape.row_dim, shape.halves), 2), (None, 0, 0, kv_head))
-        slots, boxes = cpasync.tma_partition(
-            load, 0, cute.make_layout(1), cute.group_modes(ring, 0, 3), cute.group_modes(boxes, 0, 3)
+        cache_steps = cute.local_tile(
+            cache, (STEP_TOKENS, (shape.row_elements, shape.rows_per_token), 2), (None, 0, 0, kv_head)
+        )
+        ring_slots, cache_steps = cpasync.tma_partition(
+            copy_atom, 0, cute.make_layout(1), cute.group_modes(ring, 0, 3), cute.group_modes(cache_steps, 0, 3)
         )
         ring_base = Int32(ring.iterator.toint())
-        first_slot = warp * shape.stages
-        self.open_ring(load, arrived, first_slot, warp)
+        first_ring_slot = warp * shape.num_stages
+        self.init_ring(copy_atom, barriers, first_ring_slot, warp)
         arch.griddepcontrol_launch_dependents()
         # The kernel must not access global memory before this wait.
         arch.griddepcontrol_wait()
 
-        part_size, begin, end, request, start, stop = self.find_part(lengths, num_reqs, num_parts, part, lane)
-        loader = Loader(
-            load,
-            boxes,
-            slots,
-            arrived,
-            first_slot,
-            tables,
+        part_size, part_begin, part_end, request, request_begin, request_end = self.find_part(
+            seq_lens, num_reqs, num_parts, part, lane
+        )
+        loader = StepLoader(
+            copy_atom,
+            cache_steps,
+            ring_slots,
+            barriers,
+            first_ring_slot,
+            block_tables,
             table_stride,
-            lengths,
-            end,
+            seq_lens,
+            part_end,
             kv_scales + kv_head * shape.page_size,
-            scale_ring,
+            scale_ring_address,
             num_kv_heads,
         )
-        step = begin + warp
-        ahead = self.fill_ring(loader, step, request, start, stop)
-        next_coord, next_step, next_request, next_start, next_stop = ahead
-        clear_empty(shape, to, lengths, num_reqs, part)
+        step = part_begin + warp
+        next_cache_index, next_step, next_request, next_request_begin, next_request_end = self.fill_ring(
+            loader, step, request, request_begin, request_end
+        )
+        clear_empty_requests(shape, exchange, seq_lens, num_reqs, part)
 
         queries = cute.make_rmem_tensor(shape.head_dim // 4, Int32)
         acc = cute.make_rmem_tensor(shape.head_dim // 2, Float32)
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
-        slot, spare, phase = first_slot, first_slot + (shape.stages - 1), Int32(0)
-        position = begin
-        while position < end:
-            until = cutlass.min(stop, end)
-            if until > position:
-                length = lengths[request]
-                offset = request * q_stride + kv_head * shape.group * shape.head_dim
-                scale = self.load_queries(queries, q, offset, lane, scale_log2)
+        ring_slot, spare_slot, phase = first_ring_slot, first_ring_slot + (shape.num_stages - 1), Int32(0)
+        request_part_begin = part_begin
+        while request_part_begin < part_end:
+            request_part_end = cutlass.min(request_end, part_end)
+            if request_part_end > request_part_begin:
+                seq_len = seq_lens[request]
+                query_offset = request * q_stride + kv_head * shape.group_size * shape.head_dim
+                scale = self.load_queries(queries, q, query_offset, lane, scale_log2)
                 acc.fill(0.0)
                 row_sum.fill(0.0)
                 row_max.fill(-Float32.inf)
-                while step < until:
+                while step < request_part_end:
                     # The previous step's slot is free: refill it.
-                    next_coord, next_step, next_request, next_start, next_stop = self.refill(
-                        loader, spare, next_coord, next_step, next_request, next_start, next_stop
+                    next_cache_index, next_step, next_request, next_request_begin, next_request_end = self.refill_slot(
+                        loader,
+                        spare_slot,
+                        next_cache_index,
+                        next_step,
+                        next_request,
+                        next_request_begin,
+                        next_request_end,
                     )
-                    arch.mbarrier_wait(arrived + slot, phase)
-                    base, left = ring_base + slot * shape.slot_bytes, length - (step - start) * STEP
-                    scales = scale_ring + slot * shape.scale_bytes
-                    self.attend(queries, acc, row_max, row_sum, base, scales, left, lane, scale)
+                    arch.mbarrier_wait(barriers + ring_slot, phase)
+                    slot_address, num_valid = (
+                        ring_base + ring_slot * shape.slot_bytes,
+                        seq_len - (step - request_begin) * STEP_TOKENS,
+                    )
+                    scales_address = scale_ring_address + ring_slot * shape.scale_bytes
+                    self.attend(queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale)
                     arch.sync_warp()
-                    spare = slot
-                    slot += 1
-                    if slot == first_slot + shape.stages:
-                        slot = first_slot
+                    spare_slot = ring_slot
+                    ring_slot += 1
+                    if ring_slot == first_ring_slot + shape.num_stages:
+                        ring_slot = first_ring_slot
                         phase ^= 1
-                    step += shape.warps
-                whole = position == start and until == stop
-                first_part, last_part = start // part_size, (stop - 1) // part_size
-                spare_base = ring_base + spare * shape.slot_bytes
-                finish(shape, to, acc, row_max, row_sum, spare_base, request, whole, part, first_part, last_part)
-            position = until
-            if position < end:
+                    step += shape.num_warps
+                is_whole = request_part_begin == request_begin and request_part_end == request_end
+                first_part, last_part = request_begin // part_size, (request_end - 1) // part_size
+                spare_address = ring_base + spare_slot * shape.slot_bytes
+                merge_request(
+                    shape,
+                    exchange,
+                    acc,
+                    row_max,
+                    row_sum,
+                    spare_address,
+                    request,
+                    is_whole,
+                    part,
+                    first_part,
+                    last_part,
+                )
+            request_part_begin = request_part_end
+            if request_part_begin < part_end:
                 request += 1
-                start = stop
-                stop += self.num_steps(lengths[request])
+                request_begin = request_end
+                request_end += self.count_steps(seq_lens[request])
 
     @cute.jit
-    def open_ring(self, load: cute.CopyAtom, arrived: cute.Pointer, first_slot: Int32, warp: Int32):
+    def init_ring(self, copy_atom: cute.CopyAtom, barriers: cute.Pointer, first_ring_slot: Int32, warp: Int32):
         """Initialise the warp's barriers."""
         if warp == 0:
-            cpasync.prefetch_descriptor(load)
+            cpasync.prefetch_descriptor(copy_atom)
         with arch.elect_one():
-            for stage in cutlass.range_constexpr(self.shape.stages):
-                arch.mbarrier_init(arrived + first_slot + stage, 1)
+            for stage in cutlass.range_constexpr(self.shape.num_stages):
+                arch.mbarrier_init(barriers + first_ring_slot + stage, 1)
             arch.mbarrier_init_fence()
         arch.sync_warp()
 
     @cute.jit
-    def find_part(self, lengths: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
-        """Return (steps per part, this part's begin and end, its first request, that request's begin and end)."""
-        per_lane = (num_reqs + (WARP - 1)) >> 5
-        first = lane * per_lane
-        count = Int32(0)
-        for i in cutlass.range(per_lane, unroll=8):
+    def find_part(self, seq_lens: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
+        """Return (steps per part, this part's begin and end, its first request, that request's begin and end).
+
+        Each lane counts the steps of an equal number of requests.
+        """
+        requests_per_lane = (num_reqs + (WARP_SIZE - 1)) >> 5
+        first_request = lane * requests_per_lane
+        lane_steps = Int32(0)
+        for i in cutlass.range(requests_per_lane, unroll=8):
             # Clamp the index and mask the count instead of branching, so that the loads overlap.
-            steps = self.num_steps(lengths[cutlass.min(first + i, num_reqs - 1)])
-            count += steps * Int32(first + i < num_reqs)
-        last = count
+            request_steps = self.count_steps(seq_lens[cutlass.min(first_request + i, num_reqs - 1)])
+            lane_steps += request_steps * Int32(first_request + i < num_reqs)
+        steps_up_to_lane = lane_steps
         for i in cutlass.range_constexpr(5):
-            below = arch.shuffle_sync_up(last, 1 << i)
-            last += below * Int32(lane >= 1 << i)
-        total = arch.shuffle_sync(last, WARP - 1)
+            lower_steps = arch.shuffle_sync_up(steps_up_to_lane, 1 << i)
+            steps_up_to_lane += lower_steps * Int32(lane >= 1 << i)
+        total_steps = arch.shuffle_sync(steps_up_to_lane, WARP_SIZE - 1)
         # Parts smaller than one step per warp would cost more to merge than they save.
-        size = cutlass.max((total + num_parts - 1) // num_parts, Int32(self.shape.warps))
-        begin = part * size
-        end = cutlass.min(begin + size, total)
-        owner = cutlass.min(arch.popc(arch.vote_ballot_sync(last <= begin)), Int32(WARP - 1))
-        request = arch.shuffle_sync(first, owner)
-        start = arch.shuffle_sync(last - count, owner)
-        stop = start
-        if begin < end:
-            stop += self.num_steps(lengths[request])
-            request, start, stop = self.seek(lengths, begin, request, start, stop)
-        return size, begin, end, request, start, stop
+        part_size = cutlass.max((total_steps + num_parts - 1) // num_parts, Int32(self.shape.num_warps))
+        part_begin = part * part_size
+        part_end = cutlass.min(part_begin + part_size, total_steps)
+        owner_lane = cutlass.min(arch.popc(arch.vote_ballot_sync(steps_up_to_lane <= part_begin)), Int32(WARP_SIZE - 1))
+        request = arch.shuffle_sync(first_request, owner_lane)
+        request_begin = arch.shuffle_sync(steps_up_to_lane - lane_steps, owner_lane)
+        request_end = request_begin
+        if part_begin < part_end:
+            request_end += self.count_steps(seq_lens[request])
+            request, request_begin, request_end = self.find_request(
+                seq_lens, part_begin, request, request_begin, request_end
+            )
+        return part_size, part_begin, part_end, request, request_begin, request_end
 
     @cute.jit
-    def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, start: Int32, stop: Int32):
-        """Fill all slots of the warp's ring but one, from its first step. Returns the state that `refill` continues."""
+    def fill_ring(
+        self, loader: cutlass.Constexpr, step: Int32, request: Int32, request_begin: Int32, request_end: Int32
+    ):
+        """Fill all slots of the warp's ring but one, from `step` on. Return what `refill_slot` takes to continue."""
         # Look up all pages first, so that these loads overlap.
-        stages = self.shape.stages
-        coords = []
-        for stage in cutlass.range_constexpr(stages):
-            coord = Int32(0)
-            if step + stage * self.shape.warps < loader.end:
-                request, start, stop = self.seek(loader.lengths, step + stage * self.shape.warps, request, start, stop)
-                coord = self.look_up(loader, request, step + stage * self.shape.warps - start)
-            coords.append(coord)
-        for stage in cutlass.range_constexpr(stages - 1):
-            if step + stage * self.shape.warps < loader.end:
-                self.issue(loader, loader.first_slot + stage, coords[stage])
-        return coords[stages - 1], step + (stages - 1) * self.shape.warps, request, start, stop
+        num_stages = self.shape.num_stages
+        cache_indexes = []
+        for stage in cutlass.range_constexpr(num_stages):
+            cache_index = Int32(0)
+            if step + stage * self.shape.num_warps < loader.end_step:
+                request, request_begin, request_end = self.find_request(
+                    loader.seq_lens, step + stage * self.shape.num_warps, request, request_begin, request_end
+                )
+                cache_index = self.look_up_step(loader, request, step + stage * self.shape.num_warps - request_begin)
+            cache_indexes.append(cache_index)
+        for stage in cutlass.range_constexpr(num_stages - 1):
+            if step + stage * self.shape.num_warps < loader.end_step:
+                self.start_copy(loader, loader.first_ring_slot + stage, cache_indexes[stage])
+        return (
+            cache_indexes[num_stages - 1],
+            step + (num_stages - 1) * self.shape.num_warps,
+            request,
+            request_begin,
+            request_end,
+        )
 
     @cute.jit
-    def refill(
+    def refill_slot(
         self,
         loader: cutlass.Constexpr,
-        slot: Int32,
-        coord: Int32,
+        ring_slot: Int32,
+        cache_index: Int32,
         step: Int32,
         request: Int32,
-        start: Int32,
-        stop: Int32,
+        request_begin: Int32,
+        request_end: Int32,
     ):
-        """Start the copy of `step`, at `coord` in the cache, into `slot`, and look up the warp's next step."""
-        if step < loader.end:
-            self.issue(loader, slot, coord)
-            step += self.shape.warps
-            if step < loader.end:
-                request, start, stop = self.seek(loader.lengths, step, request, start, stop)
-                coord = self.look_up(loader, request, step - start)
-        return coord, step, request, start, stop
+        """Start the copy of `step`, at `cache_index`, into `ring_slot`, and look up the warp's next step."""
+        if step < loader.end_step:
+            self.start_copy(loader, ring_slot, cache_index)
+            step += self.shape.num_warps
+            if step < loader.end_step:
+                request, request_begin, request_end = self.find_request(
+                    loader.seq_lens, step, request, request_begin, request_end
+                )
+                cache_index = self.look_up_step(loader, request, step - request_begin)
+        return cache_index, step, request, request_begin, request_end
 
     @cute.jit
-    def seek(self, lengths: cute.Tensor, step: Int32, request: Int32, start: Int32, stop: Int32):
-        """Return the request that contains `step`, its first step and the next request's, starting at `request`."""
-        while step >= stop:
+    def find_request(
+        self, seq_lens: cute.Tensor, step: Int32, request: Int32, request_begin: Int32, request_end: Int32
+    ):
+        """Return the request that contains `step`, and its begin and end, searching from `request` on."""
+        while step >= request_end:
             request += 1
-            start = stop
-            stop += self.num_steps(lengths[request])
-        return request, start, stop
+            request_begin = request_end
+            request_end += self.count_steps(seq_lens[request])
+        return request, request_begin, request_end
 
-    def load_queries(self, queries, q, offset, lane, scale_log2):
-        """Load a group's queries. Returns the factor for their products with keys, in base 2."""
-        if self.shape.quantized:
-            return scale_log2 * cute_tile_fp8.load_queries(self.shape, queries, q, offset, lane)
-        cute_tile.load_queries(self.shape, queries, q, offset, lane)
+    def load_queries(self, queries, q, query_offset, lane, scale_log2):
+        """Load a group's queries. Return the factor for their products with keys, in base 2."""
+        if self.shape.is_fp8:
+            return scale_log2 * cute_tile_fp8.load_queries(self.shape, queries, q, query_offset, lane)
+        cute_tile.load_queries(self.shape, queries, q, query_offset, lane)
         return scale_log2
 
-    def attend(self, queries, acc, row_max, row_sum, base, scales, left, lane, scale):
+    def attend(self, queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale):
         """Accumulate one step into the running softmax."""
-        if self.shape.quantized:
-            cute_tile_fp8.attend(self.shape, queries, acc, row_max, row_sum, base, scales, left, lane, scale)
+        if self.shape.is_fp8:
+            cute_tile_fp8.attend(
+                self.shape, queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale
+            )
         else:
-            cute_tile.attend(self.shape, queries, acc, row_max, row_sum, base, left, lane, scale)
+            cute_tile.attend(self.shape, queries, acc, row_max, row_sum, slot_address, num_valid, lane, scale)
 
-    def num_steps(self, length):
-        """Return the number of steps of a request of `length` tokens."""
-        return (length + (STEP - 1)) >> STEP_SHIFT
+    def count_steps(self, seq_len):
+        """Return the number of steps of a request of `seq_len` tokens."""
+        return (seq_len + (STEP_TOKENS - 1)) >> LOG2_STEP_TOKENS
 
-    def look_up(self, loader, request, index):
-        """Return the position in the cache, in steps, of step `index` of a request."""
-        page = loader.tables[request * loader.table_stride + (index >> self.page_shift)]
-        return (page << self.page_shift) + (index & ((1 << self.page_shift) - 1))
+    def look_up_step(self, loader, request, request_step):
+        """Return the index of a request's step in the cache, counted in steps."""
+        page = loader.block_tables[request * loader.table_stride + (request_step >> self.log2_page_steps)]
+        return (page << self.log2_page_steps) + (request_step & ((1 << self.log2_page_steps) - 1))
 
-    def issue(self, loader, slot, coord):
-        """Start the copy of the step at `coord`, and of its FP8 scales, into `slot`."""
+    def start_copy(self, loader, ring_slot, cache_index):
+        """Start the copy of the step at `cache_index`, and of its FP8 scales, into `ring_slot`."""
         shape = self.shape
-        barrier = loader.arrived + slot
+        barrier = loader.barriers + ring_slot
         with arch.elect_one():
             arch.mbarrier_arrive_and_expect_tx(barrier, shape.slot_bytes + shape.scale_bytes)
-            if shape.quantized:
-                page, index = coord >> self.page_shift, coord & ((1 << self.page_shift) - 1)
-                keys = loader.scales + (page * (2 * loader.num_kv_heads * shape.page_size) + index * STEP)
-                target, at = loader.scale_ring + slot * shape.scale_bytes, Int32(barrier.toint())
-                cute_ptx.copy_16_bytes(target, keys, at)
-                cute_ptx.copy_16_bytes(target + STEP, keys + loader.num_kv_heads * shape.page_size, at)
-        cute.copy(loader.load, loader.boxes[(None, coord)], loader.slots[(None, slot)], tma_bar_ptr=barrier)
+            if shape.is_fp8:
+                page, page_step = cache_index >> self.log2_page_steps, cache_index & ((1 << self.log2_page_steps) - 1)
+                key_scales = loader.scales_ptr + (
+                    page * (2 * loader.num_kv_heads * shape.page_size) + page_step * STEP_TOKENS
+                )
+                scales_address, barrier_address = (
+                    loader.scale_ring_address + ring_slot * shape.scale_bytes,
+                    Int32(barrier.toint()),
+                )
+                cute_ptx.copy_16_bytes_async(scales_address, key_scales, barrier_address)
+                cute_ptx.copy_16_bytes_async(
+                    scales_address + STEP_TOKENS, key_scales + loader.num_kv_heads * shape.page_size, barrier_address
+                )
+        cute.copy(
+            loader.copy_atom,
+            loader.cache_steps[(None, cache_index)],
+            loader.ring_slots[(None, ring_slot)],
+            tma_bar_ptr=barrier,
+        )
