@@ -141,13 +141,13 @@ def _merge_last_parts(
     shape: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     out: cute.Pointer,
-    counter: Int32,
+    counter_index: Int32,
     first_slot: Int32,
     first_index: Int32,
     last_index: Int32,
 ):
     """Merge parts (or groups) first_index..last_index of a request, if this CTA is the last to arrive."""
-    if _arrive_last(shape, exchange, counter, last_index - first_index + 1):
+    if _arrive_last(shape, exchange, counter_index, last_index - first_index + 1):
         for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
             _, weight_sum, sum_0, sum_1, sum_2, sum_3 = _merge_slots(
                 shape, exchange, quad, first_slot, first_index, first_index, last_index
@@ -274,7 +274,7 @@ def _merge_slots(
 
 
 def _partial_row(shape, exchange, slot, quad):
-    """Return the row of `partial_out` and `partial_stats` for elements 4 * quad to 4 * quad + 3 of the group's output."""
+    """Return the row of the partial results with elements 4 * quad to 4 * quad + 3 of the group's output."""
     return (slot * exchange.num_kv_heads + exchange.kv_head) * shape.group_size + quad // (shape.head_dim // 4)
 
 
