@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_kernels import batch, elementwise, gemm, linear_attention, moe, sampling
+from nanovllm_kernels import elementwise, gemm, linear_attention, moe, request_tables, sampling
 from nanovllm_kernels.attention import gqa, mla
 from nanovllm_kernels.attention.plan import flash_requests, work_list
 
@@ -12,7 +12,7 @@ MODULES = (
     mla,
     work_list,
     flash_requests,
-    batch,
+    request_tables,
     elementwise,
     gemm,
     gemm.block_fp8,
