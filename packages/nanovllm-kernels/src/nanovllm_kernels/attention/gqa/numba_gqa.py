@@ -42,28 +42,10 @@ MAX_TILE_ROWS = 96
 
 _ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)
 
-# Positions of the region's arguments in an int64 array. SCALE_PTR: address of a float64.
-(
-    _OPENMP,
-    _Q_PTR,
-    _Q_STRIDE,
-    _CACHE_PTR,
-    _TABLES_PTR,
-    _TABLE_STRIDE,
-    _SEQ_LENS_PTR,
-    _QUERY_STARTS_PTR,
-    _OUT_PTR,
-    _SCALE_PTR,
-    _NUM_HEADS,
-    _NUM_KV_HEADS,
-    _HEAD_DIM,
-    _PAGE_SIZE,
-    _TILES_PTR,
-    _NUM_TILES,
-    _TILE_TOKENS,
-    _NEXT_ITEM,
-    _NUM_ARGS,
-) = range(19)
+# Positions of the region's arguments in an int64 array. _SCALE_PTR: address of a float64.
+_OPENMP, _Q_PTR, _Q_STRIDE, _CACHE_PTR, _TABLES_PTR, _TABLE_STRIDE, _SEQ_LENS_PTR, _QUERY_STARTS_PTR = range(8)
+_OUT_PTR, _SCALE_PTR, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _PAGE_SIZE, _TILES_PTR, _NUM_TILES = range(8, 16)
+_TILE_TOKENS, _NEXT_ITEM, _NUM_ARGS = range(16, 19)
 
 
 def paged_attention(
@@ -172,36 +154,21 @@ def _attend_items(args_ptr):
         request, token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
         num_tokens = min(tile_tokens, query_starts[request + 1] - token)
         first_num_keys = seq_lens[request] - query_starts[request + 1] + token + 1
-        _attend_tile(
-            args,
-            item % num_kv_heads,
-            request,
-            token,
-            num_tokens,
-            first_num_keys,
-            key_dim,
-            value_dim,
-            scale,
-            scratch_ptr,
-        )
+        kv_head, dims = item % num_kv_heads, (key_dim, value_dim)
+        _attend_tile(args, kv_head, request, token, num_tokens, first_num_keys, dims, scale, scratch_ptr)
     keep_alive(scratch)
 
 
 @kernel
-def _attend_tile(
-    args, kv_head, request, first_token, num_tokens, first_num_keys, key_dim, value_dim, scale, scratch_ptr
-):
+def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, dims, scale, scratch_ptr):
     """Attend for `num_tokens` tokens from `first_token` on, for the query heads of one key-value head.
 
     first_num_keys: number of keys that the first token sees.
-    key_dim, value_dim: head size, rounded up to a multiple of UNROLL and of PANEL.
+    dims: (key_dim, value_dim), the head size rounded up to a multiple of UNROLL and of PANEL.
     """
-    num_heads, num_kv_heads, head_dim, page_size = (
-        args[_NUM_HEADS],
-        args[_NUM_KV_HEADS],
-        args[_HEAD_DIM],
-        args[_PAGE_SIZE],
-    )
+    num_heads, num_kv_heads = args[_NUM_HEADS], args[_NUM_KV_HEADS]
+    head_dim, page_size = args[_HEAD_DIM], args[_PAGE_SIZE]
+    key_dim, value_dim = dims
     group_size = num_heads // num_kv_heads
     num_rows, max_num_keys = num_tokens * group_size, first_num_keys + num_tokens - 1
     table = numba.carray(pointer(args[_TABLES_PTR] + 4 * request * args[_TABLE_STRIDE]), (max_num_keys,), np.int32)
