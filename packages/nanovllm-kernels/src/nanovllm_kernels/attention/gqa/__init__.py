@@ -13,13 +13,7 @@ from nanovllm_kernels.attention.plan.rounds import ONE_TOKEN_ROUNDS, AttentionRo
 from nanovllm_kernels.attention.plan.work_list import WorkList, WorkListFilter, make_work_list, split_query_lens
 from nanovllm_kernels.platform import describe, has_cute, has_flash_attention, runs_in_float32
 
-__all__ = [
-    "best_page_size",
-    "describe_attention_rounds",
-    "min_whole_prompt_tokens",
-    "paged_attention",
-    "plan_batch",
-]
+__all__ = ["best_page_size", "describe_attention_rounds", "min_whole_prompt_tokens", "paged_attention", "plan_batch"]
 
 MIN_PAGE_SIZE = 16
 

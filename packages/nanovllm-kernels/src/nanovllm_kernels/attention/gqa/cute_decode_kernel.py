@@ -51,7 +51,8 @@ class DecodeKernel:
 
     def __init__(self, shape: DecodeShape):
         self.shape = shape
-        self.log2_page_steps = (shape.page_size // STEP_TOKENS).bit_length() - 1
+        # log2 of the steps of a page.
+        self.page_shift = (shape.page_size // STEP_TOKENS).bit_length() - 1
 
     @cute.jit
     def __call__(
@@ -204,7 +205,7 @@ class DecodeKernel:
             num_kv_heads,
         )
         step = part_begin + warp
-        next_cache_index, next_step, next_request, next_request_begin, next_request_end = self.fill_ring(
+        next_index, next_step, next_request, next_begin, next_end = self.fill_ring(
             loader, step, request, request_begin, request_end
         )
         clear_empty_requests(shape, exchange, seq_lens, num_reqs, part)
@@ -226,14 +227,8 @@ class DecodeKernel:
                 row_max.fill(-Float32.inf)
                 while step < request_part_end:
                     # The previous step's slot is free: refill it.
-                    next_cache_index, next_step, next_request, next_request_begin, next_request_end = self.refill_slot(
-                        loader,
-                        spare_slot,
-                        next_cache_index,
-                        next_step,
-                        next_request,
-                        next_request_begin,
-                        next_request_end,
+                    next_index, next_step, next_request, next_begin, next_end = self.refill_slot(
+                        loader, spare_slot, next_index, next_step, next_request, next_begin, next_end
                     )
                     arch.mbarrier_wait(barriers + ring_slot, phase)
                     slot_address, num_valid = (
@@ -316,9 +311,7 @@ class DecodeKernel:
         return part_size, part_begin, part_end, request, request_begin, request_end
 
     @cute.jit
-    def fill_ring(
-        self, loader: cutlass.Constexpr, step: Int32, request: Int32, request_begin: Int32, request_end: Int32
-    ):
+    def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, begin: Int32, end: Int32):
         """Fill all slots of the warp's ring but one, from `step` on. Return what `refill_slot` takes to continue."""
         # Look up all pages first, so that these loads overlap.
         num_stages = self.shape.num_stages
@@ -326,21 +319,15 @@ class DecodeKernel:
         for stage in cutlass.range_constexpr(num_stages):
             cache_index = Int32(0)
             if step + stage * self.shape.num_warps < loader.end_step:
-                request, request_begin, request_end = self.find_request(
-                    loader.seq_lens, step + stage * self.shape.num_warps, request, request_begin, request_end
+                request, begin, end = self.find_request(
+                    loader.seq_lens, step + stage * self.shape.num_warps, request, begin, end
                 )
-                cache_index = self.look_up_step(loader, request, step + stage * self.shape.num_warps - request_begin)
+                cache_index = self.look_up_step(loader, request, step + stage * self.shape.num_warps - begin)
             cache_indexes.append(cache_index)
         for stage in cutlass.range_constexpr(num_stages - 1):
             if step + stage * self.shape.num_warps < loader.end_step:
                 self.start_copy(loader, loader.first_ring_slot + stage, cache_indexes[stage])
-        return (
-            cache_indexes[num_stages - 1],
-            step + (num_stages - 1) * self.shape.num_warps,
-            request,
-            request_begin,
-            request_end,
-        )
+        return (cache_indexes[num_stages - 1], step + (num_stages - 1) * self.shape.num_warps, request, begin, end)
 
     @cute.jit
     def refill_slot(
@@ -350,30 +337,26 @@ class DecodeKernel:
         cache_index: Int32,
         step: Int32,
         request: Int32,
-        request_begin: Int32,
-        request_end: Int32,
+        begin: Int32,
+        end: Int32,
     ):
         """Start the copy of `step`, at `cache_index`, into `ring_slot`, and look up the warp's next step."""
         if step < loader.end_step:
             self.start_copy(loader, ring_slot, cache_index)
             step += self.shape.num_warps
             if step < loader.end_step:
-                request, request_begin, request_end = self.find_request(
-                    loader.seq_lens, step, request, request_begin, request_end
-                )
-                cache_index = self.look_up_step(loader, request, step - request_begin)
-        return cache_index, step, request, request_begin, request_end
+                request, begin, end = self.find_request(loader.seq_lens, step, request, begin, end)
+                cache_index = self.look_up_step(loader, request, step - begin)
+        return cache_index, step, request, begin, end
 
     @cute.jit
-    def find_request(
-        self, seq_lens: cute.Tensor, step: Int32, request: Int32, request_begin: Int32, request_end: Int32
-    ):
+    def find_request(self, seq_lens: cute.Tensor, step: Int32, request: Int32, begin: Int32, end: Int32):
         """Return the request that contains `step`, and its begin and end, searching from `request` on."""
-        while step >= request_end:
+        while step >= end:
             request += 1
-            request_begin = request_end
-            request_end += self.count_steps(seq_lens[request])
-        return request, request_begin, request_end
+            begin = end
+            end += self.count_steps(seq_lens[request])
+        return request, begin, end
 
     def load_queries(self, queries, q, query_offset, lane, scale_log2):
         """Load a group's queries. Return the factor for their products with keys, in base 2."""
@@ -397,8 +380,8 @@ class DecodeKernel:
 
     def look_up_step(self, loader, request, request_step):
         """Return the index of a request's step in the cache, counted in steps."""
-        page = loader.block_tables[request * loader.table_stride + (request_step >> self.log2_page_steps)]
-        return (page << self.log2_page_steps) + (request_step & ((1 << self.log2_page_steps) - 1))
+        page = loader.block_tables[request * loader.table_stride + (request_step >> self.page_shift)]
+        return (page << self.page_shift) + (request_step & ((1 << self.page_shift) - 1))
 
     def start_copy(self, loader, ring_slot, cache_index):
         """Start the copy of the step at `cache_index`, and of its FP8 scales, into `ring_slot`."""
@@ -407,17 +390,17 @@ class DecodeKernel:
         with arch.elect_one():
             arch.mbarrier_arrive_and_expect_tx(barrier, shape.slot_bytes + shape.scale_bytes)
             if shape.is_fp8:
-                page, page_step = cache_index >> self.log2_page_steps, cache_index & ((1 << self.log2_page_steps) - 1)
-                key_scales = loader.scales_ptr + (
+                page, page_step = cache_index >> self.page_shift, cache_index & ((1 << self.page_shift) - 1)
+                scales = loader.scales_ptr + (
                     page * (2 * loader.num_kv_heads * shape.page_size) + page_step * STEP_TOKENS
                 )
-                scales_address, barrier_address = (
+                address, barrier_address = (
                     loader.scale_ring_address + ring_slot * shape.scale_bytes,
                     Int32(barrier.toint()),
                 )
-                cute_ptx.copy_16_bytes_async(scales_address, key_scales, barrier_address)
+                cute_ptx.copy_16_bytes_async(address, scales, barrier_address)
                 cute_ptx.copy_16_bytes_async(
-                    scales_address + STEP_TOKENS, key_scales + loader.num_kv_heads * shape.page_size, barrier_address
+                    address + STEP_TOKENS, scales + loader.num_kv_heads * shape.page_size, barrier_address
                 )
         cute.copy(
             loader.copy_atom,

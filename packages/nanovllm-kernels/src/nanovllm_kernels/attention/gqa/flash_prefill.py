@@ -35,12 +35,7 @@ def supports_rows(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
 
 
 def attend_to_pages(
-    q: Tensor,
-    kv_cache: Tensor,
-    requests: FlashRequests,
-    scale: float,
-    max_query_len: int,
-    out: Tensor,
+    q: Tensor, kv_cache: Tensor, requests: FlashRequests, scale: float, max_query_len: int, out: Tensor
 ) -> None:
     """Attend for `requests` over their pages, and write their rows of `out`.
 
@@ -63,13 +58,7 @@ def attend_to_pages(
 
 
 def attend_to_rows(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    requests: FlashRequests,
-    scale: float,
-    max_query_len: int,
-    out: Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, requests: FlashRequests, scale: float, max_query_len: int, out: Tensor
 ) -> None:
     """Attend for `requests` whose tokens are all in this step, and write their rows of `out`.
 

@@ -8,12 +8,7 @@ With float32 queries all products are float32, otherwise float16 (see `triton_so
 import triton
 import triton.language as tl
 
-from nanovllm_kernels.attention.triton_softmax import (
-    floor_to_power_of_2,
-    load_pages,
-    scale_scores,
-    weigh_scaled_scores,
-)
+from nanovllm_kernels.attention.triton_softmax import floor_to_power_of_2, load_pages, scale_scores, weigh_scaled_scores
 
 
 @triton.jit

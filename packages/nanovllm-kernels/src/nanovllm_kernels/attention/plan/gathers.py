@@ -96,13 +96,7 @@ def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _plan_decodes(
-    begin: int,
-    end: int,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    lengths: list[int],
-    page_size: int,
-    dtype: torch.dtype,
+    begin: int, end: int, block_tables: Tensor, seq_lens: Tensor, lengths: list[int], page_size: int, dtype: torch.dtype
 ) -> DecodeGather:
     max_len = max(lengths)
     tables = block_tables[:, : -(-max_len // page_size)]
