@@ -16,7 +16,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, quantize_groups
 from nanovllm_models import deepseek_v3
 from nanovllm_models.errors import ModelError
-from nanovllm_models.fields import Fields
+from nanovllm_models.fields import JsonFields
 
 TINY = COMMON | FAMILIES["deepseek_v3"][1]
 
@@ -68,7 +68,7 @@ def test_every_tensor_must_be_there_and_no_other(tmp_path, session):
 
 
 def test_experts_are_where_the_config_says():
-    config = deepseek_v3.parse_config(Fields(TINY | {"moe_layer_freq": 2, "num_hidden_layers": 6}, "config.json"))
+    config = deepseek_v3.parse_config(JsonFields(TINY | {"moe_layer_freq": 2, "num_hidden_layers": 6}, "config.json"))
     assert [config.moe.has_experts(index) for index in range(6)] == [False, False, True, False, True, False]
 
 
@@ -88,7 +88,7 @@ def test_experts_are_where_the_config_says():
 )
 def test_a_config_that_is_not_supported_is_refused_by_field(field, value, message):
     with pytest.raises(ModelError, match=rf"{field} of config.json is .*, but must be .*{message}"):
-        deepseek_v3.parse_config(Fields(TINY | {field: value}, "config.json"))
+        deepseek_v3.parse_config(JsonFields(TINY | {field: value}, "config.json"))
 
 
 def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:

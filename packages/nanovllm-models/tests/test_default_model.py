@@ -103,7 +103,7 @@ def test_weights_are_those_that_transformers_makes_of_the_file(default_model):
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**json.loads((default_model / "config.json").read_text())))
-    theirs = load_gguf_checkpoint(default_model_module.source_file(), return_tensors=True, model_to_load=model)[
+    theirs = load_gguf_checkpoint(default_model_module.find_source_file(), return_tensors=True, model_to_load=model)[
         "tensors"
     ]
     with safe_open(default_model / "model.safetensors", framework="pt") as ours:

