@@ -134,6 +134,6 @@ def test_fields_left_out_have_the_defaults_of_transformers(family, config, tmp_p
     sparse = family.parse_sparse_config(fields, *([24] if family is qwen3_moe else []))
     assert (sparse.num_experts, sparse.routing.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
     if family is qwen3_moe:
-        assert sparse.moe_intermediate_size == theirs.moe_intermediate_size
+        assert sparse.intermediate_size == theirs.moe_intermediate_size
         assert sparse.routing.renormalize == theirs.norm_topk_prob
         assert sparse.sparse_layers == frozenset(range(24))

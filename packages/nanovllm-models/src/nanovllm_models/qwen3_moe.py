@@ -20,7 +20,7 @@ class Qwen3MoEConfig:
     """
 
     num_experts: int
-    moe_intermediate_size: int
+    intermediate_size: int
     routing: Routing
     sparse_layers: frozenset[int]
 
@@ -41,32 +41,29 @@ def parse_config(config: JsonFields) -> LlamaConfig:
     return qwen3.parse_config(config, CONFIG_DEFAULTS)
 
 
-def parse_expert_counts(config: JsonFields, default_experts: int, default_top_k: int) -> tuple[int, int]:
-    """Return the number of experts, and the number of experts per token. Raises ModelError."""
-    # Published checkpoints have num_experts; transformers 5 writes num_local_experts.
+def parse_moe_config(
+    config: JsonFields,
+    num_layers: int,
+    default_experts: int = 128,
+    default_top_k: int = 8,
+    default_width: int = 768,
+    *,
+    default_renormalize: bool = False,
+) -> Qwen3MoEConfig:
+    """Parse the fields of the experts. Defaults: values of fields that config.json does not have. Raises ModelError."""
+    # Published checkpoints have num_experts; transformers 5 may write num_local_experts.
     name = "num_experts" if config.has("num_experts") else "num_local_experts"
     num_experts = config.positive_integer(name, default_experts)
     top_k = config.positive_integer("num_experts_per_tok", default_top_k)
     if top_k > num_experts:
         raise config.error("num_experts_per_tok", f"at most num_experts, {num_experts}")
-    return num_experts, top_k
-
-
-def parse_sparse_layers(config: JsonFields, num_layers: int) -> frozenset[int]:
-    """Return the indices of the layers with experts. Raises ModelError."""
     step = config.positive_integer("decoder_sparse_step", 1)
     dense_layers = config.non_negative_integers("mlp_only_layers")
-    return frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense_layers)
-
-
-def parse_moe_config(config: JsonFields, num_layers: int) -> Qwen3MoEConfig:
-    """Parse the fields of the experts. Raises ModelError."""
-    num_experts, top_k = parse_expert_counts(config, 128, 8)
     return Qwen3MoEConfig(
         num_experts=num_experts,
-        moe_intermediate_size=config.positive_integer("moe_intermediate_size", 768),
-        routing=Routing(top_k, renormalize=config.boolean("norm_topk_prob", False)),
-        sparse_layers=parse_sparse_layers(config, num_layers),
+        intermediate_size=config.positive_integer("moe_intermediate_size", default_width),
+        routing=Routing(top_k, renormalize=config.boolean("norm_topk_prob", default_renormalize)),
+        sparse_layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense_layers),
     )
 
 
@@ -76,7 +73,7 @@ def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, moe: Qwe
         return LlamaLayer(config, index, build)
     router = Router(config.hidden_size, moe.num_experts, moe.routing, build)
     quantization = STANDARD_NAMES.quantization_of(config.quantization, f"model.layers.{index}.mlp.experts")
-    width = moe.moe_intermediate_size
+    width = moe.intermediate_size
     experts = Experts(moe.num_experts, config.hidden_size, width, build, quantization=quantization)
     return LlamaLayer(config, index, build, SparseMLP(router, experts))
 

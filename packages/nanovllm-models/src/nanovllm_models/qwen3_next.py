@@ -19,7 +19,7 @@ from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert, TokenGate, runs_among
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, SharedExpert, TokenGate, runs_among
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, quantization_of
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
@@ -31,7 +31,7 @@ from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.llama import is_redundant
 from nanovllm_models.model_spec import make_model_spec
-from nanovllm_models.qwen3_moe import parse_expert_counts, parse_sparse_layers
+from nanovllm_models.qwen3_moe import Qwen3MoEConfig, parse_moe_config
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 MTP_PREFIX = "mtp."
@@ -39,24 +39,11 @@ SHARED_EXPERT = SharedExpert("shared_expert", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3NextMoEConfig:
-    """The fields of config.json that define the experts.
-
-    sparse_layers: indices of the layers with experts; the other layers are dense.
-    """
-
-    num_experts: int
-    intermediate_size: int
-    shared_intermediate_size: int
-    routing: Routing
-    sparse_layers: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Qwen3NextConfig:
     """The fields of config.json that define the model.
 
     attention_layers: indices of the layers with attention; the other layers are recurrent.
+    shared_intermediate_size: width of the shared expert.
     """
 
     vocab_size: int
@@ -72,7 +59,8 @@ class Qwen3NextConfig:
     rotary: RotaryConfig
     attention_bias: bool
     delta: DeltaShape
-    moe: Qwen3NextMoEConfig
+    moe: Qwen3MoEConfig
+    shared_intermediate_size: int
     tie_word_embeddings: bool
     quantization: BlockFP8 | None
 
@@ -109,7 +97,8 @@ def parse_config(config: JsonFields) -> Qwen3NextConfig:
         rotary=parse_rotary(config, max_position, partial_head_dim=head_dim, default_fraction=0.25),
         attention_bias=config.boolean("attention_bias", False),
         delta=_parse_delta(config, eps),
-        moe=_parse_moe(config, num_layers),
+        moe=parse_moe_config(config, num_layers, 512, 10, 512, default_renormalize=True),
+        shared_intermediate_size=config.positive_integer("shared_expert_intermediate_size", 512),
         tie_word_embeddings=config.boolean("tie_word_embeddings", False),
         quantization=quantization,
     )
@@ -142,17 +131,6 @@ def _parse_delta(config: JsonFields, eps: float) -> DeltaShape:
         v_dim=config.positive_integer("linear_value_head_dim", 128),
         width=config.positive_integer("linear_conv_kernel_dim", 4),
         eps=eps,
-    )
-
-
-def _parse_moe(config: JsonFields, num_layers: int) -> Qwen3NextMoEConfig:
-    num_experts, top_k = parse_expert_counts(config, 512, 10)
-    return Qwen3NextMoEConfig(
-        num_experts=num_experts,
-        intermediate_size=config.positive_integer("moe_intermediate_size", 512),
-        shared_intermediate_size=config.positive_integer("shared_expert_intermediate_size", 512),
-        routing=Routing(top_k, renormalize=config.boolean("norm_topk_prob", True)),
-        sparse_layers=parse_sparse_layers(config, num_layers),
     )
 
 
@@ -203,7 +181,7 @@ class Qwen3NextMoE(nn.Module):
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, name: str):
         super().__init__()
-        hidden_size, moe, width = config.hidden_size, config.moe, config.moe.shared_intermediate_size
+        hidden_size, moe, width = config.hidden_size, config.moe, config.shared_intermediate_size
         quantization = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
         shared_quantization = quantization_of(config.quantization, f"{name}.shared_expert", *STANDARD_NAMES)
         is_alike = shared_quantization == quantization
