@@ -128,7 +128,7 @@ async def leave_often(server, count: int, seed: int) -> None:
     await asyncio.gather(*map(one, range(count)))
 
 
-async def test_leaving_at_any_moment_frees_everything(server):
+async def test_disconnecting_at_any_moment_frees_everything(server):
     before = await idle(server)
     await leave_often(server, LEAVERS, seed=0)
     after = await idle(server)

@@ -47,13 +47,13 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
         ("{{ message.content }}{{ tools }}", ChatFormat(None, None)),
     ],
 )
-def test_the_template_decides(template, expected):
+def test_the_template_decides_the_format(template, expected):
     assert detect_format(None, template) == expected
     # The architecture must not matter where the template mentions tools.
     assert "tool" not in template or detect_format("LlamaForCausalLM", template) == expected
 
 
-def test_the_architecture_decides_where_the_template_knows_no_tools():
+def test_the_architecture_decides_if_the_template_does_not_mention_tools():
     assert detect_format("MiniMaxM2ForCausalLM", "{{ message.content }}") == ChatFormat(None, MINIMAX_M2)
     assert detect_format("DeepseekV3ForCausalLM", "{{ message.content }}</think>") == ChatFormat(THINK, DEEPSEEK_R1)
     assert detect_format("MiniMaxM2ForCausalLM", "{{ message.tool_calls }}") == ChatFormat(None, None)

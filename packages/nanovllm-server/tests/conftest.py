@@ -244,8 +244,8 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Te
     service.renderer.close()
 
 
-class Witness:
-    """Wraps the application, and checks every response against the contract."""
+class ResponseRecorder:
+    """Wraps the application, and records every response for the check against the contract."""
 
     def __init__(self, app: ASGIFramework):
         self._app = app
@@ -257,7 +257,7 @@ class Witness:
             return
         status, kind, body, complete = 0, "", bytearray(), False
 
-        async def send_and_see(event) -> None:
+        async def send_and_record(event) -> None:
             nonlocal status, kind, complete
             if event["type"] == "http.response.start":
                 status = event["status"]
@@ -268,7 +268,7 @@ class Witness:
             await send(event)
 
         try:
-            await self._app(scope, receive, send_and_see)
+            await self._app(scope, receive, send_and_record)
         finally:
             if status:
                 self.exchanges.append(
@@ -279,10 +279,10 @@ class Witness:
 @pytest.fixture
 def app(service: Service) -> Iterator[Quart]:
     app = create_app(service)
-    witness = Witness(app.asgi_app)
-    app.asgi_app = witness
+    recorder = ResponseRecorder(app.asgi_app)
+    app.asgi_app = recorder
     yield app
-    for exchange in witness.exchanges:
+    for exchange in recorder.exchanges:
         check(exchange)
 
 
@@ -293,7 +293,7 @@ def client(app: Quart):
 
 @pytest.fixture
 def post(client) -> Callable[..., Any]:
-    """Sends a chat completion; the given fields replace those of a small valid request."""
+    """Sends a chat completion request. `fields` replace the fields of a small valid request."""
 
     async def post(headers: dict[str, str] | None = None, **fields: Any):
         body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -303,7 +303,7 @@ def post(client) -> Callable[..., Any]:
 
 
 @contextlib.asynccontextmanager
-async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
+async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
     (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
     config = hypercorn_config()
@@ -321,11 +321,11 @@ async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout
 @pytest.fixture
 async def url(app: Quart) -> AsyncIterator[str]:
     """The same server behind a real socket."""
-    async with behind_a_socket(app) as url:
+    async with serve_on_socket(app) as url:
         yield url
 
 
 @pytest.fixture
 def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
     """Serves the test's own application, or other settings, behind a real socket."""
-    return behind_a_socket
+    return serve_on_socket

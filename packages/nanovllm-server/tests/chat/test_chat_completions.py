@@ -166,7 +166,7 @@ async def test_n_choices_are_answered(post, engine):
     assert body["usage"]["completion_tokens"] == 18
 
 
-async def test_n_is_interleaved_in_the_stream(post, engine):
+async def test_choices_are_interleaved_in_the_stream(post, engine):
     engine.delay = 0.005
     chunks = events(await (await post(n=2, stream=True)).get_data())
     order = [chunk["choices"][0]["index"] for chunk in chunks]
@@ -190,7 +190,7 @@ async def test_logprobs_are_returned_per_token(post, engine):
     assert (end["token"], end["bytes"]) == ("<|end|>", None)
 
 
-async def test_sampling_reaches_the_engine(post, engine):
+async def test_sampling_parameters_reach_the_engine(post, engine):
     await post(
         temperature=0.5,
         top_p=0.9,

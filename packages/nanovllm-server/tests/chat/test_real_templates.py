@@ -82,7 +82,7 @@ async def test_format_is_detected_from_the_template(model):
     assert ("The weather." in (await renderer.render([QUESTION], [TOOL])).text) == shows_tools
 
 
-async def test_a_call_of_the_history_is_what_the_parser_reads(model, backend):
+async def test_rendered_earlier_call_is_readable_by_the_parser(model, backend):
     name, template, renderer = model
     model_format = ModelFormat(detect_format(None, template), TextVocabulary(backend))
     asked = (await renderer.render([QUESTION], [TOOL])).text

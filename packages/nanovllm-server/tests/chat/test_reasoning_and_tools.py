@@ -155,7 +155,7 @@ async def test_stream_equals_complete_answer(ask, post, speak, engine, answer, b
 
 @pytest.mark.parametrize("burst", [1, 7])
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-async def test_the_official_client_puts_a_stream_together(sdk, speak, engine, answer, burst):
+async def test_the_official_client_joins_a_stream(sdk, speak, engine, answer, burst):
     speak(*answer)
     engine.burst = burst
     fields = {"model": "scripted", "messages": MESSAGES, "tools": TOOLS}
@@ -205,7 +205,7 @@ async def test_unfinished_reasoning_has_no_content(ask, speak):
 @pytest.mark.parametrize(
     ("opening", "reasoning"), [("<think>\n", "Hm."), ("<think>\n\n</think>\n\n", None), ("", None)]
 )
-async def test_the_prompt_says_whether_reasoning_has_begun(ask, speak, opening, reasoning):
+async def test_prompt_decides_whether_the_answer_begins_with_reasoning(ask, speak, opening, reasoning):
     speak(QWEN, "Hm.</think>\n\nHello.")
     choice, _ = await ask(chat_template_kwargs={"opening": opening})
     assert choice["message"].get("reasoning") == reasoning
@@ -249,7 +249,7 @@ async def test_a_call_that_is_cut_off_ends_by_length(ask, speak, engine):
     assert ended == whole
 
 
-async def test_text_that_is_no_call_is_content(ask, speak):
+async def test_text_that_is_not_a_call_is_content(ask, speak):
     speak(QWEN, "<tool_call>\nno\n</tool_call>")
     choice, _ = await ask()
     assert choice["message"] == {"role": "assistant", "content": "<tool_call>\nno\n</tool_call>", "refusal": None}
@@ -294,13 +294,13 @@ async def test_stop_strings_apply_to_content_only(ask, speak):
     assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "Stop")
 
 
-async def test_a_stop_string_held_back_comes_out_before_a_call(ask, speak):
+async def test_partial_stop_string_is_sent_before_a_call(ask, speak):
     speak(QWEN, f"Sto{CALL}p")
     choice, _ = await ask(stop="Stop")
     assert (choice["message"]["content"], choice["stop_reason"]) == ("Stop", None)
 
 
-async def test_nothing_is_sent_while_nothing_is_decided(post, speak, engine):
+async def test_undecided_text_is_held_back(post, speak, engine):
     speak(QWEN, "Stomp")
     engine.delay = 0.01
     chunks = chunks_of(await (await post(stream=True, stop="Stop")).get_data())

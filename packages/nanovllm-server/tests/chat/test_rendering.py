@@ -107,7 +107,7 @@ def as_either(arguments):
         (as_either, 'hi;;[f {"x": 1}][g {}]4;'),
     ],
 )
-async def test_calls_are_passed_in_the_templates_style(write_call, expected):
+async def test_call_arguments_are_passed_as_the_template_expects(write_call, expected):
     renderer = Renderer(CallTokenizer(write_call))
     assert (await renderer.render(CALLS)).text == expected
     renderer.close()
@@ -125,7 +125,7 @@ async def test_incomplete_call_is_passed_as_text_or_refused():
     renderer.close()
 
 
-async def test_a_value_that_the_template_can_not_be_given_is_refused_by_its_field():
+async def test_reserved_template_variable_is_a_400_that_names_the_field():
     class Reserved(TemplateTokenizer):
         def render_chat(self, messages, *, template_values=None, **_):
             if template_values:
@@ -139,7 +139,7 @@ async def test_a_value_that_the_template_can_not_be_given_is_refused_by_its_fiel
     renderer.close()
 
 
-def test_template_that_refuses_everything_is_found_at_the_start():
+def test_template_that_refuses_every_message_fails_at_start():
     with pytest.raises(TemplateError):
         Renderer(TemplateTokenizer(strict()))
 
@@ -178,7 +178,7 @@ async def test_tools_become_text_if_the_template_shows_none(name, system):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-async def test_past_calls_become_text_if_the_template_shows_none(name):
+async def test_earlier_calls_become_text_if_the_template_shows_none(name):
     form = TOOL_CALL_FORMATS[name]
     renderer = Renderer(TemplateTokenizer(strict("system", "user", "assistant")), form)
     text = (await renderer.render(CALLED)).text
@@ -192,7 +192,7 @@ async def test_past_calls_become_text_if_the_template_shows_none(name):
     renderer.close()
 
 
-async def test_a_template_that_shows_tools_is_given_them():
+async def test_tools_are_passed_to_a_template_that_shows_them():
     class Showing(CallTokenizer):
         def render_chat(self, messages, *, tools=None, **_):
             return super().render_chat(messages) + json.dumps(tools)

@@ -44,12 +44,12 @@ def test_stop_strings_are_found_by_single_characters(text, stops):
     test_stop_strings_are_found_in_any_pieces.hypothesis.inner_test(text, stops, list(range(len(text))))
 
 
-def test_held_text_comes_out_as_soon_as_it_is_decided():
+def test_held_text_is_returned_when_it_cannot_be_a_stop_string():
     matcher = StopMatcher(("abc",))
     assert [matcher.push(character) for character in "xababdc"] == ["x", "", "", "ab", "", "abd", "c"]
 
 
-def test_flush_ends_partial_stop_strings():
+def test_flush_returns_partial_stop_strings():
     matcher = StopMatcher(("abc",))
     assert [matcher.push("ab"), matcher.flush(), matcher.push("cab")] == ["", "ab", "c"]
     assert [matcher.found, matcher.flush()] == [None, "ab"]

@@ -50,7 +50,7 @@ def sharing_tokenizer(memory, worker):
     return tokenizer, exchange
 
 
-def test_a_segment_encoded_by_one_worker_is_found_in_anothers_cache_with_the_same_ids():
+def test_a_segment_encoded_by_one_worker_is_cached_in_another():
     memory = RingMemory(2, RING_BYTES)
     (first, _), (second, exchange) = (sharing_tokenizer(memory, worker) for worker in range(2))
     text = conversation(random.Random(0), 80)
@@ -89,7 +89,7 @@ def test_dropped_messages_change_no_ids():
         msgspec.msgpack.encode({"more behind": ids(1)}) + b"x",
     ],
 )
-def test_a_malformed_message_is_logged_and_left_out(message):
+def test_a_malformed_message_is_logged_and_ignored(message):
     first, second = pair()
     second._logger = log = Mock()
     first._own_ring.write(message)
@@ -98,7 +98,7 @@ def test_a_malformed_message_is_logged_and_left_out(message):
     assert [call.args for call in log.warning.call_args_list] == [("malformed encodings from a worker",)]
 
 
-def test_a_worker_receives_what_others_published_once_and_nothing_of_its_own():
+def test_a_worker_receives_each_message_of_other_workers_once():
     first, second = pair()
     assert second.receive() == {}
     first.publish({"one": ids(1), "empty": b""})
@@ -108,7 +108,7 @@ def test_a_worker_receives_what_others_published_once_and_nothing_of_its_own():
     assert second.receive() == {}
 
 
-def test_a_replaced_worker_receives_what_it_and_others_had_published_and_is_heard_again():
+def test_a_replacement_receives_earlier_messages_of_all_workers_and_can_publish():
     memory = RingMemory(2, RING_BYTES)
     other = RingEncodingExchange(memory, 0, NUM_TOKEN_IDS)
     other.receive()
@@ -125,7 +125,7 @@ def test_a_replaced_worker_receives_what_it_and_others_had_published_and_is_hear
     assert replacement.receive() == {"later": ids(4)}
 
 
-def test_messages_are_bounded_and_segments_that_exceed_one_are_not_sent():
+def test_messages_have_a_maximum_size_and_larger_segments_are_not_sent():
     first, second = pair(1 << 14)
     largest = 1 << 13
     sizes: list[int] = []
@@ -138,7 +138,7 @@ def test_messages_are_bounded_and_segments_that_exceed_one_are_not_sent():
     assert max(sizes) <= largest
 
 
-def test_publishing_waits_for_no_reader():
+def test_publishing_does_not_wait_for_readers():
     first, second = pair()
     text = "x" * (1 << 16)
     begin = time.monotonic()
