@@ -100,8 +100,8 @@ def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeigh
         shard_names = sorted(set(read_fields(path / INDEX_NAME).string_mapping("weight_map").values()))
         missing = [shard for shard in shard_names if not (path / shard).is_file()]
         if missing:
-            found = f"{len(missing)} of {len(shard_names)} files are missing"
-            raise ModelError(f"{path / INDEX_NAME} names {missing[0]}, which is not there ({found})")
+            count = f"{len(missing)} of {len(shard_names)} files are missing"
+            raise ModelError(f"{path / INDEX_NAME} names {missing[0]}, which is not there ({count})")
         return CheckpointWeights(tuple(path / shard for shard in shard_names), progress)
     if (path / SINGLE_FILE_NAME).is_file():
         return CheckpointWeights((path / SINGLE_FILE_NAME,), progress)

@@ -137,8 +137,8 @@ class JsonFields:
         """Return the error for a field with an invalid value. expected: description of the valid values."""
         if not self.has(name):
             return ModelError(f"{name} of {self.source} is missing: it must be {expected}")
-        shown = textwrap.shorten(json.dumps(self._values[name]), MAX_SHOWN_LENGTH, placeholder=" ...")
-        return ModelError(f"{name} of {self.source} is {shown}, but must be {expected}")
+        value_text = textwrap.shorten(json.dumps(self._values[name]), MAX_SHOWN_LENGTH, placeholder=" ...")
+        return ModelError(f"{name} of {self.source} is {value_text}, but must be {expected}")
 
 
 def read_fields(file: Path) -> JsonFields:

@@ -55,14 +55,14 @@ class SegmentCache:
 
     def find(self, segments: Iterable[str]) -> dict[str, bytes]:
         """Return the token ids (bytes of int32) of those `segments` that are cached, by segment."""
-        found: dict[str, bytes] = {}
+        cached_ids: dict[str, bytes] = {}
         with self._lock:
             for segment in segments:
                 ids = self._entries.get(segment)
                 if ids is not None:
                     self._entries.move_to_end(segment)
-                    found[segment] = ids
-        return found
+                    cached_ids[segment] = ids
+        return cached_ids
 
     def add(self, encoded: Mapping[str, bytes]) -> None:
         """Add segments and their token ids (bytes of int32)."""

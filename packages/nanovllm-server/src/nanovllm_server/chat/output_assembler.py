@@ -127,9 +127,9 @@ class OutputAssembler:
     def _add_text(self, text: str) -> None:
         if self._stop_matcher is not None and self.num_tokens > self._min_tokens:
             text = self._stop_matcher.push(text)
-            self._is_stopped = self._stop_matcher.found is not None
+            self._is_stopped = self._stop_matcher.matched_stop is not None
             if self._include_stop:
-                text += self._stop_matcher.found or ""
+                text += self._stop_matcher.matched_stop or ""
         if text:
             self._text_pieces.append(text)
 
@@ -143,8 +143,8 @@ class OutputAssembler:
             self._reasoning_ended = not self._parser.in_reasoning
 
     def _end(self, reason: Finish, stop_reason: str | int | None = None) -> Delta:
-        if self._stop_matcher is not None and self._stop_matcher.found is not None:
-            stop_reason = self._stop_matcher.found
+        if self._stop_matcher is not None and self._stop_matcher.matched_stop is not None:
+            stop_reason = self._stop_matcher.matched_stop
         # "length" tells the client that a call's arguments are incomplete, whatever cut them off.
         if self._parser.in_call:
             reason = "length"

@@ -6,7 +6,7 @@ class StopMatcher:
 
     If two stop strings end at the same character, the longer one is found: no part of a stop string may be returned.
 
-    found: the stop string; None until one is complete.
+    matched_stop: the stop string that was found; None before that.
     """
 
     def __init__(self, stop_strings: tuple[str, ...]):
@@ -16,15 +16,15 @@ class StopMatcher:
         # Per stop string, the number of its characters that end the text.
         self._num_matched = [0] * len(stop_strings)
         self._held_text = ""
-        self.found: str | None = None
+        self.matched_stop: str | None = None
 
     def push(self, text: str) -> str:
-        """Adds `text`; returns the text that can't belong to a stop string. Sets `found` if one is complete."""
+        """Adds `text`; returns the text that can't belong to a stop string. Sets `matched_stop` if one is complete."""
         self._held_text += text
         for end, character in enumerate(text, len(self._held_text) - len(text) + 1):
             for index, stop in enumerate(self._stop_strings):
                 if self._advance(index, character) == len(stop):
-                    self.found = stop
+                    self.matched_stop = stop
                     return self._held_text[: end - len(stop)]
         split = len(self._held_text) - max(self._num_matched)
         released, self._held_text = self._held_text[:split], self._held_text[split:]
