@@ -184,7 +184,7 @@ async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
     await set_field(tab, "#further", "{")
     await tab.press("Enter")
     await tab.wait_until("document.querySelectorAll('.error').length === 2")
-    assert "Further fields are no JSON" in (await texts(tab, ".error"))[-1]
+    assert "Further fields are not valid JSON" in (await texts(tab, ".error"))[-1]
     await set_field(tab, "#further", "")
     await tab.press("Enter")
     await answered(tab)
