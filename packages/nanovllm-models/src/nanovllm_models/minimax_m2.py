@@ -43,7 +43,7 @@ CONFIG_DEFAULTS = ConfigDefaults(
     max_position_embeddings=196608,
     head_dim=128,
     rope_theta=5_000_000.0,
-    rotates_part=True,
+    is_rotation_partial=True,
 )
 
 

@@ -28,14 +28,14 @@ async def tab(url):
         assert {address for address in tab.requested_urls if not address.startswith((f"{url}/", "data:"))} == set()
 
 
-async def ask(tab, text):
+async def send_message(tab, text):
     await tab.wait_until("$('model').value")
     await tab.evaluate("$('input').focus()")
     await tab.type(text)
     await tab.press("Enter")
 
 
-async def answered(tab, number=1):
+async def wait_for_answers(tab, number=1):
     await tab.wait_until(f"document.querySelectorAll('.assistant .note').length === {number}")
 
 
@@ -43,25 +43,25 @@ async def set_field(tab, selector, text):
     await tab.evaluate(f"document.querySelector({json.dumps(selector)}).value = {json.dumps(text)}")
 
 
-def texts(tab, selector):
+def read_texts(tab, selector):
     return tab.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((found) => found.textContent)")
 
 
 async def test_conversation_is_shown_and_sent(tab, engine, tokenizer):
     engine.reply = [*"Hello, wörld 😀!".encode()]
-    await ask(tab, "hi")
-    await answered(tab)
-    assert await texts(tab, ".turn h2") == ["You", "scripted"]
-    assert await texts(tab, ".text") == ["hi", "Hello, wörld 😀!"]
-    (note,) = await texts(tab, ".note")
+    await send_message(tab, "hi")
+    await wait_for_answers(tab)
+    assert await read_texts(tab, ".turn h2") == ["You", "scripted"]
+    assert await read_texts(tab, ".text") == ["hi", "Hello, wörld 😀!"]
+    (note,) = await read_texts(tab, ".note")
     assert note.startswith("stop · ")
     assert "tokens · first after" in note
     await set_field(tab, "#system", "Be brief.")
     await set_field(tab, "[name=temperature]", "0.5")
     await set_field(tab, "[name=seed]", "7")
     await set_field(tab, "#further", '{"top_k": 3}')
-    await ask(tab, "and then?")
-    await answered(tab, 2)
+    await send_message(tab, "and then?")
+    await wait_for_answers(tab, 2)
     assert [message["content"] for message in tokenizer.rendered[-1]] == [
         "Be brief.",
         "hi",
@@ -71,9 +71,9 @@ async def test_conversation_is_shown_and_sent(tab, engine, tokenizer):
     sampling = engine.requests[-1].sampling
     assert (sampling.temperature, sampling.seed, sampling.top_k) == (0.5, 7, 3)
     await tab.click("#clear")
-    assert await texts(tab, ".turn") == []
-    await ask(tab, "again")
-    await answered(tab)
+    assert await read_texts(tab, ".turn") == []
+    await send_message(tab, "again")
+    await wait_for_answers(tab)
     assert [message["content"] for message in tokenizer.rendered[-1]] == ["Be brief.", "again"]
 
 
@@ -83,7 +83,7 @@ async def test_shift_enter_is_a_new_line(tab, tokenizer):
     await tab.press("Enter", shift=True)
     await tab.type("two")
     await tab.press("Enter")
-    await answered(tab)
+    await wait_for_answers(tab)
     assert tokenizer.rendered[-1][-1]["content"] == "one\ntwo"
     assert await tab.evaluate("$('input').value") == ""
 
@@ -91,7 +91,7 @@ async def test_shift_enter_is_a_new_line(tab, tokenizer):
 @pytest.mark.parametrize("how", ["Stop", "Escape"])
 async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer, how):
     engine.endless, engine.delay = True, 0.01
-    await ask(tab, "hi")
+    await send_message(tab, "hi")
     await tab.wait_until("document.querySelector('.assistant .text')")
     lengths = []
     for _ in range(3):
@@ -100,17 +100,17 @@ async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer,
     assert await tab.evaluate("$('send').textContent") == "Stop"
     assert await tab.evaluate("$('log').getAttribute('aria-busy')") == "true"
     await (tab.click("#send") if how == "Stop" else tab.press("Escape"))
-    await answered(tab)
-    assert await texts(tab, ".note") == ["stopped"]
+    await wait_for_answers(tab)
+    assert await read_texts(tab, ".note") == ["stopped"]
     assert await tab.evaluate("$('send').textContent") == "Send"
     async with asyncio.timeout(5):
         while service.admission.num_active or engine.num_active:
             await asyncio.sleep(0.01)
     # What there is of it stays part of the conversation.
     engine.endless = False
-    await ask(tab, "go on")
-    await answered(tab, 2)
-    said = (await texts(tab, ".assistant .text"))[0]
+    await send_message(tab, "go on")
+    await wait_for_answers(tab, 2)
+    said = (await read_texts(tab, ".assistant .text"))[0]
     assert len(said) > lengths[-1]
     assert ("Hello" * 1000).startswith(said)
     assert tokenizer.rendered[-1][1]["content"] == said
@@ -119,16 +119,16 @@ async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer,
 async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
     service.model_format = ModelFormat(ChatFormat(REASONING_FORMATS["think"], None), vocabulary)
     engine.reply = [*b"<think>\nLet me see.\n</think>\n\nIt is 4."]
-    await ask(tab, "2 + 2?")
-    await answered(tab)
+    await send_message(tab, "2 + 2?")
+    await wait_for_answers(tab)
     assert await tab.evaluate("document.querySelector('details').open") is False
     assert await tab.evaluate("document.querySelector('details .text').checkVisibility()") is False
-    assert await texts(tab, "details .text") == ["Let me see."]
-    assert await texts(tab, ".assistant > .text") == ["It is 4."]
+    assert await read_texts(tab, "details .text") == ["Let me see."]
+    assert await read_texts(tab, ".assistant > .text") == ["It is 4."]
     await tab.click("summary")
     await tab.wait_until("document.querySelector('details .text').checkVisibility()")
-    await ask(tab, "sure?")
-    await answered(tab, 2)
+    await send_message(tab, "sure?")
+    await wait_for_answers(tab, 2)
     assert tokenizer.rendered[-1][1]["reasoning"] == "Let me see."
 
 
@@ -140,16 +140,16 @@ async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabular
     written = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
     engine.reply = [*f"Let me look.\n{written}".encode()]
     await set_field(tab, "#further", json.dumps({"tools": [TOOL]}))
-    await ask(tab, "Where is it warmer?")
-    await answered(tab)
-    assert await texts(tab, ".call b") == ["weather", "weather"]
-    assert [json.loads(text) for text in await texts(tab, ".call pre")] == [{"city": "Paris"}, {"city": "Oslo"}]
+    await send_message(tab, "Where is it warmer?")
+    await wait_for_answers(tab)
+    assert await read_texts(tab, ".call b") == ["weather", "weather"]
+    assert [json.loads(text) for text in await read_texts(tab, ".call pre")] == [{"city": "Paris"}, {"city": "Oslo"}]
     engine.reply = [*b"In Paris."]
     for number, result in ((1, "18 degrees"), (2, "7 degrees")):
         await tab.evaluate(f"document.querySelectorAll('.call textarea')[{number - 1}].value = {result!r}")
     await tab.evaluate("[...document.querySelectorAll('.turn button')].at(-1).click()")
-    await answered(tab, 2)
-    assert (await texts(tab, ".assistant > .text"))[-1] == "In Paris."
+    await wait_for_answers(tab, 2)
+    assert (await read_texts(tab, ".assistant > .text"))[-1] == "In Paris."
     _, call, *results = tokenizer.rendered[-1]
     assert [made["function"]["arguments"] for made in call["tool_calls"]] == [{"city": "Paris"}, {"city": "Oslo"}]
     assert [result["content"] for result in results] == ["18 degrees", "7 degrees"]
@@ -158,9 +158,9 @@ async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabular
 
 async def test_hostile_text_is_not_parsed_as_html(tab, engine):
     engine.reply = [*HOSTILE.encode()]
-    await ask(tab, HOSTILE)
-    await answered(tab)
-    assert await texts(tab, ".text") == [HOSTILE, HOSTILE]
+    await send_message(tab, HOSTILE)
+    await wait_for_answers(tab)
+    assert await read_texts(tab, ".text") == [HOSTILE, HOSTILE]
     assert await tab.evaluate("document.querySelectorAll('.turn img, .turn script, .turn b').length") == 0
     assert await tab.evaluate("document.title") == "nanovllm"
 
@@ -174,9 +174,9 @@ async def test_policy_blocks_injected_html(tab):
 
 async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
     await set_field(tab, "#further", '{"temperature": 9}')
-    await ask(tab, "hi")
+    await send_message(tab, "hi")
     await tab.wait_until("document.querySelector('.error')")
-    (shown,) = await texts(tab, ".error")
+    (shown,) = await read_texts(tab, ".error")
     assert "temperature must be a number from 0 to 2, not 9" in shown
     assert "400 · invalid_request_error · invalid_value · param: temperature" in shown
     # It can be put right and sent again.
@@ -184,10 +184,10 @@ async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
     await set_field(tab, "#further", "{")
     await tab.press("Enter")
     await tab.wait_until("document.querySelectorAll('.error').length === 2")
-    assert "Further fields are not valid JSON" in (await texts(tab, ".error"))[-1]
+    assert "Further fields are not valid JSON" in (await read_texts(tab, ".error"))[-1]
     await set_field(tab, "#further", "")
     await tab.press("Enter")
-    await answered(tab)
+    await wait_for_answers(tab)
     assert len(engine.requests) == 1
     # The browser's console has it too.
     assert tab.problems == ["Failed to load resource: the server responded with a status of 400 ()"]
@@ -196,11 +196,11 @@ async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
 
 async def test_a_failure_in_mid_stream_is_shown(tab, engine):
     engine.endless, engine.delay = True, 0.01
-    await ask(tab, "hi")
+    await send_message(tab, "hi")
     await tab.wait_until("document.querySelector('.assistant .text')")
     engine.die("out of memory")
     await tab.wait_until("document.querySelector('.error')")
-    (shown,) = await texts(tab, ".error")
+    (shown,) = await read_texts(tab, ".error")
     assert "out of memory" in shown
 
 
@@ -217,9 +217,9 @@ async def test_wrong_key_is_reported_and_right_key_is_used(url, service):
         await tab.evaluate("$('key').select()")
         await tab.type("secret")
         await tab.press("Enter")
-        await ask(tab, "hi")
-        await answered(tab)
-        assert await texts(tab, ".assistant .text") == ["Hello"]
+        await send_message(tab, "hi")
+        await wait_for_answers(tab)
+        assert await read_texts(tab, ".assistant .text") == ["Hello"]
         # It stays with the tab, and nowhere else.
         assert await tab.evaluate("JSON.stringify({...sessionStorage})") == '{"nanovllm-key":"secret"}'
         assert await tab.evaluate("localStorage.length + document.cookie.length") == 0
@@ -236,15 +236,15 @@ async def test_shown_statistics_are_those_of_the_engine(tab, engine):
     await tab.wait_until("$('running').textContent === '3' && $('waiting').textContent === '2'")
     assert await tab.evaluate("$('cache').textContent") == "60.0%"
     assert float(await tab.evaluate("$('rate').textContent")) > 100
-    await ask(tab, "hi")
-    await answered(tab)
+    await send_message(tab, "hi")
+    await wait_for_answers(tab)
     await tab.wait_until("/^\\d+ ms$/.test($('ttft').textContent)")
 
 
 async def test_both_colour_schemes_and_small_screens(tab):
     """Text contrasts with its background, and nothing overflows the screen."""
-    await ask(tab, "hi")
-    await answered(tab)
+    await send_message(tab, "hi")
+    await wait_for_answers(tab)
     for dark in (False, True):
         await tab.set_screen(1300, 850, dark=dark)
         ink, paper = await tab.evaluate(
