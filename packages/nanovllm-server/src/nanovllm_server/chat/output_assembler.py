@@ -67,7 +67,7 @@ class OutputAssembler:
         self._reasoning_ended = False
         # The choice has ended with a stop string, or with its only allowed call.
         self._is_stopped = False
-        # Contents of the next delta. token_ids is None if the request does not ask for them.
+        # Contents of the next delta. `_token_ids` is None if the request does not ask for token ids.
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] | None = [] if options.include_token_ids else None
         self._reasoning_pieces: list[str] = []
