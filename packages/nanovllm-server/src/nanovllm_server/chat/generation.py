@@ -63,8 +63,7 @@ class Generation:
     timeout_s: maximum time from the requests' arrival to the end; None for no limit.
     make_grammar_error: makes the exception to raise if the grammar fails during generation, from the reason.
     first_token_s: seconds from arrival to the first token; None before the first token.
-    prompt_logprobs: log-probabilities of all prompt tokens but the first; None before the first token, or if not
-        requested.
+    prompt_logprobs: log-probabilities of prompt tokens; None before the first token, or if not requested.
     """
 
     def __init__(
