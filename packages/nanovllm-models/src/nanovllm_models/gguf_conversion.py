@@ -90,13 +90,9 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, token_type in zip(tokens, token_types, strict=True)
-            if token_type == TokenType.CONTROL
-        ]
-    )
+    typed_tokens = zip(tokens, token_types, strict=True)
+    special_tokens = [token for token, token_type in typed_tokens if token_type == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     return tokenizer
 
 
