@@ -70,40 +70,24 @@ __all__ = [
 
 # Modules are imported on first use of a name: a command line needs no numpy, and a process that only talks to an engine
 # no torch, which takes seconds and half a gigabyte.
-_MODULE_BY_NAME = {
-    "AsyncEngine": "engine.async_engine",
-    "BuildContext": "model",
-    "CacheSpec": "model",
-    "CausalLM": "model",
-    "ConfigError": "errors",
-    "Engine": "engine.interface",
-    "EngineAddress": "engine.process",
-    "EngineClient": "engine.client",
-    "EngineConfig": "config",
-    "EngineDeadError": "errors",
-    "EngineInfo": "engine.status",
-    "EngineProcess": "engine.process",
-    "EngineStats": "engine.status",
-    "ForwardContext": "model",
-    "GrammarError": "errors",
-    "GrammarSpec": "grammar_types",
-    "MLASpec": "model",
-    "ModelSpec": "model",
-    "OpenRequest": "engine.interface",
-    "PagedSpec": "model",
-    "ParallelContext": "parallel",
-    "PromptLogprobs": "outputs",
-    "PromptTokenLogprobs": "outputs",
-    "ReasoningBudget": "sampling_params",
-    "Request": "request",
-    "RequestError": "errors",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
-    "StateCache": "model",
-    "StateSpec": "model",
-    "TokenLogprobs": "outputs",
-    "Vocabulary": "model",
+_NAMES_BY_MODULE = {
+    "config": "EngineConfig",
+    "engine.async_engine": "AsyncEngine",
+    "engine.client": "EngineClient",
+    "engine.interface": "Engine OpenRequest",
+    "engine.process": "EngineAddress EngineProcess",
+    "engine.status": "EngineInfo EngineStats",
+    "errors": "ConfigError EngineDeadError GrammarError RequestError",
+    "grammar_types": "GrammarSpec",
+    "model": (
+        "BuildContext CacheSpec CausalLM ForwardContext MLASpec ModelSpec PagedSpec StateCache StateSpec Vocabulary"
+    ),
+    "outputs": "PromptLogprobs PromptTokenLogprobs RequestOutput TokenLogprobs",
+    "parallel": "ParallelContext",
+    "request": "Request",
+    "sampling_params": "ReasoningBudget SamplingParams",
 }
+_MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
