@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import Exchange, check
+from contract import ObservedResponse, check
 from hypercorn.typing import ASGIFramework
 from numpy.typing import NDArray
 from quart import Quart
@@ -21,18 +21,18 @@ from nanovllm_core.request import GrammarError, GrammarSpec, PromptLogprobs, Req
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
-from nanovllm_server.chat.detokenizing import TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.admission import AdmissionControl
 from nanovllm_server.http.app import create_app
 from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.shared_counters import SharedCounters, allocate_counters
+from nanovllm_server.parsing.detokenizing import TextVocabulary
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.processes.server import bind
-from nanovllm_server.processes.shared_counters import SharedCounters, allocate_counters
-from nanovllm_server.processes.worker import http_config
+from nanovllm_server.processes.worker import hypercorn_config
 
 EOS = 259
 VOCAB_SIZE = 320
@@ -249,7 +249,7 @@ class ResponseRecorder:
 
     def __init__(self, app: ASGIFramework):
         self._app = app
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[ObservedResponse] = []
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
@@ -271,7 +271,9 @@ class ResponseRecorder:
             await self._app(scope, receive, send_and_record)
         finally:
             if status:
-                self.exchanges.append(Exchange(scope["method"], scope["path"], status, kind, bytes(body), complete))
+                self.exchanges.append(
+                    ObservedResponse(scope["method"], scope["path"], status, kind, bytes(body), complete)
+                )
 
 
 @pytest.fixture
@@ -301,14 +303,14 @@ def post(client) -> Callable[..., Any]:
 
 
 @contextlib.asynccontextmanager
-async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, stalled_s: float = 60) -> AsyncIterator[str]:
+async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
     (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
-    config = http_config()
+    config = hypercorn_config()
     config.graceful_timeout = 1
     config.keep_alive_timeout = keep_alive_s
     closing = asyncio.Event()
-    task = asyncio.create_task(serve(app, listener, config, closing.wait, stalled_s=stalled_s))
+    task = asyncio.create_task(serve(app, listener, config, closing.wait, write_timeout_s=write_timeout_s))
     await asyncio.sleep(0)
     yield f"http://127.0.0.1:{port}"
     closing.set()

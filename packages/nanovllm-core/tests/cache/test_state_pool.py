@@ -3,7 +3,7 @@ import pytest
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool, checkpoint_positions
 from nanovllm_core.request import MAX_CHECKPOINTS, Request
-from nanovllm_kernels.linear_attention import CHECKPOINT
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 
 def manager(num_slots: int, max_running: int) -> CacheManager:
@@ -27,10 +27,10 @@ def finish(cache: CacheManager, request: Request) -> None:
 def test_wherever_a_prompt_is_left_a_checkpoint_is_near(length):
     positions = checkpoint_positions(0, length, 0)
     assert len(positions) <= min(MAX_CHECKPOINTS, max(length.bit_length() - 4, 0))
-    assert all(0 < position <= length and position % CHECKPOINT == 0 for position in positions)
+    assert all(0 < position <= length and position % CHECKPOINT_INTERVAL == 0 for position in positions)
     for shared in range(0, length + 1, max(length // 500, 1)):
         last = max((position for position in positions if position <= shared), default=0)
-        assert shared - last <= length - shared + CHECKPOINT
+        assert shared - last <= length - shared + CHECKPOINT_INTERVAL
 
 
 def test_prompt_leaves_a_checkpoint_where_it_differs_from_earlier_prompts():

@@ -154,7 +154,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         max_queue=options.max_queue,
         max_body_bytes=options.max_body_mib << 20,
         request_timeout_s=options.request_timeout,
-        drain_s=options.drain_timeout,
+        drain_timeout_s=options.drain_timeout,
         log_format=options.log_format,
         log_level=options.log_level,
         log_prompts=options.log_prompts,

@@ -10,7 +10,7 @@ from nanovllm_core.config import GIB, PAGE_SIZES, ConfigError, ResolvedConfig
 from nanovllm_core.model import MLASpec, PagedSpec, StateSpec
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
-from nanovllm_kernels.linear_attention import CHECKPOINT
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 # Checkpoint slots per row: as many checkpoints as a prompt of 8,192 tokens leaves.
 CHECKPOINTS_PER_ROW = 8
@@ -57,9 +57,10 @@ def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *,
     """
     smallest = min(PAGE_SIZES)
     if config.block_size is not None:
-        if has_states and config.block_size > CHECKPOINT:
+        if has_states and config.block_size > CHECKPOINT_INTERVAL:
             raise ConfigError(
-                f"block_size is {config.block_size}, but must be at most {CHECKPOINT} for a model with recurrent layers"
+                f"block_size is {config.block_size}, but must be at most {CHECKPOINT_INTERVAL} for a model with "
+                "recurrent layers"
             )
         return config.block_size
     if has_states or isinstance(attention, MLASpec):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from nanovllm_core.cache.block_pool import NULL_BLOCK, BlockPool
 from nanovllm_core.request import MAX_CHECKPOINTS, BlockHash, Checkpoint, Request
-from nanovllm_kernels.linear_attention import CHECKPOINT
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 NULL_SLOT = NULL_BLOCK
 
@@ -21,12 +21,12 @@ def checkpoint_positions(begin: int, end: int, shared: int) -> list[int]:
 
     The other positions lie near the end, where continued conversations diverge. Their distances from the end double,
     because states are large and so checkpoints are few. A request that diverges n tokens before this prompt's end finds
-    a checkpoint at most n + CHECKPOINT tokens before its first different token.
+    a checkpoint at most n + CHECKPOINT_INTERVAL tokens before its first different token.
     """
-    last = end - end % CHECKPOINT
-    distances = [0, *(CHECKPOINT << doublings for doublings in range(MAX_CHECKPOINTS))]
+    last = end - end % CHECKPOINT_INTERVAL
+    distances = [0, *(CHECKPOINT_INTERVAL << doublings for doublings in range(MAX_CHECKPOINTS))]
     near_end = (last - distance for distance in distances)
-    positions = dict.fromkeys([shared - shared % CHECKPOINT, *near_end])
+    positions = dict.fromkeys([shared - shared % CHECKPOINT_INTERVAL, *near_end])
     return [position for position in positions if position > begin][:MAX_CHECKPOINTS]
 
 
@@ -36,7 +36,7 @@ class StatePool:
     def __init__(self, num_slots: int, max_running: int, block_size: int):
         self.slots = BlockPool(num_slots)
         self._block_size = block_size
-        self._blocks_per_checkpoint = CHECKPOINT // block_size
+        self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
         # Rows of the batch without a request: each may need a slot.
         self._num_free_rows = max_running
 

@@ -24,8 +24,8 @@ from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.result_applier import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
+from nanovllm_kernels.openmp_spinning import SpinControl, can_limit
 from nanovllm_kernels.platform import describe_arithmetic
-from nanovllm_kernels.spinning import SpinControl, can_limit
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # While the engine has requests, it emits its stats at this interval, also during a long step.

@@ -36,9 +36,9 @@ from nanovllm_kernels.attention import (
     whole_prompt_tokens,
 )
 from nanovllm_kernels.attention.mla import plan_latent_batch
-from nanovllm_kernels.batch import BatchInputs, build_inputs, commit_tokens
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 from nanovllm_kernels.platform import describe
+from nanovllm_kernels.request_tables import BatchInputs, build_inputs, commit_tokens
 
 # The `Needs` for which sampling graphs are captured, least work first. The last graph serves every other combination:
 # it does not change rows without penalties, biases, forbidden sequences or masks, and greedy rows stay greedy.

@@ -18,7 +18,7 @@ from nanovllm_core.model import BuildContext
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import PackedWeight, linear, logits, split_float32
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
-from nanovllm_kernels.moe import Routing, fused_experts, pack_experts, route
+from nanovllm_kernels.moe import ChosenExperts, Routing, fused_experts, pack_experts, route
 
 __all__ = [
     "STANDARD_NAMES",
@@ -185,7 +185,7 @@ class Experts(WeightedModule):
         """
         # Every rank holds the residual. It is added on one rank only, because the ranks' results are summed.
         own_residual = residual if self._parallel.rank == 0 else None
-        part = fused_experts(x, self.weights, weights, ids, own_residual)
+        part = fused_experts(x, self.weights, ChosenExperts(weights, ids), own_residual)
         return self._parallel.all_reduce(part if residual is None else part.to(residual.dtype))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:

@@ -1,29 +1,27 @@
-"""A callable that makes the model's spec and the configuration in the engine's process. Only the call imports torch."""
+"""A callable that makes the model's spec and configuration in the engine's process. Only the call imports torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nanovllm_core import EngineConfig
 
 if TYPE_CHECKING:
     from nanovllm_core import ModelSpec
-
-DType = Literal["float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "dummy"]
+    from nanovllm_server.settings import DType, LoadFormat
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """The argument of `EngineProcess`. dtype: replaces that of `engine`; None for the checkpoint's dtype."""
+    """The argument of `EngineProcess`. dtype: replaces `engine.dtype`; None for the checkpoint's dtype."""
 
     model: Path
-    load_format: LoadFormat
-    dtype: DType | None
+    load_format: "LoadFormat"
+    dtype: "DType | None"
     engine: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
-        """Return the model's spec and the engine's configuration. Raises ModelError."""
+        """Returns the model's spec and the engine's configuration. Raises ModelError."""
         import torch
 
         import nanovllm_models

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_kernels.batch import reference
+from nanovllm_kernels.request_tables import reference
 
 OPS = torch.ops.nanovllm
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm_kernels.batch import build_inputs, commit_tokens
+from nanovllm_kernels.request_tables import build_inputs, commit_tokens
 
 PAGE_SIZE = 16
 NUM_ROWS = 12

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.batch import reference
+from nanovllm_kernels.request_tables import reference
 
 __all__ = ["BatchInputs", "build_inputs", "commit_tokens"]
 
@@ -95,9 +95,9 @@ def _build_inputs_op(
     num_tokens: int,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from nanovllm_kernels.batch import triton_batch
+    from nanovllm_kernels.request_tables import triton_request_tables
 
-    return triton_batch.build_inputs(
+    return triton_request_tables.build_inputs(
         rows, query_start_loc, tokens, num_computed, block_table, page_size, num_tokens, width
     )
 
@@ -133,6 +133,6 @@ def _commit_tokens_op(
     num_computed: Tensor,
     counts: Tensor | None,
 ) -> None:
-    from nanovllm_kernels.batch import triton_batch
+    from nanovllm_kernels.request_tables import triton_request_tables
 
-    triton_batch.commit_tokens(rows, query_start_loc, sampled, samples, tokens, num_computed, counts)
+    triton_request_tables.commit_tokens(rows, query_start_loc, sampled, samples, tokens, num_computed, counts)

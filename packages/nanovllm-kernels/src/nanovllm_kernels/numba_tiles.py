@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm_kernels.jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, LOG2_E, prefetch_line
+from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, LOG2_E, prefetch_line
 
 # Columns of a panel: their bf16 values for one k fill a cache line.
 PANEL = 32

@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from nanovllm_kernels import spinning
+from nanovllm_kernels import openmp_spinning
 
 # Runs in a separate process, because the runtime reads its environment once. The CPU time used while the program
 # sleeps after a parallel region is the time that its threads spin.
 MEASURE = """
 import time, torch
-from nanovllm_kernels.spinning import ShortSpins, can_limit
+from nanovllm_kernels.openmp_spinning import ShortSpins, can_limit
 
 assert can_limit() == EXPECTED
 numbers = torch.ones(1 << 22)
@@ -37,7 +37,7 @@ print(before, during, spun())
 # A busy process per core, which begin while this process rests.
 WATCH = """
 import subprocess, sys, time
-from nanovllm_kernels.spinning import SpinControl
+from nanovllm_kernels.openmp_spinning import SpinControl
 
 spins = SpinControl()
 neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NEIGHBOURS)]
@@ -58,7 +58,7 @@ needs_openmp = pytest.mark.skipif(
 
 
 def measure(**environment: str) -> list[float]:
-    kept = {name: value for name, value in os.environ.items() if name not in spinning.VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if name not in openmp_spinning.VARIABLES}
     expected = str(not environment)
     done = subprocess.run(
         [sys.executable, "-c", MEASURE.replace("EXPECTED", expected)],
@@ -96,10 +96,10 @@ def control(monkeypatch):
         def __exit__(self, *_):
             done.append("long")
 
-    monkeypatch.setattr(spinning, "ShortSpins", Recorded)
-    monkeypatch.setattr(spinning.torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(spinning.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    return spinning.SpinControl(is_on=False), done
+    monkeypatch.setattr(openmp_spinning, "ShortSpins", Recorded)
+    monkeypatch.setattr(openmp_spinning.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(openmp_spinning.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    return openmp_spinning.SpinControl(is_on=False), done
 
 
 def test_spins_are_short_while_another_process_is_busy(control):
@@ -118,7 +118,7 @@ def test_spins_are_short_while_another_process_is_busy(control):
 
 def test_other_processes_may_use_idle_cores_without_effect(control, monkeypatch):
     spins, done = control
-    monkeypatch.setattr(spinning.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(openmp_spinning.os, "sched_getaffinity", lambda _: {0, 1, 2})
     spins.adapt(1.0)
     assert done == []
     spins.adapt(1.5)
@@ -127,7 +127,7 @@ def test_other_processes_may_use_idle_cores_without_effect(control, monkeypatch)
 
 def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
     _, done = control
-    monkeypatch.setattr(spinning, "WINDOW_S", 0.001)
+    monkeypatch.setattr(openmp_spinning, "WINDOW_S", 0.001)
     is_over = threading.Event()
 
     def samples():
@@ -136,8 +136,8 @@ def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
         is_over.set()
         yield from ((float(second), 0.95) for second in itertools.count(3))
 
-    monkeypatch.setattr(spinning, "_sample", samples().__next__)
-    spins = spinning.SpinControl()
+    monkeypatch.setattr(openmp_spinning, "_sample", samples().__next__)
+    spins = openmp_spinning.SpinControl()
     assert is_over.wait(10)
     spins.close()
     assert done == ["short", "long"]
@@ -152,8 +152,8 @@ def test_threads_sleep_soon_after_a_neighbour_has_begun():
 
 def test_disabled_control_does_nothing(control, monkeypatch):
     _, done = control
-    monkeypatch.setattr(spinning, "_sample", lambda: pytest.fail("it looked"))
-    off = spinning.SpinControl(is_on=False)
+    monkeypatch.setattr(openmp_spinning, "_sample", lambda: pytest.fail("it looked"))
+    off = openmp_spinning.SpinControl(is_on=False)
     off.close()
     assert done == []
 
@@ -167,7 +167,7 @@ def test_busy_seconds_count_only_own_cores(tmp_path, monkeypatch, priority, tick
         "cpu1 700 0 0 0 0 0 0 0 0 0\n"
         "intr 5 0 0\n"
     )
-    monkeypatch.setattr(spinning, "PROCESSORS", file)
-    monkeypatch.setattr(spinning.os, "sched_getaffinity", lambda _: {0}, raising=False)
-    monkeypatch.setattr(spinning.os, "getpriority", lambda *_: priority)
-    assert spinning._busy_seconds() == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
+    monkeypatch.setattr(openmp_spinning, "PROCESSORS", file)
+    monkeypatch.setattr(openmp_spinning.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr(openmp_spinning.os, "getpriority", lambda *_: priority)
+    assert openmp_spinning._busy_seconds() == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))

@@ -1,4 +1,4 @@
-"""Device functions for one step along K, used by `triton_few` and `triton_grouped`."""
+"""Device functions for one step along K, used by `triton_unsorted` and `triton_grouped`."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -11,14 +11,6 @@ def load_weight(weight_ptr, columns, ks, WIDTH: tl.constexpr, K: tl.constexpr):
     """Load the tile of `columns` [n] and `ks` [1, k] of a weight [WIDTH, K], with 0 outside."""
     mask = (columns < WIDTH)[:, None] & (ks < K)
     return tl.load(weight_ptr + columns[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
-
-
-@triton.jit
-def quantize_rows(x):
-    """Quantise like `block_fp8.quantize_groups`, each row being one group: e4m3 values and one scale per row."""
-    x = x.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)
-    return (x * (448.0 / largest)[:, None]).to(tl.float8e4nv), largest / 448.0
 
 
 @triton.jit
