@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
-from nanovllm_core.execution.sampler import SCORED_AT_ONCE
+from nanovllm_core.execution.prompt_scores import MAX_SCORED_TOKENS
 from nanovllm_kernels.platform import has_numba
 from nanovllm_models import load, load_tokenizer
 
@@ -92,7 +92,7 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
 async def test_answers_to_twenty_chats_equal_transformers(
     settings, default_model, prompts, reference, greedy_choices, device
 ):
-    config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
+    config = EngineConfig(device=device, dtype="float32", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)
     sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
@@ -168,7 +168,7 @@ async def test_served_dtype_knows_the_capital_of_france(num_other_requests, defa
 @pytest.mark.parametrize("settings", ["as served", "chunked, depth 2"])
 async def test_prompt_logprobs_equal_transformers(settings, default_model, prompts, reference, device):
     """Each prompt runs beside a request without log-probabilities."""
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **SETTINGS[settings])
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
 
     async def first_output(name: str, prompt: list[int], num_top: int | None) -> RequestOutput:
@@ -177,7 +177,7 @@ async def test_prompt_logprobs_equal_transformers(settings, default_model, promp
         return first
 
     # The last prompt is longer than the number of tokens that are scored at once.
-    scored_prompts = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * SCORED_AT_ONCE + 20]]
+    scored_prompts = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * MAX_SCORED_TOKENS + 20]]
     try:
         scored_outputs, plain_outputs = await asyncio.gather(
             asyncio.gather(*(first_output(f"a{index}", prompt, index) for index, prompt in enumerate(scored_prompts))),
@@ -185,7 +185,7 @@ async def test_prompt_logprobs_equal_transformers(settings, default_model, promp
         )
     finally:
         await engine.stop()
-    assert len(scored_prompts[-1]) > 2 * SCORED_AT_ONCE
+    assert len(scored_prompts[-1]) > 2 * MAX_SCORED_TOKENS
     for index, (prompt, scored, plain) in enumerate(zip(scored_prompts, scored_outputs, plain_outputs, strict=True)):
         assert plain.prompt_logprobs is None
         ids = torch.tensor([prompt], device=device)

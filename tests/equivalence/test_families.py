@@ -226,7 +226,7 @@ async def test_tokens_equal_transformers(checkpoint, settings, device):
 async def test_graphs_and_compilation_change_no_token(checkpoint, settings, monkeypatch):
     for module in (llama, qwen3_next, deepseek_v3):
         # The steps of these tests have too few rows for the normal limit.
-        monkeypatch.setattr(module, "LEAST_ROWS", 9)
+        monkeypatch.setattr(module, "MIN_COMPILED_ROWS", 9)
     path, expected = checkpoint
     assert await generate(path, "cuda", GPU_SETTINGS[settings]) == expected
 
@@ -257,7 +257,7 @@ async def test_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, device)
     rng = random.Random(1)
     prompt = [rng.randrange(3, VOCAB) for _ in range(2100)]
     other_prompts = [prompt[:2000] + [rng.randrange(3, VOCAB) for _ in range(100)] for _ in range(2)]
-    settings = {"device": device, "dtype": torch.float32, "num_blocks": 600, "max_num_seqs": 4}
+    settings = {"device": device, "dtype": "float32", "num_blocks": 600, "max_num_seqs": 4}
     expected = await generate_in_turn(
         tmp_path, EngineConfig(prefix_caching=False, **settings), [prompt, *other_prompts]
     )
@@ -285,7 +285,7 @@ async def generate_in_turn(path: Path, config: EngineConfig, prompts: list[list[
 
 
 async def generate(path: Path, device: str, settings: dict, *, is_preempted: bool = False) -> list[list[int]]:
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **{"depth": 2, **settings})
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     engine = await AsyncEngine.start(load(path), config)
     rng = random.Random(5)
 

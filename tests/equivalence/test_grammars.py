@@ -5,7 +5,6 @@ import json
 import re
 
 import pytest
-import torch
 
 from nanovllm_core import AsyncEngine, EngineConfig, GrammarSpec, Request, RequestOutput, SamplingParams
 from nanovllm_models import load, load_tokenizer
@@ -49,7 +48,7 @@ def is_city(text: str) -> bool:
 
 async def test_constrained_answers_do_not_change_unconstrained_answers(default_model, device):
     tokenizer = load_tokenizer(default_model)
-    settings = {"device": device, "dtype": torch.float32, "max_model_len": 512, "cpu_cache_gib": 0.5}
+    settings = {"device": device, "dtype": "float32", "max_model_len": 512, "cpu_cache_gib": 0.5}
     engine = await AsyncEngine.start(load(default_model), EngineConfig(**settings, forbid_sync=device == "cuda"))
 
     async def generate(name: str, question: str, grammar: GrammarSpec | None) -> list[RequestOutput]:

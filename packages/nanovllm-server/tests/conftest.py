@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from nanovllm_core.engine.engine import Engine
+from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.status import EngineInfo
-from nanovllm_core.request import GrammarError, GrammarSpec, PromptLogprobs, Request, StepOutputs, TokenLogprobs
+from nanovllm_core.errors import GrammarError
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.outputs import PromptLogprobs, StepOutputs, TokenLogprobs
+from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
@@ -101,7 +104,7 @@ class ScriptedEngine(Engine):
                 kv_cache_bytes=1 << 20,
                 prefix_caching=True,
                 attention_backend="torch",
-                grammars=True,
+                supports_grammars=True,
             )
         )
         self.reply: list[int] = [*b"Hello"]
@@ -116,6 +119,7 @@ class ScriptedEngine(Engine):
         self.compiled: list[GrammarSpec] = []
         self.num_compiling = 0
         self.requests: list[Request] = []
+        self.keys: list[int] = []
         self.aborted: list[int] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -129,13 +133,14 @@ class ScriptedEngine(Engine):
     async def stop(self) -> None:
         self._die("stopped")
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, key: int, request: Request) -> None:
         if self.crash is not None:
             raise self.crash
         self.requests.append(request)
-        task = asyncio.get_running_loop().create_task(self._run(request))
-        self._tasks[request.key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request.key, None))
+        self.keys.append(key)
+        task = asyncio.get_running_loop().create_task(self._run(key, request))
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def compile(self, spec: GrammarSpec) -> None:
         self.num_compiling += 1
@@ -149,14 +154,14 @@ class ScriptedEngine(Engine):
         self.compiled.append(spec)
 
     def refuse_grammar(self, key: int, reason: str) -> None:
-        self._streams.dispatch(StepOutputs(failures=[(key, reason)]))
+        self._output_buffers.dispatch(StepOutputs(failures=[(key, reason)]))
 
     def _abort(self, key: int) -> None:
         self.aborted.append(key)
         if key in self._tasks:
             self._tasks[key].cancel()
 
-    def _prompt_logprobs(self, request: Request) -> list[tuple[int, PromptLogprobs]]:
+    def _prompt_logprobs(self, key: int, request: Request) -> list[tuple[int, PromptLogprobs]]:
         """Log-probabilities in which each prompt token is the second likeliest, after the token with the next id."""
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
@@ -165,9 +170,9 @@ class ScriptedEngine(Engine):
         top_ids = tokens[:, None] + np.array([1, 0, *range(2, 20)], np.int32)[:num_top]
         top_logprobs = np.broadcast_to(np.float32([-0.5, -1.5, *range(-3, -21, -1)])[:num_top], top_ids.shape)
         own = np.full_like(tokens, -1.5, np.float32), np.full_like(tokens, 2)
-        return [(request.key, PromptLogprobs(num_top, *(array.tobytes() for array in (*own, top_ids, top_logprobs))))]
+        return [(key, PromptLogprobs(num_top, *(array.tobytes() for array in (*own, top_ids, top_logprobs))))]
 
-    async def _run(self, request: Request) -> None:
+    async def _run(self, key: int, request: Request) -> None:
         sampling = request.sampling
         tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
         limit = sampling.max_tokens or MAX_MODEL_LEN - request.num_prompt_tokens
@@ -182,8 +187,8 @@ class ScriptedEngine(Engine):
                 num_generated -= len(new_tokens) - new_tokens.index(stop) - 1
                 new_tokens = new_tokens[: new_tokens.index(stop) + 1]
             reason = "stop" if stop is not None else "length" if num_generated >= limit else None
-            key, num_top = request.key, sampling.logprobs
-            self._streams.dispatch(
+            num_top = sampling.logprobs
+            self._output_buffers.dispatch(
                 StepOutputs(
                     keys=[key] * len(new_tokens),
                     tokens=new_tokens,
@@ -193,9 +198,9 @@ class ScriptedEngine(Engine):
                         (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(num_top))))
                         for token in new_tokens
                     ],
-                    begins=[(key, self.num_cached_tokens)] if num_generated == len(new_tokens) else [],
-                    ends=[(key, reason, stop)] if reason is not None else [],
-                    prompt_logprobs=self._prompt_logprobs(request) if num_generated == len(new_tokens) else [],
+                    starts=[(key, self.num_cached_tokens)] if num_generated == len(new_tokens) else [],
+                    finishes=[(key, reason, stop)] if reason is not None else [],
+                    prompt_logprobs=self._prompt_logprobs(key, request) if num_generated == len(new_tokens) else [],
                 )
             )
             if reason is not None:

@@ -7,12 +7,12 @@ from typing import Literal, cast
 import orjson
 
 from nanovllm_core.config import EngineConfig
-from nanovllm_core.request import RequestError, SamplingParams
+from nanovllm_core.errors import RequestError
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_server.observability.logs import LogFormat
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import SamplingDefaults
 
-DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
 
@@ -28,7 +28,6 @@ class Settings:
     names: names that requests may use for the model; None for the directory's name.
     api_keys: accepted keys; empty: requests need no key.
     http_workers: number of processes that serve HTTP.
-    dtype: dtype of the model; None for the checkpoint's dtype. `engine.dtype` is None.
     chat_template: see `read_template`; None for the model's.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
     max_queue: maximum number of waiting sequences, in addition to the sequences that the engine runs.
@@ -44,7 +43,6 @@ class Settings:
     api_keys: tuple[str, ...]
     http_workers: int
     load_format: LoadFormat
-    dtype: DType | None
     chat_template: str | None
     reasoning_parser: str | None
     tool_call_parser: str | None

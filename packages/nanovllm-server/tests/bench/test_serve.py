@@ -90,9 +90,9 @@ async def test_concurrency_limits_simultaneous_requests(options, engine):
     max_active = 0
     submit = engine._submit
 
-    def submit_and_count(request):
+    def submit_and_count(key, request):
         nonlocal max_active
-        submit(request)
+        submit(key, request)
         max_active = max(max_active, engine.num_active)
 
     engine._submit = submit_and_count

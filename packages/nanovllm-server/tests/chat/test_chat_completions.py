@@ -132,7 +132,7 @@ async def test_stop_string_ends_the_answer(post, engine, service):
     assert choice["message"]["content"] == "Hell"
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "oHe")
     assert body["usage"]["completion_tokens"] == 7
-    assert engine.aborted == [engine.requests[0].key]
+    assert engine.aborted == [engine.keys[0]]
     assert service.admission.num_active == 0
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import orjson
 import pytest
 
-from nanovllm_core.request import PromptLogprobs
+from nanovllm_core.outputs import PromptLogprobs
 from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 
 # What comes behind the first token, <|start|>; a token's id is its byte.

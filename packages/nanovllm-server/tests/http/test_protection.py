@@ -91,7 +91,7 @@ async def test_timeout_before_the_first_token_is_a_504(post, engine, service, st
     error = (await response.get_json())["error"]
     assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
     assert "0.1 s" in error["message"]
-    assert engine.aborted == [engine.requests[0].key]
+    assert engine.aborted == [engine.keys[0]]
     assert service.admission.num_active == 0
     assert service.running == set()
 
@@ -133,7 +133,7 @@ async def test_client_that_does_not_read_is_dropped(app, service, engine, serve_
         await until(lambda: engine.requests)
         await until(lambda: service.admission.num_active == 0)
         assert engine.num_active == 0
-        assert engine.aborted == [engine.requests[0].key]
+        assert engine.aborted == [engine.keys[0]]
         assert service.metrics.http_exchanges["/v1/chat/completions", 499] == 1
         sock.setblocking(True)
         sock.settimeout(5)

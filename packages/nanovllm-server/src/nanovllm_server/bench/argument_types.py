@@ -1,22 +1,9 @@
 """Types of flag values, as argparse calls them. argparse shows the function's name when it raises ValueError."""
 
 import argparse
-from collections.abc import Callable
 
 from nanovllm_server.bench.workload import LengthRange
-
-
-def integer_from(minimum: int) -> Callable[[str], int]:
-    """A type of integers that are at least `minimum`."""
-
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}")
-        return value
-
-    return integer
-
+from nanovllm_server.flag_types import integer_from
 
 integer_from_0, integer_from_1, integer_from_2 = integer_from(0), integer_from(1), integer_from(2)
 
@@ -36,14 +23,6 @@ def request_rate(text: str) -> float | None:
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")
     return None if value == float("inf") else value
-
-
-def duration(text: str) -> float:
-    """A finite number above 0, in the unit of the flag."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a finite number above 0")
-    return value
 
 
 def assignment(text: str) -> tuple[str, str]:

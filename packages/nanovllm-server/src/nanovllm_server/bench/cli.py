@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nanovllm_server.bench.flags import API_KEY_VARIABLE, DEFAULT_URL, build_parser
 from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.workload import WorkloadShape
+from nanovllm_server.engine_flags import engine_config
 
 if TYPE_CHECKING:
     from nanovllm_core import EngineConfig
@@ -144,27 +145,8 @@ def _run_kernels(flags: argparse.Namespace) -> None:
 
 
 def _engine_config(flags: argparse.Namespace) -> "EngineConfig":
-    import torch
-
-    from nanovllm_core import EngineConfig
-
-    return EngineConfig(
-        device=None if flags.device == "auto" else flags.device,
-        dtype=None if flags.dtype == "auto" else getattr(torch, flags.dtype),
-        max_model_len=flags.max_model_len,
-        max_num_seqs=flags.max_num_seqs,
-        max_num_batched_tokens=flags.max_num_batched_tokens,
-        gpu_memory_utilization=flags.gpu_memory_utilization,
-        cpu_cache_gib=flags.cpu_cache_gib,
-        kv_cache_dtype=flags.kv_cache_dtype,
-        state_dtype=flags.state_dtype,
-        # Random prompts share only this prefix; without one, lookups in the cache would cost time.
-        prefix_caching=flags.command == "throughput" and flags.prefix_len > 0,
-        depth=flags.depth,
-        graph_mode=None if flags.graph_mode == "auto" else flags.graph_mode,
-        compile=False if flags.no_compile else None,
-        trace=flags.trace,
-    )
+    # Random prompts share only this prefix; without one, lookups in the cache would cost time.
+    return engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0)
 
 
 def _peer(flags: argparse.Namespace, model: Path) -> "Peer | None":

@@ -14,12 +14,18 @@ from nanovllm_server.bench.argument_types import (
 )
 from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.workload import LengthRange
-from nanovllm_server.cli import GRAPH_MODES, STATE_DTYPES
+from nanovllm_server.engine_flags import add_engine_flags
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 PEERS = ("vllm", "transformers", "llamacpp", "none")
 NANO_BENCH_LENGTHS = LengthRange(100, 1024)
+# Fields of `EngineConfig` that have a flag. The peer gets the shared settings too.
+SHARED_ENGINE_SETTINGS = (
+    *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
+    "state_dtype",
+)
+OWN_ENGINE_SETTINGS = ("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode", "compile", "trace")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -39,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     throughput = add_command("throughput", "tokens per second of many simultaneous requests; by default nano-bench")
     _add_workload_flags(throughput, NANO_BENCH_LENGTHS, "; above 0, prefix caching is on")
-    _add_engine_flags(throughput, temperature=0.6)
+    _add_offline_flags(throughput, temperature=0.6)
 
     latency = add_command("latency", "tokens per second of a few requests, after each has its first token")
     latency.add_argument(
@@ -47,12 +53,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     latency.add_argument("--input-len", type=integer_from_1, default=64, help="tokens of a prompt")
     latency.add_argument("--output-len", type=integer_from_2, default=128, help="tokens to generate, at least 2")
-    _add_engine_flags(latency, temperature=0.0)
+    _add_offline_flags(latency, temperature=0.0)
 
     prefill = add_command("prefill", "prompt tokens per second of requests that generate one token each")
     prefill.add_argument("--num-requests", type=integer_from_1, default=64, help="simultaneous prompts")
     prefill.add_argument("--input-len", type=integer_from_1, default=2048, help="tokens of a prompt")
-    _add_engine_flags(prefill, temperature=0.0)
+    _add_offline_flags(prefill, temperature=0.0)
 
     serve = add_command(
         "serve", "latencies and tokens per second of any OpenAI-compatible server over streamed chat completions"
@@ -120,32 +126,19 @@ def _add_workload_flags(parser: argparse.ArgumentParser, lengths: LengthRange, p
     )
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser, *, temperature: float) -> None:
+def _add_offline_flags(parser: argparse.ArgumentParser, *, temperature: float) -> None:
     """Adds the flags of the commands that run an engine, ours or a peer."""
     _add_temperature_flag(parser, temperature)
     _add_result_flags(parser, repeat=3)
-    add = parser.add_argument_group("engine, and peer").add_argument
+    shared_group = parser.add_argument_group("engine, and peer")
+    add = shared_group.add_argument
     add("model", nargs="?", type=Path, help="checkpoint directory; without it, the default model")
     add(
         "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, needs only config.json"
     )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="dtype")
     add("--threads", type=integer_from_1, help="threads of torch")
-    add("--max-model-len", type=integer_from_1, help="maximum tokens of a request; without it, each engine's choice")
-    add("--max-num-seqs", type=integer_from_1, help="maximum running requests; without it, each engine's choice")
-    add("--max-num-batched-tokens", type=integer_from_1, help="maximum tokens of a step; without it, likewise")
-    add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
-    add("--state-dtype", choices=STATE_DTYPES, default="float32", help="dtype of recurrent states")
-    add_own = parser.add_argument_group("engine").add_argument
-    add_own("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
-    add_own("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
-    add_own("--depth", type=int, choices=(1, 2), help="steps in flight; by default 2 on a GPU")
-    add_own("--graph-mode", choices=("auto", *GRAPH_MODES), default="auto", help="steps replayed from CUDA graphs")
-    add_own("--no-compile", action="store_true", help="no torch.compile between attention operators")
-    add_own(
-        "--trace", type=Path, metavar="FILE", help="write times of steps to FILE, for Perfetto or the command trace"
-    )
+    add_engine_flags(shared_group.add_argument, SHARED_ENGINE_SETTINGS)
+    add_engine_flags(parser.add_argument_group("engine").add_argument, OWN_ENGINE_SETTINGS)
     add_peer = parser.add_argument_group("peer").add_argument
     add_peer("--peer", choices=PEERS, default="none", help="engine to compare to in the same call")
     add_peer(

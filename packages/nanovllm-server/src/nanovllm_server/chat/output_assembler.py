@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from nanovllm_core.request import RequestOutput, SamplingParams, TokenLogprobs
+from nanovllm_core.outputs import RequestOutput, TokenLogprobs
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_server.chat.stop_strings import StopMatcher
 from nanovllm_server.parsing.detokenizing import Detokenizer, TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, CallEnded, ContentText, Event, ReasoningText

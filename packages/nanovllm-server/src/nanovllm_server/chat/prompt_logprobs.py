@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import orjson
 
-from nanovllm_core.request import PromptLogprobs
+from nanovllm_core.outputs import PromptLogprobs
 from nanovllm_server.chat.output_assembler import MIN_LOGPROB
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.protocol.bodies import PromptLogprob

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
+from nanovllm_core import Engine, GrammarError, ReasoningBudget, Request, RequestError, SamplingParams
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.generation import Generation
 from nanovllm_server.chat.output_assembler import ChoiceOptions, OutputAssembler
@@ -62,8 +62,8 @@ class Service:
 
     def unavailable_reason(self) -> str | None:
         """The reason why the server refuses requests; None if it accepts requests."""
-        if self.engine.dead is not None:
-            return f"the engine is dead: {self.engine.dead}"
+        if self.engine.death_reason is not None:
+            return f"the engine is dead: {self.engine.death_reason}"
         return self.admission.shutdown_reason
 
     async def start_generation(self, chat: ChatRequest, exchange: HttpExchange) -> Generation:
@@ -81,8 +81,8 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        if self.engine.dead is not None:
-            raise unavailable(f"the engine is dead: {self.engine.dead}", "engine_dead")
+        if self.engine.death_reason is not None:
+            raise unavailable(f"the engine is dead: {self.engine.death_reason}", "engine_dead")
         if chat.tools is not None and not self.model_format.has_tool_calls:
             raise unsupported(
                 "tools",
@@ -98,7 +98,7 @@ class Service:
         state = self.model_format.reasoning_state(prompt.text)
         constraint = constrain(chat.answer, chat.tools, self.model_format, state)
         grammar = None if constraint is None else constraint.spec
-        sampling = replace(chat.sampling, grammar=grammar, budget=budget)
+        sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=budget)
         requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange.arrival)
         assemblers = self._make_assemblers(
             chat, prompt, calls_only_at_start=constraint is not None and constraint.calls_only_at_start
@@ -129,7 +129,7 @@ class Service:
             num_kept = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
         return token_ids[-num_kept:]
 
-    async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, Budget | None]:
+    async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
         """The prompt, and the budget that ends the reasoning; None for no budget.
 
         A budget requires that the answer begins within reasoning, so the returned prompt ends with the begin tag.
@@ -146,7 +146,7 @@ class Service:
         if state == "undecided":
             prompt = await self.renderer.extend(prompt, f"{reasoning.begin}\n")
         # The client's integer may be too large for the engine; no answer is longer than the context.
-        return prompt, Budget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end_id,))
+        return prompt, ReasoningBudget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end_id,))
 
     async def _compile(self, constraint: AnswerConstraint) -> None:
         """Compiles the grammar of a request. Raises ApiError (400), which names the field that caused the failure."""
@@ -204,7 +204,7 @@ class Service:
     ) -> list[Request]:
         self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
-            sampling = replace(sampling, forbidden=self.renderer.encode_words(chat.bad_words))
+            sampling = replace(sampling, forbidden_sequences=self.renderer.encode_words(chat.bad_words))
         # Not the client's request id, because two clients may choose the same.
         id_prefix = uuid.uuid4().hex
         requests = [
@@ -221,7 +221,11 @@ class Service:
         try:
             self.engine.check(requests[0])
         except RequestError as error:
-            field_names = {"prompt": "messages", "max_tokens": chat.max_tokens_field, "forbidden": "bad_words"}
+            field_names = {
+                "prompt": "messages",
+                "max_tokens": chat.max_tokens_field,
+                "forbidden_sequences": "bad_words",
+            }
             param = field_names.get(error.field, error.field)
             message = str(error) if param in str(error) else f"{param}: {error}"
             raise ApiError(400, message, param=param, code="invalid_value") from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from nanovllm_core.request import GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_server.constraint.call_grammar import MAX_CALLS, Callee, begins, calls, is_bare, text_with_calls
 from nanovllm_server.constraint.structure import (

@@ -125,7 +125,7 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     model = settings.model or await asyncio.to_thread(default_model_path)
     defaults = read_sampling_defaults(model)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
-    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.dtype, settings.engine))
+    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine))
     counters = allocate_counters(len(listeners))
     rings = allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.
@@ -185,10 +185,10 @@ async def _serve(
         )
         drain_task.cancel()
     if death_task.done():
-        logger.error("engine died", reason=engine.dead)
+        logger.error("engine died", reason=engine.death_reason)
         # Gives running requests and /health time to report the failure.
         await asyncio.wait((stop_task,), timeout=ENGINE_DEATH_GRACE_S)
-    status = 1 if has_failed or engine.dead is not None else 0
+    status = 1 if has_failed or engine.death_reason is not None else 0
     for task in (stop_task, death_task):
         task.cancel()
     await workers.close(WORKER_CLOSE_TIMEOUT_S)
@@ -197,7 +197,7 @@ async def _serve(
 
 async def _wait_for_death(engine: EngineClient) -> None:
     # `EngineClient` has no event for the engine's death, and the delay of this poll does no harm.
-    while engine.dead is None:  # noqa: ASYNC110
+    while engine.death_reason is None:  # noqa: ASYNC110
         await asyncio.sleep(ENGINE_POLL_INTERVAL_S)
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-from nanovllm_core.engine.parent import exit_with_parent
+from nanovllm_core.engine.parent_watch import exit_with_parent
 from nanovllm_server.observability.logs import configure_logs
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 

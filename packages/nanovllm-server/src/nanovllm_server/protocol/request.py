@@ -8,7 +8,7 @@ from typing import cast
 
 import orjson
 
-from nanovllm_core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+from nanovllm_core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_server.protocol.answer import Answer, parse_answer
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.field_reader import FieldReader, is_number

@@ -6,8 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_server.bench.argument_types import duration, integer_from_1, integer_from_2
+from nanovllm_server.bench.argument_types import integer_from_1, integer_from_2
 from nanovllm_server.bench.interference.case_sizes import CASE_NAMES, CaseSizes
+from nanovllm_server.flag_types import seconds
 
 if TYPE_CHECKING:
     from nanovllm_server.bench.interference.interference_command import InterferenceOptions
@@ -31,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser, default_url: str, key_variable: s
     parser.add_argument("--model", dest="served_model", help="model to request; without it, the first one listed")
     parser.add_argument("--seed", type=int, help="decides all texts; without it, every run has new texts")
     parser.add_argument("--temperature", type=float, default=0.6, help="0 selects the likeliest token")
-    parser.add_argument("--timeout", type=duration, default=120.0, metavar="S", help="limit of one request")
+    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="limit of one request")
     parser.add_argument(
         "--repeat", type=integer_from_1, default=3, help="repetitions; percentiles are over the samples of all of them"
     )
@@ -45,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser, default_url: str, key_variable: s
     add = parser.add_argument_group("decodes-beside-long").add_argument
     add("--streams", type=integer_from_1, default=64, help="decoding streams")
     add("--stream-len", type=integer_from_2, default=4096, help="maximum tokens of a decoding stream, in each case")
-    add("--baseline-s", type=duration, default=2.0, metavar="S", help="time that the streams decode alone")
+    add("--baseline-s", type=seconds, default=2.0, metavar="S", help="time that the streams decode alone")
     add("--num-prompts", type=integer_from_1, default=3, help="prompts that arrive at once beside the streams")
     add("--prompt-len", type=integer_from_1, default=30_000, help="tokens of each of these prompts")
     add = parser.add_argument_group("turn and turns-beside-decodes").add_argument
@@ -55,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser, default_url: str, key_variable: s
     add("--message-len", type=integer_from_1, default=400, help="tokens of each message of a conversation")
     add("--turn-len", type=integer_from_2, default=100, help="new tokens of a turn")
     add("--turn-streams", type=integer_from_1, default=32, help="decoding streams of the case turns-beside-decodes")
-    add("--turn-interval-ms", type=duration, default=100.0, metavar="MS", help="time between turns that arrive spaced")
+    add("--turn-interval-ms", type=seconds, default=100.0, metavar="MS", help="time between turns that arrive spaced")
 
 
 def interference_options(flags: argparse.Namespace, default_url: str, api_key: str | None) -> "InterferenceOptions":
