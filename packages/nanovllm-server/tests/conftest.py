@@ -23,7 +23,7 @@ from nanovllm_core.outputs import PromptLogprobs, StepOutputs, TokenLogprobs
 from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
-from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
+from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
@@ -44,7 +44,7 @@ MAX_MODEL_LEN = 512
 
 def make_backend() -> Tokenizer:
     """A vocabulary with one token per byte, and a few merged tokens."""
-    vocab = dict(BYTES_OF_CHARACTERS)
+    vocab = dict(BYTE_BY_CHARACTER)
     vocab["he"] = 256
     vocab["Ġt"] = 257
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("Ġ", "t")]))
@@ -250,7 +250,7 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Te
 
 
 class ResponseRecorder:
-    """Wraps the application, and records every response."""
+    """Wraps the application, and records every response for the check against the contract."""
 
     def __init__(self, app: ASGIFramework):
         self._app = app
@@ -298,7 +298,7 @@ def client(app: Quart):
 
 @pytest.fixture
 def post(client) -> Callable[..., Any]:
-    """Sends a chat completion; the given fields replace those of a small valid request."""
+    """Sends a chat completion request. `fields` replace the fields of a small valid request."""
 
     async def post(headers: dict[str, str] | None = None, **fields: Any):
         body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], **fields}

@@ -12,7 +12,7 @@ from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
 from nanovllm_core.scheduling.prompt_scheduler import MAX_BYPASSES, MAX_WAITING_CANDIDATES
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepWork
-from nanovllm_kernels.attention.rounds import AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import AttentionRounds, attention_pairs
 
 BUDGET, LONG, BLOCK_SIZE = 8192, 5000, 16
 

@@ -16,7 +16,7 @@ from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
-from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
 TARGET_S, PROMPT_STEP_S = 0.025, 0.05
@@ -108,7 +108,7 @@ class Engine:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_arrivals_keep_every_step_within_its_limit_and_all_finish(seed):
-    engine = Engine(seed, depth=random.Random(seed).choice([1, 2]), rounds=ROUNDS if seed % 3 else SMALLEST_ROUNDS)
+    engine = Engine(seed, depth=random.Random(seed).choice([1, 2]), rounds=ROUNDS if seed % 3 else ONE_TOKEN_ROUNDS)
     rng = engine.rng
     arrivals = deque(sorted(rng.uniform(0, 20) for _ in range(120)))
     while engine.step() or arrivals:

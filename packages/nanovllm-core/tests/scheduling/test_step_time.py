@@ -6,7 +6,7 @@ import random
 import pytest
 
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
-from nanovllm_kernels.attention.rounds import attention_pairs
+from nanovllm_kernels.attention import attention_pairs
 
 FIXED, PER_TOKEN, PER_CONTEXT, PER_PAIR = 4e-3, 2e-5, 3e-8, 9e-10
 

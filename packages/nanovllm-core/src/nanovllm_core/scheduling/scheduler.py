@@ -204,7 +204,7 @@ class Scheduler:
             scheduled, decodes = rows.decode_batch(decode_rows)
         prompt_logprobs_ranges = self._prompt_logprobs_ranges(chunks, len(decode_rows)) if chunks else []
         chunk_ranges = [(int(rows.num_computed_tokens[row]), num_tokens) for row, num_tokens in chunks]
-        attention_pairs = self.limits.rounds.pairs(chunk_ranges)
+        attention_pairs = self.limits.rounds.estimate_pairs(chunk_ranges)
         is_whole = bool(chunks) and not any(start for start, num_tokens in chunk_ranges if num_tokens > 1)
         row_indices, tokens_per_row, samples = scheduled
         num_computed_tokens = rows.num_computed_tokens[row_indices] + tokens_per_row

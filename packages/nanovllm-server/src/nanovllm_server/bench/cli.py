@@ -158,8 +158,8 @@ def _peer(flags: argparse.Namespace, model: Path) -> "Peer | None":
 
 
 def _gguf_weights(flags: argparse.Namespace, model: Path) -> "GGUFWeights | None":
-    """The weights for llama.cpp. Raises BenchError if no file is known, and ModelError like `source_file`."""
-    from nanovllm_models.default_model import cache_directory, is_default_model, source_file
+    """The weights for llama.cpp. Raises BenchError if no file is known, and ModelError like `find_source_file`."""
+    from nanovllm_models.default_model import cache_directory, find_source_file, is_default_model
     from nanovllm_server.bench.offline.peer_process import GGUFWeights
     from nanovllm_server.bench.report import BenchError
 
@@ -169,7 +169,7 @@ def _gguf_weights(flags: argparse.Namespace, model: Path) -> "GGUFWeights | None
         raise BenchError("peer llamacpp has no dummy weights: leave --load-format out")
     source: Path | None = flags.peer_gguf
     if source is None and is_default_model(model):
-        source = source_file()
+        source = find_source_file()
     if source is None:
         raise BenchError(f"peer llamacpp needs the weights of {model.name} as a GGUF file: name it with --peer-gguf")
     if not source.is_file():
