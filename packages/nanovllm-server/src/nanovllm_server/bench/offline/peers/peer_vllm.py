@@ -1,6 +1,6 @@
 """Measures vLLM's `LLM` class, with vLLM's defaults unless they make the run incomparable.
 
-`LLM` reports only the whole time. For the time of first tokens, the same requests run for one token first.
+`LLM` reports only the time of a whole run. The time of first tokens is that of an extra run for one token per request.
 """
 
 import importlib.util
@@ -11,12 +11,12 @@ from typing import Any
 
 import vllm  # pyright: ignore[reportMissingImports] (not installed here)
 
-LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+JOB_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
 def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the version, then the result of each run."""
-    options = {limit: job[limit] for limit in LIMITS if job[limit] is not None}
+    options = {limit: job[limit] for limit in JOB_LIMITS if job[limit] is not None}
     if job["device"] == "cuda":
         options["gpu_memory_utilization"] = job["gpu_memory_utilization"]
         if importlib.util.find_spec("flashinfer") is None:
@@ -38,31 +38,33 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         **options,
     )
     yield {"version": vllm.__version__}
-    for case, works in enumerate(job["cases"]):
-        _generate(llm, works, job, f"{case} warm-up", job["warm_up_tokens"])
+    for case_index, requests in enumerate(job["cases"]):
+        _generate(llm, requests, job, f"{case_index} warm-up", job["warm_up_tokens"])
         for repetition in range(job["repeat"]):
-            salt = f"{case} {repetition}"
-            first = _generate(llm, works, job, f"{salt} first", 1)[1] if job["needs_first"] else None
-            made, last = _generate(llm, works, job, salt, None)
-            yield {"num_tokens": made, "first": first, "last": last}
+            salt = f"{case_index} {repetition}"
+            first_tokens_s = None
+            if job["times_first_tokens"]:
+                _, first_tokens_s = _generate(llm, requests, job, f"{salt} first", 1)
+            num_tokens, last_token_s = _generate(llm, requests, job, salt, None)
+            yield {"num_tokens": num_tokens, "first_tokens_s": first_tokens_s, "last_token_s": last_token_s}
 
 
 def _generate(
-    llm: Any, works: list[dict[str, Any]], job: dict[str, Any], salt: str, at_most: int | None
+    llm: Any, requests: list[dict[str, Any]], job: dict[str, Any], salt: str, max_tokens: int | None
 ) -> tuple[int, float]:
-    """Returns the number of tokens and the seconds. at_most: most tokens per request; None for each one's own limit."""
+    """Returns the number of tokens and the seconds. max_tokens: further limit of each request, or None."""
     # With a prefix cache, a run can find its own shared prefix, but nothing of earlier runs.
-    extra = {"cache_salt": salt} if job["prefix_caching"] else {}
-    prompts = [{"prompt_token_ids": work["prompt"], **extra} for work in works]
-    limits = [min(work["max_tokens"], at_most or work["max_tokens"]) for work in works]
-    sampling = [
+    salt_field = {"cache_salt": salt} if job["prefix_caching"] else {}
+    prompts = [{"prompt_token_ids": request["prompt"], **salt_field} for request in requests]
+    limits = [min(request["max_tokens"], max_tokens or request["max_tokens"]) for request in requests]
+    sampling_params = [
         vllm.SamplingParams(temperature=job["temperature"], max_tokens=limit, ignore_eos=True, detokenize=False)
         for limit in limits
     ]
     start = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    made = sum(len(output.outputs[0].token_ids) for output in outputs)
-    if made != sum(limits):
-        raise RuntimeError(f"vLLM made {made} tokens, not {sum(limits)}")
-    return made, seconds
+    outputs = llm.generate(prompts, sampling_params, use_tqdm=False)
+    duration_s = time.perf_counter() - start
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    if num_tokens != sum(limits):
+        raise RuntimeError(f"vLLM generated {num_tokens} tokens, not {sum(limits)}")
+    return num_tokens, duration_s

@@ -11,29 +11,16 @@ import pytest
 
 from nanovllm_server.bench import cli
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "torch_dtype": "float32",
-}
-
-# The part of vLLM's `LLM` that the peer uses, with its names and its habit of logging to stdout. Keeps what it is told.
-VLLM = """
+# The part of vLLM's `LLM` that the peer uses, with its names and its logs on stdout. Records its arguments.
+FAKE_VLLM = """
 import json, os, sys, time
 from types import SimpleNamespace
 
 __version__ = "0.26.0"
 
-def keep(**record):
+def record(**fields):
     with open(os.environ["RECORD"], "a") as file:
-        file.write(json.dumps(record) + "\\n")
+        file.write(json.dumps(fields) + "\\n")
 
 class SamplingParams:
     def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
@@ -44,15 +31,16 @@ class LLM:
     def __init__(self, model, *, skip_tokenizer_init, load_format, dtype, enable_prefix_caching, seed, **options):
         assert skip_tokenizer_init and os.environ["HF_HUB_OFFLINE"] == "1" and "nanovllm_server" not in sys.modules
         print("INFO: loading", model)
-        keep(load_format=load_format, dtype=dtype, enable_prefix_caching=enable_prefix_caching,
+        record(load_format=load_format, dtype=dtype, enable_prefix_caching=enable_prefix_caching,
              routing=os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"), **options)
 
     def generate(self, prompts, sampling_params, use_tqdm):
         assert not use_tqdm
-        keep(prompts=prompts, limits=[one.max_tokens for one in sampling_params],
+        record(prompts=prompts, limits=[params.max_tokens for params in sampling_params],
              temperature=sampling_params[0].temperature)
-        time.sleep(0.001 * max(one.max_tokens for one in sampling_params))
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * one.max_tokens)]) for one in sampling_params]
+        time.sleep(0.001 * max(params.max_tokens for params in sampling_params))
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * params.max_tokens)])
+                for params in sampling_params]
 """
 
 
@@ -66,34 +54,31 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def bench(tmp_path):
-    """Runs a program on the tiny model. Returns its exit status and its JSON."""
+def run_bench(tmp_path, config_only_model):
+    """Runs a command on the tiny model. Returns its exit status and its JSON."""
 
-    def run(program: str, *arguments: str):
-        model = tmp_path / "tiny"
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(TINY))
+    def run(command: str, *arguments: str):
         result = tmp_path / "result.json"
-        fixed = ["--load-format", "dummy", "--device", "cpu", "--cpu-cache-gib", "0.05", "--json", str(result)]
-        status = cli.main([program, str(model), *fixed, *arguments])
+        fixed_flags = ["--load-format", "dummy", "--device", "cpu", "--cpu-cache-gib", "0.05", "--json", str(result)]
+        status = cli.main([command, str(config_only_model), *fixed_flags, *arguments])
         return status, json.loads(result.read_bytes()) if result.exists() else None
 
     return run
 
 
 @pytest.fixture
-def vllm(tmp_path):
-    """Flags for a peer with `VLLM`, and a function that reads the arguments that it got."""
-    (tmp_path / "vllm.py").write_text(VLLM)
-    record = tmp_path / "record"
-    flags = ["--peer", "vllm", "--peer-env", f"PYTHONPATH={tmp_path}", "--peer-env", f"RECORD={record}"]
-    return flags, lambda: [json.loads(line) for line in record.read_text().splitlines()]
+def fake_vllm(tmp_path):
+    """Flags for a peer with `FAKE_VLLM`, and a function that reads the arguments that it got."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    record_file = tmp_path / "record"
+    flags = ["--peer", "vllm", "--peer-env", f"PYTHONPATH={tmp_path}", "--peer-env", f"RECORD={record_file}"]
+    return flags, lambda: [json.loads(line) for line in record_file.read_text().splitlines()]
 
 
-def test_throughput_generates_every_token(bench, tmp_path, capsys):
+def test_throughput_generates_every_token(run_bench, tmp_path, capsys):
     plot = tmp_path / "plot.png"
-    work = ("--num-requests", "6", "--input-len", "5..20", "--output-len", "3..9", "--repeat", "2")
-    status, result = bench("throughput", *work, "--plot", str(plot))
+    workload = ("--num-requests", "6", "--input-len", "5..20", "--output-len", "3..9", "--repeat", "2")
+    status, result = run_bench("throughput", *workload, "--plot", str(plot))
     assert status == 0
     (case,) = result["cases"]
     ours = case["nanovllm"]
@@ -107,49 +92,50 @@ def test_throughput_generates_every_token(bench, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_trace_flag_writes_every_step(bench, tmp_path, capsys):
+def test_trace_flag_writes_every_step(run_bench, tmp_path, capsys):
     trace, figures = tmp_path / "steps.json", tmp_path / "figures.json"
-    assert bench("latency", "--batch", "1", "--output-len", "6", "--repeat", "1", "--trace", str(trace))[0] == 0
+    assert run_bench("latency", "--batch", "1", "--output-len", "6", "--repeat", "1", "--trace", str(trace))[0] == 0
     capsys.readouterr()
     assert cli.main(["trace", str(trace), "--json", str(figures)]) == 0
-    found = json.loads(figures.read_bytes())
-    steps = {spans["track"]: spans["steps"] for spans in found["tracks"]}
-    # Four of the warm-up, one for the first token, and six; what is planned beyond a request's end isn't launched.
+    figures_of_trace = json.loads(figures.read_bytes())
+    steps = {track["track"]: track["steps"] for track in figures_of_trace["tracks"]}
+    # The warm-up has 4 steps, the run for the first token 1, the measured run 6. Steps planned beyond the end of a
+    # request are not launched.
     assert set(steps) == {"host", "plan", "launch", "output"}
     assert steps["launch"] == steps["output"] == steps["host"] == 11
-    # Nothing tells when a CPU began and ended a step.
-    assert found["rest"] is None
+    # A CPU records no times of the device.
+    assert figures_of_trace["rest"] is None
 
 
-def test_unwritable_trace_file_is_refused(bench, tmp_path, capsys):
+def test_unwritable_trace_file_is_refused(run_bench, tmp_path, capsys):
     file = tmp_path / "none" / "steps.json"
-    assert bench("latency", "--batch", "1", "--repeat", "1", "--trace", str(file)) == (2, None)
+    assert run_bench("latency", "--batch", "1", "--repeat", "1", "--trace", str(file)) == (2, None)
     assert capsys.readouterr().err.startswith(
         f"nanovllm-bench: trace is '{file}', which can't be written (No such file"
     )
 
 
-def test_latency_has_one_case_per_batch(bench):
-    status, result = bench("latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "6", "--repeat", "1")
+def test_latency_has_one_case_per_batch(run_bench):
+    status, result = run_bench("latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "6", "--repeat", "1")
     assert status == 0
     assert [case["output_tokens"] for case in result["cases"]] == [6, 18]
-    for case, made in zip(result["cases"], (5, 15), strict=True):
+    for case, num_decoded in zip(result["cases"], (5, 15), strict=True):
         (run,) = case["nanovllm"]["runs"]
         assert 0 < run["first"] < run["last"]
-        assert case["nanovllm"]["rate"] == pytest.approx(made / (run["last"] - run["first"]))
+        assert case["nanovllm"]["rate"] == pytest.approx(num_decoded / (run["last"] - run["first"]))
 
 
-def test_prefill_reports_prompt_tokens(bench):
-    status, result = bench("prefill", "--num-requests", "3", "--input-len", "100", "--repeat", "1")
+def test_prefill_reports_prompt_tokens(run_bench):
+    status, result = run_bench("prefill", "--num-requests", "3", "--input-len", "100", "--repeat", "1")
     assert status == 0
     (case,) = result["cases"]
     assert (case["prompt_tokens"], case["output_tokens"]) == (300, 3)
     assert case["nanovllm"]["rate"] == pytest.approx(300 / case["nanovllm"]["runs"][0]["last"])
 
 
-def test_transformers_does_the_same_work(bench, capsys):
-    work = ("--num-requests", "4", "--input-len", "5..20", "--output-len", "3..9", "--max-num-seqs", "3")
-    status, result = bench("throughput", *work, "--repeat", "1", "--peer", "transformers")
+def test_transformers_does_the_same_work(run_bench, capsys):
+    workload = ("--num-requests", "4", "--input-len", "5..20", "--output-len", "3..9", "--max-num-seqs", "3")
+    status, result = run_bench("throughput", *workload, "--repeat", "1", "--peer", "transformers")
     assert status == 0
     (case,) = result["cases"]
     (run,) = case["peer"]["runs"]
@@ -162,25 +148,25 @@ def test_transformers_does_the_same_work(bench, capsys):
 
 def test_batches_of_transformers_are_timed_as_one(monkeypatch):
     """The prompts of each of two batches take 1 s, so that the first tokens take 2 s."""
-    from nanovllm_server.bench.peers import peer_transformers
+    from nanovllm_server.bench.offline.peers import peer_transformers
 
     times = iter([[0.0], [0.0], [1.0, 2.0, 4.0], [5.0, 6.0]])
     monkeypatch.setattr(peer_transformers, "_load", lambda _: SimpleNamespace())
     monkeypatch.setattr(peer_transformers, "_generate", lambda *_: next(times))
     monkeypatch.setattr(peer_transformers, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    works = [{"prompt": [1], "max_tokens": count} for count in (3, 2, 2)]
-    job = {"temperature": 0.0, "cases": [works], "max_num_seqs": 2, "warm_up_tokens": 1, "repeat": 1}
+    requests = [{"prompt": [1], "max_tokens": max_tokens} for max_tokens in (3, 2, 2)]
+    job = {"temperature": 0.0, "cases": [requests], "max_num_seqs": 2, "warm_up_tokens": 1, "repeat": 1}
     _, run = peer_transformers.measure(job)
-    assert run == {"num_tokens": 7, "first": 2.0, "last": 6.0}
+    assert run == {"num_tokens": 7, "first_tokens_s": 2.0, "last_token_s": 6.0}
 
 
-def test_vllm_chooses_limits_that_are_not_given(bench, vllm):
-    flags, told = vllm
-    work = ("--num-requests", "3", "--input-len", "5", "--output-len", "7..9", "--repeat", "2")
-    status, result = bench("throughput", *work, *flags)
+def test_vllm_chooses_limits_that_are_not_given(run_bench, fake_vllm):
+    flags, read_record = fake_vllm
+    workload = ("--num-requests", "3", "--input-len", "5", "--output-len", "7..9", "--repeat", "2")
+    status, result = run_bench("throughput", *workload, *flags)
     assert status == 0
     assert result["peer"] == {"name": "vllm", "version": "0.26.0"}
-    engine, *runs = told()
+    engine, *runs = read_record()
     assert engine == {
         "load_format": "dummy",
         "dtype": "float32",
@@ -197,81 +183,83 @@ def test_vllm_chooses_limits_that_are_not_given(bench, vllm):
     assert first["temperature"] == 0.6
 
 
-def test_vllm_gets_the_given_limits(bench, vllm):
-    flags, told = vllm
+def test_vllm_gets_the_given_limits(run_bench, fake_vllm):
+    flags, read_record = fake_vllm
     limits = ("--max-model-len", "200", "--max-num-seqs", "5", "--max-num-batched-tokens", "64")
     limits += ("--state-dtype", "bfloat16")
-    work = ("--num-requests", "2", "--input-len", "5", "--output-len", "2", "--prefix-len", "32", "--repeat", "2")
-    assert bench("throughput", *work, *limits, *flags)[0] == 0
-    engine, *runs = told()
+    workload = ("--num-requests", "2", "--input-len", "5", "--output-len", "2", "--prefix-len", "32", "--repeat", "2")
+    assert run_bench("throughput", *workload, *limits, *flags)[0] == 0
+    engine, *runs = read_record()
     assert (engine["max_model_len"], engine["max_num_seqs"], engine["max_num_batched_tokens"]) == (200, 5, 64)
     assert engine["enable_prefix_caching"] is True
     assert engine["mamba_ssm_cache_dtype"] == "bfloat16"
-    # One salt a run: shared by its prompts, and with no other run.
+    # All prompts of a run share one salt; each run has another.
     assert all(len({prompt["cache_salt"] for prompt in run["prompts"]}) == 1 for run in runs)
     assert len({run["prompts"][0]["cache_salt"] for run in runs}) == 3
 
 
-def test_first_tokens_of_vllm_take_an_extra_run(bench, vllm):
-    flags, told = vllm
-    status, result = bench("latency", "--batch", "2", "--output-len", "60", "--repeat", "1", *flags)
+def test_first_tokens_of_vllm_take_an_extra_run(run_bench, fake_vllm):
+    flags, read_record = fake_vllm
+    status, result = run_bench("latency", "--batch", "2", "--output-len", "60", "--repeat", "1", *flags)
     assert status == 0
-    assert [record["limits"] for record in told()[1:]] == [[4, 4], [1, 1], [60, 60]]
+    assert [record["limits"] for record in read_record()[1:]] == [[4, 4], [1, 1], [60, 60]]
     (run,) = result["cases"][0]["peer"]["runs"]
     assert run["first"] < run["last"]
     assert result["cases"][0]["peer"]["rate"] == pytest.approx(118 / (run["last"] - run["first"]))
 
 
-def test_peer_env_selects_the_routing_of_vllm(bench, vllm):
-    flags, told = vllm
+def test_peer_env_selects_the_routing_of_vllm(run_bench, fake_vllm):
+    flags, read_record = fake_vllm
     flags = [*flags, "--peer-env", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=normal_routing"]
-    assert bench("throughput", "--num-requests", "1", "--input-len", "5", "--output-len", "2", *flags)[0] == 0
-    assert told()[0]["routing"] == "normal_routing"
+    assert run_bench("throughput", "--num-requests", "1", "--input-len", "5", "--output-len", "2", *flags)[0] == 0
+    assert read_record()[0]["routing"] == "normal_routing"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
-def test_failed_peer_shows_the_end_of_its_stderr(bench, capsys):
-    status, result = bench("prefill", "--input-len", "8", "--peer", "vllm")
+def test_failed_peer_shows_the_end_of_its_stderr(run_bench, capsys):
+    status, result = run_bench("prefill", "--input-len", "8", "--peer", "vllm")
     assert (status, result) == (1, None)
     error = capsys.readouterr().err
     assert error.startswith("nanovllm-bench: vllm failed (status 1); the end of its stderr:\n")
     assert error.endswith("ModuleNotFoundError: No module named 'vllm'\n")
 
 
-def test_peer_that_ends_early_is_a_failure(bench, vllm, tmp_path, capsys):
+def test_peer_that_ends_early_is_a_failure(run_bench, fake_vllm, tmp_path, capsys):
     (tmp_path / "vllm.py").write_text(
-        VLLM.replace(
+        FAKE_VLLM.replace(
             "        return [",
-            "        if max(one.max_tokens for one in "
+            "        if max(params.max_tokens for params in "
             "sampling_params) > 4: sys.stderr.write('gone\\n'); os._exit(0)\n        return [",
         )
     )
-    status, _ = bench("throughput", "--num-requests", "2", "--input-len", "5", "--output-len", "9", *vllm[0])
+    status, _ = run_bench("throughput", "--num-requests", "2", "--input-len", "5", "--output-len", "9", *fake_vllm[0])
     assert status == 1
     assert capsys.readouterr().err.endswith(
         f"vllm failed (status 0); the end of its stderr:\nINFO: loading {tmp_path / 'tiny'}\ngone\n"
     )
 
 
-def test_processes_of_a_peer_are_killed_after_it(bench, vllm, tmp_path, capsys):
-    # A process that was forked holds the pipe that we read.
-    left = "import time\npid = os.fork()\nif not pid: time.sleep(600)\nkeep(pid=pid)\nraise RuntimeError('no GPU')\n"
-    (tmp_path / "vllm.py").write_text(VLLM + left)
-    status, _ = bench("throughput", "--num-requests", "2", "--input-len", "5", "--output-len", "9", *vllm[0])
+def test_processes_of_a_peer_are_killed_after_it(run_bench, fake_vllm, tmp_path, capsys):
+    # The forked process holds the pipe that we read.
+    fork_and_fail = (
+        "import time\npid = os.fork()\nif not pid: time.sleep(600)\nrecord(pid=pid)\nraise RuntimeError('no GPU')\n"
+    )
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM + fork_and_fail)
+    status, _ = run_bench("throughput", "--num-requests", "2", "--input-len", "5", "--output-len", "9", *fake_vllm[0])
     assert status == 1
     assert capsys.readouterr().err.endswith("RuntimeError: no GPU\n")
-    (record,) = vllm[1]()
+    (record,) = fake_vllm[1]()
     assert is_gone(record["pid"])
 
 
-def test_missing_interpreter_of_a_peer_is_an_error(bench, tmp_path, capsys):
-    status, _ = bench("prefill", "--input-len", "8", "--peer", "vllm", "--peer-python", str(tmp_path / "none"))
+def test_missing_interpreter_of_a_peer_is_an_error(run_bench, tmp_path, capsys):
+    status, _ = run_bench("prefill", "--input-len", "8", "--peer", "vllm", "--peer-python", str(tmp_path / "none"))
     assert status == 1
     assert f"{tmp_path / 'none'}: No such file" in capsys.readouterr().err
 
 
-def test_requests_beyond_the_context_are_refused_before_the_peer_starts(bench, capsys):
-    status, _ = bench("prefill", "--input-len", "256", "--peer", "vllm", "--peer-python", sys.executable)
+def test_requests_beyond_the_context_are_refused_before_the_peer_starts(run_bench, capsys):
+    status, _ = run_bench("prefill", "--input-len", "256", "--peer", "vllm", "--peer-python", sys.executable)
     assert status == 1
     assert "257 tokens don't fit into a context of 256" in capsys.readouterr().err
 

@@ -13,12 +13,12 @@ def main() -> None:
     """Runs one job."""
     job = json.loads(sys.stdin.buffer.read())
     # Peers and their processes log to stdout: redirect these logs to stderr, so that stdout has only results.
-    answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     peer = importlib.import_module(f"peer_{sys.argv[1]}")
     for line in peer.measure(job):
-        answer.write(json.dumps(line) + "\n")
-        answer.flush()
+        results.write(json.dumps(line) + "\n")
+        results.flush()
 
 
 # Peers start processes that import this file again.

@@ -1,30 +1,24 @@
-"""Types and defaults of command-line values.
-
-Each function parses one value and raises what argparse reports to the user.
-"""
+"""Types of flag values, as argparse calls them. argparse shows the function's name when it raises ValueError."""
 
 import argparse
 
-from nanovllm_server.bench.workload import Lengths
+from nanovllm_server.bench.workload import LengthRange
 from nanovllm_server.flag_types import integer_from
 
-DEFAULT_URL = "http://127.0.0.1:8000/v1"
+integer_from_0, integer_from_1, integer_from_2 = integer_from(0), integer_from(1), integer_from(2)
 
 
-non_negative, positive, at_least_two = integer_from(0), integer_from(1), integer_from(2)
-
-
-def lengths(text: str) -> Lengths:
+def length_range(text: str) -> LengthRange:
     """`N` or `N..M`, numbers of tokens."""
     low, dots, high = text.partition("..")
-    parsed = Lengths(positive(low), positive(high if dots else low))
-    if parsed.low > parsed.high:
+    lengths = LengthRange(integer_from_1(low), integer_from_1(high if dots else low))
+    if lengths.low > lengths.high:
         raise argparse.ArgumentTypeError("must go from a smaller number to a larger one")
-    return parsed
+    return lengths
 
 
-def rate(text: str) -> float | None:
-    """A number above 0; `inf` becomes None."""
+def request_rate(text: str) -> float | None:
+    """Requests per second, above 0. None for `inf`: all requests at once."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")

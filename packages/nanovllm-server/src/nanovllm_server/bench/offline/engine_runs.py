@@ -11,38 +11,38 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from nanovllm_core import AsyncEngine, EngineConfig, ModelSpec, Request, SamplingParams
-from nanovllm_server.bench.workload import Work
+from nanovllm_server.bench.workload import TokenRequest
 
 # Enough tokens to compile every kernel for prefill and decode.
 WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RunTiming:
     """Times of one run, in seconds since the requests were submitted.
 
     num_tokens: output tokens of all requests.
-    last: time of the last token.
-    first: time at which every request had its first token; None if not measured.
+    last_token_s: time of the last token.
+    first_tokens_s: time at which every request had its first token; None if not measured.
     """
 
     num_tokens: int
-    last: float
-    first: float | None
+    last_token_s: float
+    first_tokens_s: float | None
 
 
-async def measure(
+async def time_engine(
     spec: ModelSpec,
     config: EngineConfig,
-    cases: Sequence[Sequence[Work]],
+    cases: Sequence[Sequence[TokenRequest]],
     temperature: float,
     repeat: int,
     *,
-    needs_first: bool,
-) -> list[list[Timing]]:
-    """Starts an engine and runs each case `repeat` times after a warm-up. Returns the timings by case.
+    times_first_tokens: bool,
+) -> list[list[RunTiming]]:
+    """Starts an engine and runs the requests of each case `repeat` times after a warm-up. Returns the timings by case.
 
-    needs_first: measure the time of first tokens with an extra run for one token per request. Our engine could
+    times_first_tokens: measure the time of first tokens with an extra run for one token per request. Our engine could
     measure it directly, but peers that return only complete answers can't.
 
     Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
@@ -52,45 +52,50 @@ async def measure(
     gc.collect()
     gc.freeze()
     try:
-        timings: list[list[Timing]] = []
-        for case, works in enumerate(cases):
-            name = f"nanovllm, case {case + 1}/{len(cases)}"
-            await _run(engine, _cut(works, WARM_UP_TOKENS), temperature, f"{name}, warm-up")
-            timings.append([])
+        timings_by_case: list[list[RunTiming]] = []
+        for index, requests in enumerate(cases):
+            name = f"nanovllm, case {index + 1}/{len(cases)}"
+            await _run(engine, _shortened(requests, WARM_UP_TOKENS), temperature, f"{name}, warm-up")
+            timings: list[RunTiming] = []
             for repetition in range(repeat):
                 label = f"{name}, run {repetition + 1}/{repeat}"
-                first = None
-                if needs_first:
-                    _, first = await _run(engine, _cut(works, 1), temperature, f"{label}, first tokens")
-                timings[-1].append(Timing(*await _run(engine, works, temperature, label), first))
-        return timings
+                first_tokens_s = None
+                if times_first_tokens:
+                    _, first_tokens_s = await _run(
+                        engine, _shortened(requests, 1), temperature, f"{label}, first tokens"
+                    )
+                timings.append(RunTiming(*await _run(engine, requests, temperature, label), first_tokens_s))
+            timings_by_case.append(timings)
+        return timings_by_case
     finally:
         await engine.stop()
 
 
-def _cut(works: Sequence[Work], at_most: int) -> list[Work]:
-    return [Work(work.prompt, min(work.max_tokens, at_most)) for work in works]
+def _shortened(requests: Sequence[TokenRequest], max_tokens: int) -> list[TokenRequest]:
+    return [TokenRequest(request.prompt, min(request.max_tokens, max_tokens)) for request in requests]
 
 
-async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, label: str) -> tuple[int, float]:
+async def _run(
+    engine: AsyncEngine, token_requests: Sequence[TokenRequest], temperature: float, label: str
+) -> tuple[int, float]:
     """Submits all requests at once and waits for the last token. Returns the number of tokens and the seconds."""
     requests = [
         Request(
             id=str(index),
-            token_ids=work.prompt,
-            sampling=SamplingParams(max_tokens=work.max_tokens, temperature=temperature, ignore_eos=True),
+            token_ids=request.prompt,
+            sampling=SamplingParams(max_tokens=request.max_tokens, temperature=temperature, ignore_eos=True),
             # A run can find its own shared prefix in the prefix cache, but nothing of earlier runs.
             cache_salt=label,
         )
-        for index, work in enumerate(works)
+        for index, request in enumerate(token_requests)
     ]
     for request in requests:
         engine.check(request)
-    total = sum(work.max_tokens for work in works)
+    total = sum(request.max_tokens for request in token_requests)
     with tqdm(total=total, desc=label, unit="tok", disable=not sys.stderr.isatty()) as bar:
         start = time.perf_counter()
 
-        async def one(request: Request) -> int:
+        async def count_tokens(request: Request) -> int:
             num_tokens = 0
             async with aclosing(engine.generate(request)) as outputs:
                 async for output in outputs:
@@ -98,5 +103,5 @@ async def _run(engine: AsyncEngine, works: Sequence[Work], temperature: float, l
                     bar.update(len(output.new_token_ids))
             return num_tokens
 
-        counts = await asyncio.gather(*(one(request) for request in requests))
+        counts = await asyncio.gather(*map(count_tokens, requests))
         return sum(counts), time.perf_counter() - start
