@@ -32,7 +32,7 @@ class ServerProcess:
     errors: list[str]
 
     def _children(self) -> list[int]:
-        """The ids of the child processes, by memory, smallest first; without multiprocessing's resource tracker."""
+        """The ids of the child processes, smallest memory first, without multiprocessing's resource tracker."""
         pid = self.process.pid
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         own_children = [
@@ -49,7 +49,7 @@ class ServerProcess:
         return self._children()[:-1]
 
     def stop(self) -> int:
-        """Send SIGTERM and wait; returns the exit status."""
+        """Sends SIGTERM and waits. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 

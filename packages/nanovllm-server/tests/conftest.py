@@ -113,7 +113,7 @@ class ScriptedEngine(Engine):
         self.num_cached_tokens = 8
         self.endless = False
         self.crash: Exception | None = None
-        # Of grammars: how long each takes to compile, and what is wrong with those that hold such a text.
+        # How long a grammar takes to compile, and error messages of grammars that contain the text of the key.
         self.compiling_s = 0.0
         self.grammar_errors: dict[str, str] = {}
         self.compiled: list[GrammarSpec] = []
@@ -161,7 +161,7 @@ class ScriptedEngine(Engine):
         if key in self._tasks:
             self._tasks[key].cancel()
 
-    def _tell(self, key: int, request: Request) -> list[tuple[int, PromptLogprobs]]:
+    def _prompt_logprobs(self, key: int, request: Request) -> list[tuple[int, PromptLogprobs]]:
         """Log-probabilities in which each prompt token is the second likeliest, after the token with the next id."""
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
@@ -170,37 +170,37 @@ class ScriptedEngine(Engine):
         top_ids = tokens[:, None] + np.array([1, 0, *range(2, 20)], np.int32)[:num_top]
         top_logprobs = np.broadcast_to(np.float32([-0.5, -1.5, *range(-3, -21, -1)])[:num_top], top_ids.shape)
         own = np.full_like(tokens, -1.5, np.float32), np.full_like(tokens, 2)
-        return [(key, PromptLogprobs(num_top, *(each.tobytes() for each in (*own, top_ids, top_logprobs))))]
+        return [(key, PromptLogprobs(num_top, *(array.tobytes() for array in (*own, top_ids, top_logprobs))))]
 
     async def _run(self, key: int, request: Request) -> None:
         sampling = request.sampling
         tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
         limit = sampling.max_tokens or MAX_MODEL_LEN - request.num_prompt_tokens
-        made = 0
-        while made < limit:
-            if self.delay or made % 50 == 49:
+        num_generated = 0
+        while num_generated < limit:
+            if self.delay or num_generated % 50 == 49:
                 await asyncio.sleep(self.delay)
-            new = list(itertools.islice(tokens, min(self.burst, limit - made)))
-            made += len(new)
-            stop = next((token for token in new if token == EOS or token in sampling.stop_token_ids), None)
+            new_tokens = list(itertools.islice(tokens, min(self.burst, limit - num_generated)))
+            num_generated += len(new_tokens)
+            stop = next((token for token in new_tokens if token == EOS or token in sampling.stop_token_ids), None)
             if stop is not None:
-                made -= len(new) - new.index(stop) - 1
-                new = new[: new.index(stop) + 1]
-            reason = "stop" if stop is not None else "length" if made >= limit else None
-            top = sampling.logprobs
+                num_generated -= len(new_tokens) - new_tokens.index(stop) - 1
+                new_tokens = new_tokens[: new_tokens.index(stop) + 1]
+            reason = "stop" if stop is not None else "length" if num_generated >= limit else None
+            num_top = sampling.logprobs
             self._output_buffers.dispatch(
                 StepOutputs(
-                    keys=[key] * len(new),
-                    tokens=new,
+                    keys=[key] * len(new_tokens),
+                    tokens=new_tokens,
                     logprobs=[]
-                    if top is None
+                    if num_top is None
                     else [
-                        (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(top))))
-                        for token in new
+                        (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(num_top))))
+                        for token in new_tokens
                     ],
-                    starts=[(key, self.num_cached_tokens)] if made == len(new) else [],
+                    starts=[(key, self.num_cached_tokens)] if num_generated == len(new_tokens) else [],
                     finishes=[(key, reason, stop)] if reason is not None else [],
-                    prompt_logprobs=self._tell(key, request) if made == len(new) else [],
+                    prompt_logprobs=self._prompt_logprobs(key, request) if num_generated == len(new_tokens) else [],
                 )
             )
             if reason is not None:
