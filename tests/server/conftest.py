@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
-from contract import ObservedResponse, check
+from contract import ObservedResponse, check_response
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -51,7 +51,7 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ObservedResponse
     monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", handle)
     yield exchanges
     for exchange in exchanges:
-        check(exchange)
+        check_response(exchange)
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,6 @@ async def test_page_streams_an_answer_and_updates_statistics(server):
 
 
 async def test_the_picture_in_the_readme_can_be_taken(server):
-    png = await picture.take(server.url)
+    png = await picture.take_picture(server.url)
     assert png.startswith(b"\x89PNG")
     assert 20_000 < len(png) < 200_000

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import ObservedResponse, check
+from contract import ObservedResponse, check_response
 from hypercorn.typing import ASGIFramework
 from numpy.typing import NDArray
 from quart import Quart
@@ -288,7 +288,7 @@ def app(service: Service) -> Iterator[Quart]:
     app.asgi_app = recorder
     yield app
     for exchange in recorder.exchanges:
-        check(exchange)
+        check_response(exchange)
 
 
 @pytest.fixture
