@@ -407,14 +407,16 @@ def test_whole_prompts_read_the_steps_own_keys_and_values(
     for request, length in enumerate(lengths):
         if query_start_loc[request + 1] - query_start_loc[request] > 1:
             batch.kv_cache[batch.block_tables[request, : -(-length // 16)].long()] = 1e4
-    expected = naive_attention(replace(batch, kv_cache=rewritten(batch, qkv[:, num_heads:], query_start_loc, lengths)))
+    expected = naive_attention(
+        replace(batch, kv_cache=replace_own_keys_values(batch, qkv[:, num_heads:], query_start_loc, lengths))
+    )
     out = paged_attention(
         qkv[:, :num_heads], batch.kv_cache, batch_plan, scale=batch.scale, own_keys_values=qkv[:, num_heads:]
     )
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=0)
 
 
-def rewritten(batch, keys_values, query_start_loc, lengths):
+def replace_own_keys_values(batch, keys_values, query_start_loc, lengths):
     """Return the cache with the step's own keys and values."""
     kv_cache = batch.kv_cache.clone()
     for request, length in enumerate(lengths):

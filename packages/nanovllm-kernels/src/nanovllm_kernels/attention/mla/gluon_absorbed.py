@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.attention.mla.gluon_work_list import load_program_tile, load_program_tiles, partial_rows
+from nanovllm_kernels.attention.mla.gluon_work_list import load_program_tiles, load_tile_share, partial_rows
 from nanovllm_kernels.attention.plan.attention_batch import PagedRequests
 from nanovllm_kernels.attention.plan.tile_configs import GLUON_TILE_HEADS
 from nanovllm_kernels.attention.plan.work_list import WorkList
@@ -189,7 +189,7 @@ def _copy_inputs(
     num_tiles_done = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
-        request, token, begin, end, _slot = load_program_tile(plan, tile, NUM_HEADS)
+        request, token, begin, end, _slot = load_tile_share(plan, tile, NUM_HEADS)
         # For the first tile this wait returns at once.
         mbarrier.wait(queries_free, (num_tiles_done + 1) & 1)
         mbarrier.expect(queries_ready, 9 * 64 * 64 * 2)
@@ -262,7 +262,7 @@ def _score_and_sum(
     num_exchanges = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
-        _request, token, begin, end, slot = load_program_tile(plan, tile, NUM_HEADS)
+        _request, token, begin, end, slot = load_tile_share(plan, tile, NUM_HEADS)
         mbarrier.wait(queries_ready, num_tiles_done & 1)
         num_tiles_done += 1
         running_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
@@ -336,7 +336,7 @@ def _sum_second_half(
     num_exchanges = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
-        _request, token, begin, end, slot = load_program_tile(plan, tile, NUM_HEADS)
+        _request, token, begin, end, slot = load_tile_share(plan, tile, NUM_HEADS)
         sums = gl.zeros([64, 256], gl.float32, SUM_LAYOUT)
         for start in range(begin, end, 64):
             stage = num_blocks_done % STAGES

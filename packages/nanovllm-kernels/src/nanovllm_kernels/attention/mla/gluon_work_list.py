@@ -27,7 +27,7 @@ def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def load_program_tile(plan, tile, NUM_HEADS: gl.constexpr):
+def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
     """Return (request, token, first latent, latent after the last, slot) of what this program computes of a tile.
 
     slot: of the partial results, -1 if the part computes the whole tile.
