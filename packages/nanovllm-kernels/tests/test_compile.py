@@ -20,8 +20,8 @@ STEP = dict.fromkeys(
 ) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "samples_ptr", "counts_ptr"], INT32)
 SAMPLING = (
     dict.fromkeys(["logits_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "best_ptr", "masses_ptr"], FLOAT)
-    | {"peaks_ptr": FLOAT}
-    | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "hits_ptr", "out_ptr"], INT32)
+    | {"segment_maxima_ptr": FLOAT}
+    | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "candidate_segments_ptr", "out_ptr"], INT32)
     | dict.fromkeys(["seeds_ptr", "positions_ptr"], INT64)
 )
 PENALTIES = dict.fromkeys(["repetition_ptr", "presence_ptr", "frequency_ptr", "out_ptr"], FLOAT) | dict.fromkeys(
@@ -46,8 +46,8 @@ STATES = (
 )
 DELTA_HEADS = {"HEADS": 32, "GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128}
 DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "OVERLAP": True}
-SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
-CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
+SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT_TOKENS": 16, "SEGMENTS_PER_CHUNK": 256}
+CHOOSE = SCAN | {"MAX_DRAWN_DISTANCE": 30.0, "PADDED_CHUNKS": 64, "MAX_CANDIDATE_SEGMENTS": 512, "BLOCK": 8192}
 
 # (module, kernel, warps, argument types other than bf16 pointers and int32, constants)
 KERNELS = [
@@ -147,18 +147,18 @@ KERNELS = [
     ),
     ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
     ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
-    ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT": 1 << 30, "BLOCK": 2048}),
-    ("sampling.triton_adjust", "_add_bias", 4, BIAS, {"BLOCK": 128}),
+    ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT_BIT": 1 << 30, "BLOCK": 2048}),
+    ("sampling.triton_adjust", "_apply_bias", 4, BIAS, {"BLOCK": 128}),
     (
         "sampling.triton_adjust",
         "_apply_masks",
         4,
-        {"out_ptr": FLOAT, "which_ptr": INT32, "masks_ptr": INT32},
-        {"LEAST_ALLOWED": -1e30, "BLOCK": 2048},
+        {"out_ptr": FLOAT, "mask_rows_ptr": INT32, "masks_ptr": INT32},
+        {"MIN_ALLOWED_LOGIT": -1e30, "BLOCK": 2048},
     ),
     (
         "sampling.triton_adjust",
-        "_forbid",
+        "_forbid_sequences",
         4,
         {"out_ptr": FLOAT}
         | dict.fromkeys(["rows_ptr", "positions_ptr", "tokens_ptr"], INT32)
@@ -167,16 +167,16 @@ KERNELS = [
     ),
     (
         "sampling.triton_logprobs",
-        "_normalize",
+        "_compute_normalizer",
         16,
         {"tokens_ptr": INT32, "chosen_ptr": FLOAT, "normalizer_ptr": FLOAT},
         {"BLOCK": 4096},
     ),
-    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": True, "FILTER": False}),
-    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "FILTER": False}),
-    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "FILTER": True}),
-    ("sampling.triton_sample", "_choose", 1, SAMPLING, CHOOSE | {"FILTER": False}),
-    ("sampling.triton_sample", "_choose", 16, SAMPLING, CHOOSE | {"FILTER": True}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": True, "HAS_FILTERS": False}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "HAS_FILTERS": False}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "HAS_FILTERS": True}),
+    ("sampling.triton_sample", "_choose_token", 1, SAMPLING, CHOOSE | {"HAS_FILTERS": False}),
+    ("sampling.triton_sample", "_choose_token", 16, SAMPLING, CHOOSE | {"HAS_FILTERS": True}),
 ]
 
 

@@ -14,7 +14,7 @@ from nanovllm_core.layers import compiled
 from nanovllm_core.request import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
-from nanovllm_kernels.sampling import IN_PROMPT
+from nanovllm_kernels.sampling import IN_PROMPT_BIT
 
 ROWS, VOCAB = 16, 40
 
@@ -111,7 +111,7 @@ def test_counts_start_anew_whatever_was_written_for_the_row():
     counts = table.counts[1]
     prompt, output = table.tokens[1, :5].tolist(), table.tokens[1, 5:9].tolist()
     for token in range(VOCAB):
-        assert int(counts[token]) == output.count(token) + (IN_PROMPT if token in prompt else 0)
+        assert int(counts[token]) == output.count(token) + (IN_PROMPT_BIT if token in prompt else 0)
 
 
 def test_only_rows_that_asked_get_log_probabilities():

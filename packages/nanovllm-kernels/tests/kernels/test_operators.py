@@ -86,7 +86,14 @@ def arguments():
         "apply_penalties": (logits, rows, torch.ones((3, 20), dtype=torch.int32), ones, ones, ones),
         "apply_bias": (logits, rows, integers([3, 4]), integers([[1], [2]]), torch.ones(2, 1), integers([[9], [9]])),
         "apply_masks": (logits, integers([1]), integers([[5]])),
-        "forbid": (logits, rows, integers([3, 4]), tokens, integers([1, 1, 1]), integers([[[1, 2]], [[-1, 3]]])),
+        "forbid_sequences": (
+            logits,
+            rows,
+            integers([3, 4]),
+            tokens,
+            integers([1, 1, 1]),
+            integers([[[1, 2]], [[-1, 3]]]),
+        ),
         "sample": (logits, *row_numbers, False, True),
         "logprobs": (logits, integers([3, 4]), 2),
     }

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from nanovllm_core.execution.inputs import to_device
 from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_kernels.sampling import apply_bias_, apply_masks_, apply_penalties, forbid_, logprobs, ranks, sample
+from nanovllm_kernels.sampling import (
+    DrawSettings,
+    apply_bias_,
+    apply_masks_,
+    apply_penalties,
+    compute_logprobs,
+    compute_ranks,
+    forbid_sequences_,
+    sample,
+)
 
 # Options that change logits before sampling, besides penalties.
 ADJUSTMENTS = int(Needs.BIAS | Needs.FORBID | Needs.MASK)
@@ -46,7 +55,7 @@ class PromptScores(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Tokens that some of a step's rows may sample: the arguments `which` and `masks` of `apply_masks_`."""
+    """Tokens that some of a step's rows may sample: the arguments `mask_rows` and `masks` of `apply_masks_`."""
 
     which: Tensor
     bits: Tensor
@@ -87,17 +96,14 @@ def draw(
     if needs & Needs.BIAS:
         apply_bias_(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
     if needs & Needs.FORBID:
-        forbid_(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
+        forbid_sequences_(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
     if masks is not None:
         apply_masks_(logits, masks.which, masks.bits)
     settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)
     if needs & Needs.RANDOM:
         settings = gather_settings(rows, settings)
-    temperature, top_k, top_p, min_p, seeds = settings
     all_greedy, any_filter = not needs & Needs.RANDOM, bool(needs & Needs.FILTER)
-    return sample(
-        logits, temperature, top_k, top_p, min_p, seeds, positions, all_greedy=all_greedy, any_filter=any_filter
-    )
+    return sample(logits, DrawSettings(*settings), positions, all_greedy=all_greedy, any_filter=any_filter)
 
 
 def with_logprobs(
@@ -116,7 +122,7 @@ def with_logprobs(
     if indices.size < len(tokens):
         rows = to_device(indices.astype(np.int32), tokens.device).to(tokens.device, non_blocking=True)
         selected_tokens, logits = tokens.index_select(0, rows), logits.index_select(0, rows)
-    result = logprobs(logits, selected_tokens, most)
+    result = compute_logprobs(logits, selected_tokens, most)
     return Sampled(tokens, result.chosen, result.top_ids, result.top_logprobs)
 
 
@@ -130,8 +136,8 @@ def score(hidden: Tensor, tokens: Tensor, num_top: int, compute_logits: Callable
 
     def score_piece(hidden: Tensor, tokens: Tensor) -> PromptScores:
         logits = compute_logits(hidden)
-        result = logprobs(logits, tokens, num_top)
-        return PromptScores(result.chosen, ranks(logits, tokens), result.top_ids, result.top_logprobs)
+        result = compute_logprobs(logits, tokens, num_top)
+        return PromptScores(result.chosen, compute_ranks(logits, tokens), result.top_ids, result.top_logprobs)
 
     pieces = map(score_piece, hidden.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE))
     return PromptScores(*map(torch.cat, zip(*pieces, strict=True)))
