@@ -350,12 +350,12 @@ def test_latent_rope_and_cache_compiles(cached):
 def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_columns, width):
     from nanovllm_kernels.gemm import tiles, triton_few_rows
 
-    config = tiles.rows_config(num_rows, num_columns, width, gated=gated)
+    config = tiles.few_rows_config(num_rows, num_columns, width, gated=gated)
     constants = {
         "K": width,
         "ROWS": num_rows,
         "BLOCK_N": config.block_n,
-        "CHUNKS": 32 * config.num_warps,
+        "NUM_CHUNKS": 32 * config.num_warps,
         "VECTOR": 8,
         "NORM": True,
         "BIAS": False,
@@ -363,7 +363,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
         "GATED": gated,
         "OVERLAP": True,
     }
-    compiled = compile_kernel(triton_few_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
+    compiled = compile_kernel(triton_few_rows._project_few_rows, {"eps": "fp32"}, constants, config.num_warps)
     ptx = compiled.asm["ptx"]
     # Loads have sixteen bytes, and weights are loaded before the wait.
     assert "ld.global.v4" in ptx[: ptx.index("griddepcontrol.wait")]
@@ -380,14 +380,14 @@ def test_split_kernel_prefetches_weights_before_waiting(num_rows):
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "SPLITS": config.splits,
+        "NUM_SPLITS": config.num_splits,
         "STAGES": config.num_stages,
         "BIAS": False,
         "RESIDUAL": True,
         "OVERLAP": True,
     }
     types = {"partial_ptr": FLOAT, "counter_ptr": INT32}
-    compiled = compile_kernel(triton_split_k._project_split, types, constants, config.num_warps, config.num_stages)
+    compiled = compile_kernel(triton_split_k._project_split_k, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.block_m >= 64 else "mma.sync") in ptx
@@ -404,7 +404,7 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
     groups = 32
     config = tiles.block_fp8_config(num_rows, num_columns, groups, gated=gated, may_split=True)
     # Gated products follow a norm.
-    fused = num_rows <= tiles.FUSED_FP8_ROWS and not gated
+    fused = num_rows <= tiles.MAX_FUSED_FP8_ROWS and not gated
     constants = {
         "K": groups * 128,
         "GROUPS": groups,
@@ -412,11 +412,11 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
         "BLOCK_ROWS": 128,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "SPLITS": config.splits,
+        "NUM_SPLITS": config.num_splits,
         "STAGES": config.num_stages,
-        "EARLY": triton_block_fp8.EARLY_TILES,
+        "PREFETCHED_TILES": triton_block_fp8.NUM_PREFETCHED_TILES,
         "ALIGNED": True,
-        "SWAP": config.block_m < triton_block_fp8.SWAPPED_BELOW,
+        "SWAP": config.block_m < triton_block_fp8.MIN_LEFT_ROWS,
         "QUANTIZED": not fused,
         "GATED": gated,
         "BIAS": False,
@@ -443,8 +443,8 @@ def test_quantize_groups_compiles():
     types = {"numbers_ptr": FP8, "scales_ptr": FLOAT, "eps": "fp32"}
     sizes = {"GROUP": 128, "OVERLAP": True}
     for groups, norm in ((56, True), (8, False)):
-        shape = {"K": groups * 128, "GROUPS": groups, "TOGETHER": 1 << (groups - 1).bit_length(), "NORM": norm}
-        compiled = compile_kernel(triton_block_fp8._quantize_groups, types, sizes | shape, num_warps=8)
+        shape = {"K": groups * 128, "GROUPS": groups, "BLOCK_GROUPS": 1 << (groups - 1).bit_length(), "NORM": norm}
+        compiled = compile_kernel(triton_block_fp8._norm_and_quantize_groups, types, sizes | shape, num_warps=8)
         assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
         assert "div.rn.f32" in compiled.asm["ptx"]
 

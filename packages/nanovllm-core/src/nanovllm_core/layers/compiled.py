@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.gemm import OWN_ROWS
+from nanovllm_kernels.gemm import MAX_OWN_ROWS
 from nanovllm_kernels.platform import kept_directory
 
 P = ParamSpec("P")
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 BACKEND = "inductor"
 # For fewer rows our own kernels, which fuse norm, gate and residual with the product, are faster.
-LEAST_ROWS = OWN_ROWS + 1
+LEAST_ROWS = MAX_OWN_ROWS + 1
 
 
 def compiled(function: Callable[Concatenate[Tensor, P], R], least_rows: int) -> Callable[Concatenate[Tensor, P], R]:

@@ -1,9 +1,9 @@
 """Draws a token from what a row's filters keep, without sorting and usually without another pass over the row.
 
 Candidates are the tokens of segments whose maximum reaches a cut below which the filters keep nothing. The candidate
-with the best noisy logit is drawn if the filters keep it. If not, tokens with the same or a smaller logit are dropped, and
-the next candidate is tried (rejection sampling, Ye et al. 2025, FlashInfer). The noise is fixed, so that the result is
-exactly the best token that the filters keep.
+with the best noisy logit is drawn if the filters keep it. If not, tokens with the same or a smaller logit are dropped,
+and the next candidate is tried (rejection sampling, Ye et al. 2025, FlashInfer). The noise is fixed, so that the
+result is exactly the best token that the filters keep.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
