@@ -17,7 +17,7 @@ SHARED_MEMORY = 227 * 1024
 INT32, INT64, FLOAT, BFLOAT, FP8, BYTES = "*i32", "*i64", "*fp32", "*bf16", "*fp8e4nv", "*u8"
 STEP = dict.fromkeys(
     ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
-) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "samples_ptr", "counts_ptr"], INT32)
+) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "is_sampled_ptr", "counts_ptr"], INT32)
 SAMPLING = (
     dict.fromkeys(["logits_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "best_ptr", "masses_ptr"], FLOAT)
     | {"segment_maxima_ptr": FLOAT}
@@ -145,8 +145,8 @@ KERNELS = [
         STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64, "last_ptr": INT64},
         {"PAGE_SIZE": 16, "BLOCK": 256},
     ),
-    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
-    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNTS_TOKENS": True, "BLOCK": 256}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNTS_TOKENS": False, "BLOCK": 256}),
     ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT_BIT": 1 << 30, "BLOCK": 2048}),
     ("sampling.triton_adjust", "_apply_bias", 4, BIAS, {"BLOCK": 128}),
     (

@@ -104,7 +104,7 @@ def test_logits_of_split_float32_table_are_float32_exact(device, num_rows):
     alone = torch.eye(3072, device=device)[torch.randint(3072, (num_rows,), device=device)]
     for x in (torch.randn(num_rows, 3072, device=device).bfloat16(), alone.bfloat16()):
         expected = x.double() @ table.double().T
-        found = logits(x, PackedWeight(table, blocked=False), table, split_float32(table))
+        found = logits(x, PackedWeight(table, in_onednn_layout=False), table, split_float32(table))
         assert found.dtype == torch.float32
         # Tensor cores truncate where a float32 sum would round: an error of 3e-6; a bfloat16 weight has 2e-3.
         assert (found - expected).norm() < 1e-5 * expected.norm()

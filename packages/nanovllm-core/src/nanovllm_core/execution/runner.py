@@ -38,7 +38,7 @@ from nanovllm_kernels.attention import (
 from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 from nanovllm_kernels.platform import describe
-from nanovllm_kernels.request_tables import BatchInputs, build_inputs, commit_tokens
+from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
 
 # The `Needs` for which sampling graphs are captured, least work first. The last graph serves every other combination:
 # it does not change rows without penalties, biases, forbidden sequences or masks, and greedy rows stay greedy.
@@ -244,8 +244,7 @@ class Runner:
         batch = build_inputs(
             rows,
             query_start_loc,
-            table.tokens,
-            table.num_computed,
+            TokenTables(table.tokens, table.num_computed),
             table.block_table,
             block_size,
             num_tokens,
@@ -261,7 +260,7 @@ class Runner:
         return self._model.forward(batch.input_ids, batch.positions, ctx), batch
 
     def _last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
-        return self._model.compute_logits(hidden.index_select(0, batch.last))
+        return self._model.compute_logits(hidden.index_select(0, batch.last_token_indices))
 
     def _plan_attention(
         self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: _Bounds, num_tokens: int
@@ -300,7 +299,7 @@ class Runner:
     def _commit(self, rows: Tensor, query_start_loc: Tensor, samples: Tensor, tokens: Tensor, needs: int) -> None:
         table = self._table
         counts = table.counts if needs & Needs.PENALTY else None
-        commit_tokens(rows, query_start_loc, tokens, samples, table.tokens, table.num_computed, counts)
+        commit_tokens(rows, query_start_loc, tokens, samples, TokenTables(table.tokens, table.num_computed), counts)
 
     def _forward_padded(
         self, shape: GraphShape, launch: Launch | None = None, *, num_decodes: int | None = None
