@@ -34,7 +34,7 @@ BIAS = dict.fromkeys(["rows_ptr", "ids_ptr", "until_ptr"], INT32) | {
 }
 ROPE = {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64, "eps": "fp32"}
 ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "HALF": 16, "PADDED_HALF": 16} | {
-    "HEADS": 8,
+    "HEADS_PER_PROGRAM": 8,
     "Q_BLOCKS": 2,
     "PAGE_SIZE": 16,
     "OVERLAP": True,
@@ -56,21 +56,21 @@ KERNELS = [
         "_rms_norm",
         16,
         {"eps": "fp32"},
-        {"PER_TOKEN": 1, "WIDTH": 4096, "BLOCK": 4096, "ROWS": 1, "OVERLAP": True},
+        {"ROWS_PER_TOKEN": 1, "ROW_SIZE": 4096, "BLOCK": 4096, "ROWS": 1, "OVERLAP": True},
     ),
     (
         "elementwise.triton_norm",
         "_rms_norm",
         8,
         {"eps": "fp32"},
-        {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
+        {"ROWS_PER_TOKEN": 8, "ROW_SIZE": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
     ),
     (
         "elementwise.triton_norm",
         "_norm_parts",
         16,
         {"eps": "fp32"},
-        {"FIRST": 6144, "SECOND": 1024, "BLOCK": 8192, "OVERLAP": True},
+        {"FIRST_SIZE": 6144, "SECOND_SIZE": 1024, "BLOCK": 8192, "OVERLAP": True},
     ),
     ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
     ("elementwise.triton_activation", "_sigmoid_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
@@ -79,14 +79,14 @@ KERNELS = [
         "_rope_and_cache",
         2,
         ROPE,
-        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "KEEP": True},
+        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "KEEP_KEYS": True},
     ),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
         ROPE | {"kv_cache_ptr": FP8, "kv_scales_ptr": BYTES},
-        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP": False},
+        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP_KEYS": False},
     ),
     (
         "linear_attention.triton_decode",
@@ -340,7 +340,7 @@ def test_latent_rope_and_cache_compiles(cached):
     compile_kernel(triton_mla_plain._spread_key_parts, {}, constants, num_warps=4)
     types = ROPE | {"kv_cache_ptr": cached, "kv_scales_ptr": BYTES}
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "LATENT": 512, "PADDED_LATENT": 512, "HALF": 32, "PADDED_HALF": 32}
-    constants |= {"HEADS": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}
+    constants |= {"HEADS_PER_PROGRAM": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}
     compile_kernel(triton_latent._latent_rope_and_cache, types, constants, num_warps=2)
 
 
