@@ -7,7 +7,7 @@ from torch.nn import functional
 from nanovllm_kernels import gemm
 from nanovllm_kernels.elementwise import pack_norm, rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, split_float32, tiles
-from nanovllm_kernels.platform import FEW_ROWS, can_pack_bf16, has_numba, runs_in_float32
+from nanovllm_kernels.platform import MAX_FLOAT32_ROWS, can_pack_bf16, has_numba, runs_in_float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,7 +78,7 @@ def test_norm_and_linear_match_float64(dtype, with_bias, num_rows, device):
             assert (out.double() - wanted).norm() < tolerance * wanted.norm()
 
 
-@pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, FEW_ROWS + 1)])
+@pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, MAX_FLOAT32_ROWS + 1)])
 def test_fused_linear_equals_separate_operators_on_cpu(dtype, num_rows):
     if dtype == torch.bfloat16 and runs_in_float32(num_rows):
         pytest.skip("one kernel, which rounds nothing in between, takes them")

@@ -307,7 +307,7 @@ async def test_spinning_is_controlled_while_the_engine_is_there(fails, toy_spec,
             done.append("close")
 
     monkeypatch.setattr("nanovllm_core.engine.loop.SpinControl", Spins)
-    monkeypatch.setattr("nanovllm_core.engine.loop.can_limit", lambda: True)
+    monkeypatch.setattr("nanovllm_core.engine.loop.can_shorten_spins", lambda: True)
     if fails:
         monkeypatch.setattr("nanovllm_core.engine.loop.calibrate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

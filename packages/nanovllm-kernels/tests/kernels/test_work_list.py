@@ -152,7 +152,7 @@ def test_more_than_2_to_the_31_blocks_are_counted(device, monkeypatch):
 @pytest.mark.parametrize("count", [16, 100, 512])
 def test_one_short_chunk_over_a_long_context_fills_the_device(device, monkeypatch, count, num_heads):
     monkeypatch.setattr(tiles, "INTERPRETER_SMS", 132)
-    monkeypatch.setattr("nanovllm_kernels.attention.work_list.describe", lambda _: NoDevice)
+    monkeypatch.setattr("nanovllm_kernels.attention.work_list.describe_device", lambda _: NoDevice)
     # As in a captured step: 512 tokens, 256 places, lengths known only to the device.
     work, _ = plan(device, [(count, 32768)], block_q=32, places=255, num_tokens=512, heads=num_heads)
     check_cover(work, expected_tiles([(count, 32768)], 32, lambda *_: True))
@@ -169,7 +169,7 @@ class NoDevice:
 
 def test_whole_prompts_are_cut_rarely(device, monkeypatch):
     monkeypatch.setattr(tiles, "INTERPRETER_SMS", 132)
-    monkeypatch.setattr("nanovllm_kernels.attention.work_list.describe", lambda _: NoDevice)
+    monkeypatch.setattr("nanovllm_kernels.attention.work_list.describe_device", lambda _: NoDevice)
     requests = [(2047, 2047)] * 4
     work, _ = plan(device, requests, block_q=64, places=28, num_tokens=8192)
     check_cover(work, expected_tiles(requests, 64, lambda *_: True))

@@ -24,7 +24,7 @@ from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.result_applier import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
-from nanovllm_kernels.openmp_spinning import SpinControl, can_limit
+from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 from nanovllm_kernels.platform import describe_arithmetic
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
@@ -100,7 +100,7 @@ class EngineLoop:
         """Load the model and allocate the cache, off the event loop. Raises the exceptions of `Trace` and `Runner`."""
         # An unusable trace path must fail before the model is loaded, which may take minutes.
         trace = None if config.trace is None else Trace(config.trace)
-        spins = SpinControl(is_on=config.device == "cpu" and can_limit())
+        spins = SpinControl(is_on=config.device == "cpu" and can_shorten_spins())
         thread = ThreadPoolExecutor(1, "nanovllm-engine")
         try:
             events = asyncio.get_running_loop()

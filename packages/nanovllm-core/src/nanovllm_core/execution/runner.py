@@ -37,7 +37,7 @@ from nanovllm_kernels.attention import (
 )
 from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.platform import describe_device
 from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
 
 # The `Needs` for which sampling graphs are captured, least work first. The last graph serves every other combination:
@@ -78,7 +78,7 @@ class Runner:
     @torch.inference_mode()
     def __init__(self, spec: ModelSpec, config: ResolvedConfig):
         self.device = torch.device(config.device)
-        self.device_name = describe(self.device).name
+        self.device_name = describe_device(self.device).name
         self.is_asynchronous = self.device.type != "cpu"
         self._config = config
         self._model = spec.build(BuildContext(self.device, config.dtype, ParallelContext(), config.compile))

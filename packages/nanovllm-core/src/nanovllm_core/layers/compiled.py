@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.gemm import MAX_OWN_ROWS
-from nanovllm_kernels.platform import kept_directory
+from nanovllm_kernels.platform import make_cache_directory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,7 +49,7 @@ def compiled(function: Callable[Concatenate[Tensor, P], R], least_rows: int) -> 
 
 def _set_cache_directory() -> None:
     """Let Inductor keep its results in our cache directory; if that does not exist, it uses a temporary one."""
-    directory = kept_directory("inductor")
+    directory = make_cache_directory("inductor")
     if directory is None:
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))

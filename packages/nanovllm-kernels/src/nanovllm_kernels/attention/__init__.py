@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm_kernels.attention import flash_prefill, reference, tiles
 from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds
 from nanovllm_kernels.attention.work_list import Rule, WorkList, make_work_list, query_classes
-from nanovllm_kernels.platform import describe, has_cute, has_flash_attention, runs_in_float32
+from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, runs_in_float32
 
 __all__ = [
     "SMALLEST_ROUNDS",
@@ -191,7 +191,7 @@ def _plan_lists(
         batch = replace(batch, flash=flash_prefill.whole_requests(batch.query_start_loc))
         classes = query_classes(*block_q, least, 1)
     elif by_flash:
-        rule = flash_prefill.list_rule(num_heads, describe(kv_cache.device).num_sms)
+        rule = flash_prefill.list_rule(num_heads, describe_device(kv_cache.device).num_sms)
     lists: list[WorkList | None] = []
     for config, query_lens in zip((narrow, wide), classes, strict=True):
         if not query_lens:
@@ -244,7 +244,7 @@ def whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
 
 def attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
     """Describe how prompts with these heads share the device's multiprocessors."""
-    num_sms = describe(device).num_sms
+    num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
         return SMALLEST_ROUNDS
     rule = flash_prefill.list_rule(num_heads, num_sms)

@@ -18,7 +18,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention.cute_kernel import DecodeKernel
 from nanovllm_kernels.attention.cute_merge import num_slots
 from nanovllm_kernels.attention.cute_tile import TILE_ROWS, Shape
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.platform import describe_device
 
 HOPPER = (9, 0)
 LOG2_E = math.log2(math.e)
@@ -50,7 +50,7 @@ def can_decode(
     """
     in_fp8 = cached == fp8.DTYPE
     return (
-        describe(device).capability == HOPPER
+        describe_device(device).capability == HOPPER
         and head_dim in (FP8_RINGS if in_fp8 else RINGS)
         and 1 <= group <= (TILE_ROWS // 2 if in_fp8 else TILE_ROWS)
         and page_size in PAGE_SIZES
@@ -133,7 +133,7 @@ def compile_decode(shape: Shape, options: str = ""):
 
 def _num_parts(num_kv_heads: int, device: torch.device) -> int:
     """Return the number of parts of a key-value head's work: one CTA per SM, so that all CTAs run at once."""
-    return max(1, describe(device).num_sms // num_kv_heads)
+    return max(1, describe_device(device).num_sms // num_kv_heads)
 
 
 def _pointer(dtype, tensor: Tensor, align: int):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.attention.work_list import Rule
-from nanovllm_kernels.platform import kept_directory
+from nanovllm_kernels.platform import make_cache_directory
 
 HEAD_DIMS = (64, 96, 128, 256)
 # Key and value dimensions for keys and values in rows instead of pages.
@@ -178,7 +178,7 @@ def plain_prefill(
 def _forward() -> Callable[..., object]:
     """Import FlashAttention's forward function. The public one takes no `out`, and costs twice the host time."""
     # FlashAttention reads these variables once, at import.
-    directory = kept_directory("flash_attention")
+    directory = make_cache_directory("flash_attention")
     if directory is not None:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(directory))

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from nanovllm_kernels.numba_jit import (
     OPENMP,
+    compile_region,
     exp,
+    fetch_and_increment,
     from_bf16,
     keep_alive,
     kernel,
-    next_item,
     ordered_kernel,
     pointer,
-    region,
     run_region,
 )
 from nanovllm_kernels.numba_tiles import (
@@ -80,7 +80,7 @@ def paged_attention(
 @kernel
 def _attend(
     openmp,
-    region,
+    region_address,
     q_ptr,
     q_stride,
     cache_ptr,
@@ -116,7 +116,7 @@ def _attend(
     scales = np.empty(1, np.float64)
     scales[0] = scale
     args[9] = np.int64(scales.ctypes.data)
-    run_region(region, np.int64(args.ctypes.data), num_threads)
+    run_region(region_address, np.int64(args.ctypes.data), num_threads)
     keep_alive(args)
     keep_alive(tiles)
     keep_alive(scales)
@@ -137,7 +137,7 @@ def _items_of_thread(args_ptr):
     scratch = np.empty(sizes + LINE // 4, np.float32)
     scratch_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
     while True:
-        item = next_item(args_ptr + 8 * 17)
+        item = fetch_and_increment(args_ptr + 8 * 17)
         if item >= num_tiles * num_kv_heads:
             break
         request, token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
@@ -359,4 +359,4 @@ def _add_values(num_rows, rows_ptr, panel_ptr, depth, sums_ptr):
         _add_1(rows_ptr, panel_ptr, depth, sums_ptr, 1, 0, 0)
 
 
-_ITEMS_OF_THREAD = region(_items_of_thread)
+_ITEMS_OF_THREAD = compile_region(_items_of_thread)

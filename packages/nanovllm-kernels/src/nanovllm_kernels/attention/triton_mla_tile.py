@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.attention.triton_tile_fp8 import power_of_2
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.platform import describe_device
 
 # Query heads in a tile of `gluon_mla`.
 LATENT_HEADS = 64
@@ -25,7 +25,7 @@ def specializes(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor) -> bool:
         num_heads % LATENT_HEADS == 0
         and widths == (512, 64, 2, 2)
         and kv_cache.shape[1] in (16, 32, 64)
-        and describe(q_latent.device).capability == (9, 0)
+        and describe_device(q_latent.device).capability == (9, 0)
     )
 
 

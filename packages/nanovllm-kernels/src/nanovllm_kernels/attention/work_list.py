@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.attention import tiles
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.platform import describe_device
 
 __all__ = ["NO_LIMIT", "Rule", "WorkList", "make_work_list", "query_classes"]
 
@@ -88,7 +88,7 @@ def make_work_list(
     longest = query_lens.stop - 1
     # Each request begins a new tile, which adds less than one tile per request.
     max_tiles = min(num_tokens // block_q + num_reqs, num_reqs * -(-longest // block_q))
-    num_slots = (describe(seq_lens.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
+    num_slots = (describe_device(seq_lens.device).num_sms or tiles.INTERPRETER_SMS) * config.ctas_per_sm
     *work, rest_lens = _plan_work_op(
         seq_lens,
         query_start_loc,

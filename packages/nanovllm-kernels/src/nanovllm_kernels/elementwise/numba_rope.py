@@ -8,18 +8,37 @@ from torch import Tensor
 from nanovllm_kernels.elementwise.rotation import QKNorm, RotationFactors
 from nanovllm_kernels.numba_jit import (
     OPENMP,
+    compile_region,
     inverse_rms,
     keep_alive,
     kernel,
     ordered_kernel,
     pointer,
-    region,
     run_region,
     thread_count,
     thread_index,
     to_bf16,
 )
 
+# Indices of the int64 arguments of a region. EPS is stored as the bits of a float64.
+(
+    _OPENMP,
+    _QKV_PTR,
+    _STRIDE,
+    _COS_PTR,
+    _SIN_PTR,
+    _SLOTS_PTR,
+    _CACHE_PTR,
+    _Q_WEIGHT_PTR,
+    _K_WEIGHT_PTR,
+    _EPS,
+    _NUM_TOKENS,
+    _NUM_HEADS,
+    _NUM_CACHED,
+    _HEAD_DIM,
+    _ROT,
+) = range(15)
+_NUM_ARGS = 15
 # Maximum number of tokens that a single thread rotates: starting other threads would take longer.
 _MAX_SINGLE_THREAD_TOKENS = 8
 
@@ -38,7 +57,7 @@ def rope_and_cache(
     num_tokens, num_heads, head_dim = qkv.shape
     _rotate_on_threads(
         OPENMP,
-        _TOKENS_OF_THREAD,
+        _ROTATE_REGION,
         qkv.data_ptr(),
         qkv.stride(0),
         factors.cos.data_ptr(),
@@ -60,7 +79,7 @@ def rope_and_cache(
 @kernel
 def _rotate_on_threads(
     openmp,
-    region,
+    region_address,
     qkv_ptr,
     stride,
     cos_ptr,
@@ -77,29 +96,55 @@ def _rotate_on_threads(
     rot,
     num_threads,
 ):
-    args = np.empty(15, np.int64)
-    args[0], args[1], args[2], args[3], args[4], args[5] = openmp, qkv_ptr, stride, cos_ptr, sin_ptr, slots_ptr
-    args[6], args[7], args[8], args[10], args[11] = cache_ptr, q_weight_ptr, k_weight_ptr, num_tokens, num_heads
-    args[12], args[13], args[14] = num_cached, head_dim, rot
-    args.view(np.float64)[9] = eps
+    args = np.empty(_NUM_ARGS, np.int64)
+    args[_OPENMP], args[_QKV_PTR], args[_STRIDE], args[_COS_PTR], args[_SIN_PTR], args[_SLOTS_PTR] = (
+        openmp,
+        qkv_ptr,
+        stride,
+        cos_ptr,
+        sin_ptr,
+        slots_ptr,
+    )
+    args[_CACHE_PTR], args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR], args[_NUM_TOKENS], args[_NUM_HEADS] = (
+        cache_ptr,
+        q_weight_ptr,
+        k_weight_ptr,
+        num_tokens,
+        num_heads,
+    )
+    args[_NUM_CACHED], args[_HEAD_DIM], args[_ROT] = num_cached, head_dim, rot
+    args.view(np.float64)[_EPS] = eps
     if num_tokens <= _MAX_SINGLE_THREAD_TOKENS:
         _rotate_tokens(args, 0, num_tokens)
     else:
-        run_region(region, np.int64(args.ctypes.data), num_threads)
+        run_region(region_address, np.int64(args.ctypes.data), num_threads)
     keep_alive(args)
 
 
-def _tokens_of_thread(args_ptr):
-    args = numba.carray(pointer(args_ptr), (15,), np.int64)
-    index, count, num_tokens = thread_index(args_ptr), thread_count(args_ptr), args[10]
+def _rotate_on_thread(args_ptr):
+    args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
+    index, count, num_tokens = thread_index(args_ptr), thread_count(args_ptr), args[_NUM_TOKENS]
     _rotate_tokens(args, index * num_tokens // count, (index + 1) * num_tokens // count)
 
 
 @ordered_kernel
 def _rotate_tokens(args, begin, end):
-    qkv_ptr, stride, cos_ptr, sin_ptr, slots_ptr, cache_ptr = args[1], args[2], args[3], args[4], args[5], args[6]
-    q_weight_ptr, k_weight_ptr, eps = args[7], args[8], args.view(np.float64)[9]
-    num_tokens, num_heads, num_cached, head_dim, rot = args[10], args[11], args[12], args[13], args[14]
+    qkv_ptr, stride, cos_ptr, sin_ptr, slots_ptr, cache_ptr = (
+        args[_QKV_PTR],
+        args[_STRIDE],
+        args[_COS_PTR],
+        args[_SIN_PTR],
+        args[_SLOTS_PTR],
+        args[_CACHE_PTR],
+    )
+    q_weight_ptr, k_weight_ptr, eps = args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR], args.view(np.float64)[_EPS]
+    num_tokens, num_heads, num_cached, head_dim, rot = (
+        args[_NUM_TOKENS],
+        args[_NUM_HEADS],
+        args[_NUM_CACHED],
+        args[_HEAD_DIM],
+        args[_ROT],
+    )
     cos = numba.carray(pointer(cos_ptr), (num_tokens, rot), np.float32)
     sin = numba.carray(pointer(sin_ptr), (num_tokens, rot), np.float32)
     slots = numba.carray(pointer(slots_ptr), (num_tokens,), np.int64)
@@ -137,4 +182,4 @@ def _rotate_head(head, cos, sin):
         head[half + dim] = second_value * cos[half + dim] + first_value * sin[half + dim]
 
 
-_TOKENS_OF_THREAD = region(_tokens_of_thread)
+_ROTATE_REGION = compile_region(_rotate_on_thread)

@@ -13,7 +13,7 @@ from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import block_fp8_reference as reference
 from nanovllm_kernels.gemm import tiles
 from nanovllm_kernels.gemm.block_fp8_weight import GROUP, BlockFP8Weight
-from nanovllm_kernels.platform import describe, has_fp8
+from nanovllm_kernels.platform import describe_device, has_fp8
 
 __all__ = [
     "GROUP",
@@ -189,7 +189,7 @@ def _library_supports(weight: BlockFP8Weight) -> bool:
     num_columns, depth = data.shape
     has_whole_blocks = block_rows == GROUP and num_columns % COLUMNS_MULTIPLE == 0 and depth % GROUP == 0
     has_padded_scales = scales.stride() == (-(-scales.shape[1] // SCALES_MULTIPLE) * SCALES_MULTIPLE, 1)
-    return has_whole_blocks and has_padded_scales and describe(data.device).capability == (9, 0)
+    return has_whole_blocks and has_padded_scales and describe_device(data.device).capability == (9, 0)
 
 
 def _multiply_with_library(rows: Tensor, x_scales: Tensor, weight: BlockFP8Weight) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm_kernels import ladder
-from nanovllm_kernels.platform import describe, has_cuda
+from nanovllm_kernels.platform import describe_device, has_cuda
 from nanovllm_server.bench import plot
 from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, show
 
@@ -38,7 +38,7 @@ def run(only: str, repeat: int, results: Results) -> None:
         {
             "benchmark": "kernels",
             "environment": facts,
-            "device": asdict(describe(torch.device("cuda", 0))),
+            "device": asdict(describe_device(torch.device("cuda", 0))),
             "repeat": repeat,
             "figures": [asdict(figure) for figure in figures],
         },
