@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
-from nanovllm_core.execution.sampler import SCORED_AT_ONCE
+from nanovllm_core.execution.prompt_scores import MAX_SCORED_TOKENS
 from nanovllm_kernels.platform import has_numba
 from nanovllm_models import load, load_tokenizer
 
@@ -92,7 +92,7 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
 async def test_answers_to_twenty_chats_equal_transformers(
     settings, default_model, prompts, reference, greedy_choices, device
 ):
-    config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
+    config = EngineConfig(device=device, dtype="float32", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)
     sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
@@ -166,7 +166,7 @@ async def test_as_served_it_knows_the_capital_of_france(company, default_model, 
 @pytest.mark.parametrize("settings", ["as served", "chunked, depth 2"])
 async def test_prompt_logprobs_equal_transformers(settings, default_model, prompts, reference, device):
     """Each prompt runs beside one that asks for no log-probabilities."""
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **SETTINGS[settings])
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
 
     async def ask(name: str, prompt: list[int], num_top: int | None) -> RequestOutput:
@@ -175,7 +175,7 @@ async def test_prompt_logprobs_equal_transformers(settings, default_model, promp
         return first
 
     # The last prompt is longer than the number of tokens that are scored at once.
-    asked = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * SCORED_AT_ONCE + 20]]
+    asked = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * MAX_SCORED_TOKENS + 20]]
     try:
         told, plain = await asyncio.gather(
             asyncio.gather(*(ask(f"a{index}", prompt, index) for index, prompt in enumerate(asked))),
@@ -183,7 +183,7 @@ async def test_prompt_logprobs_equal_transformers(settings, default_model, promp
         )
     finally:
         await engine.stop()
-    assert len(asked[-1]) > 2 * SCORED_AT_ONCE
+    assert len(asked[-1]) > 2 * MAX_SCORED_TOKENS
     for index, (prompt, first, beside) in enumerate(zip(asked, told, plain, strict=True)):
         assert beside.prompt_logprobs is None
         ids = torch.tensor([prompt], device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import nanovllm_models
-from nanovllm_core.cache.planner import slot_shape
+from nanovllm_core.cache.memory import token_shape
 from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, MLASpec, ModelSpec, StateCache, StateSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import plan_batch
@@ -49,7 +49,7 @@ class Session:
         specs = self.model.cache_specs()
         self._paged = [spec for spec in specs if not isinstance(spec, StateSpec)]
         self._caches = tuple(
-            torch.full((num_blocks, BLOCK_SIZE, *slot_shape(spec)), torch.nan, dtype=dtype) for spec in self._paged
+            torch.full((num_blocks, BLOCK_SIZE, *token_shape(spec)), torch.nan, dtype=dtype) for spec in self._paged
         )
         self._states = tuple(
             StateCache(

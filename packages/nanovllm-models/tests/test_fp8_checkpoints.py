@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import INDEX, read_tensors, write_checkpoint, write_twin
 
 import nanovllm_models
-from nanovllm_core.layers import compiled
+from nanovllm_core.layers import compilation
 from nanovllm_core.layers.weights import WeightError
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, quantize_groups
 from nanovllm_models import llama
@@ -163,8 +163,8 @@ def test_bfloat16_is_near_float32(tmp_path, session):
 
 
 def test_compiling_gives_nearly_the_same_logits(tmp_path, session, monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    monkeypatch.setattr(llama, "LEAST_ROWS", 9)
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    monkeypatch.setattr(llama, "MIN_COMPILED_ROWS", 9)
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)
     spec = nanovllm_models.load(tmp_path)
     plain, fast = session(spec), session(spec, compiled=True)

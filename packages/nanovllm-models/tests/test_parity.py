@@ -8,7 +8,7 @@ from tiny_families import DEEPSEEK_YARN, FAMILIES, PROMPTS, make_checkpoint
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nanovllm_models
-from nanovllm_core.layers import compiled
+from nanovllm_core.layers import compilation
 from nanovllm_models import deepseek_v3, llama, qwen3_next
 
 # A recurrence that is computed in chunks adds up in another order than transformers.
@@ -146,9 +146,9 @@ def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, sessi
 def test_each_kind_of_layer_is_compiled_once(family, variant, kinds, tmp_path, session, monkeypatch):
     """Qwen3-Next compiles once per kind of neighbouring layers."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compiled, "BACKEND", counter)
+    monkeypatch.setattr(compilation, "BACKEND", counter)
     for module in (llama, qwen3_next, deepseek_v3):
-        monkeypatch.setattr(module, "LEAST_ROWS", 9)
+        monkeypatch.setattr(module, "MIN_COMPILED_ROWS", 9)
     make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
     spec = nanovllm_models.load(tmp_path)
     plain, fast = session(spec), session(spec, compiled=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
+from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part
 from nanovllm_core.layers.mla import LatentAttention, LatentShape
@@ -265,7 +265,9 @@ class DeepseekV3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = count
         # One compiled function can serve only layers of one kind: dense ones, or those with experts.
-        self._between = tuple(compiled(between, LEAST_ROWS) if build.compile else between for _ in range(2))
+        self._between = tuple(
+            compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between for _ in range(2)
+        )
 
     def decoder_layers(self) -> list[DeepseekV3Layer]:
         """Return the layers of the model without those for multi-token prediction."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from nanovllm_core.layers.attention import Heads, QKNorm, attend, qkv_parts
-from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
+from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
@@ -221,7 +221,8 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         # One compiled function can serve only layers of one kind: with experts, or without.
         self._between = {
-            sparse: compiled(between, LEAST_ROWS) if build.compile else between for sparse in (False, True)
+            sparse: compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between
+            for sparse in (False, True)
         }
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm_core.layers.attention import Heads, QKNorm, attend
-from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
+from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
@@ -317,7 +317,9 @@ class Qwen3NextModel(nn.Module):
         # One compiled function can serve only pairs of layers of the same kinds.
         layers = [*self.layers]
         kinds = {_kind(layer, following) for layer, following in pairwise(layers)}
-        self._between = {kind: compiled(between, LEAST_ROWS) if build.compile else between for kind in kinds}
+        self._between = {
+            kind: compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between for kind in kinds
+        }
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states: token ids int [T] -> [T, hidden]."""

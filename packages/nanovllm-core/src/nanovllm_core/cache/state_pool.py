@@ -7,7 +7,7 @@ Later requests find it by the hash of the blocks that it covers, until its slot 
 from collections.abc import Sequence
 
 from nanovllm_core.cache.block_pool import NULL_BLOCK, BlockPool
-from nanovllm_core.request import MAX_CHECKPOINTS, BlockHash, Checkpoint, Request
+from nanovllm_core.request_state import MAX_CHECKPOINTS, BlockHash, Checkpoint, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 NULL_SLOT = NULL_BLOCK
@@ -49,7 +49,7 @@ class StatePool:
                 return count, slot
         return 0, NULL_SLOT
 
-    def open(self, request: Request, origin: int, *, begin: int, shared: int, caching: bool) -> None:
+    def open(self, request: RequestState, origin: int, *, begin: int, shared: int, caching: bool) -> None:
         """Allocate a slot for a request that starts, and slots for checkpoints from those not reserved for free rows.
 
         origin: slot of the checkpoint that the request starts from, or the null slot.
@@ -61,7 +61,7 @@ class StatePool:
         held = [origin] if origin else []
         for slot in held:
             slots.acquire(slot)
-        request.state_origin = origin
+        request.source_state_slot = origin
         (request.state_slot,) = slots.allocate(1)
         self._num_free_rows -= 1
         positions = checkpoint_positions(begin, request.num_tokens, shared) if caching else []
@@ -71,7 +71,7 @@ class StatePool:
         request.checkpoints = [*map(Checkpoint, positions, slots.allocate(len(positions)))]
         slots.release(held)
 
-    def commit(self, request: Request, num_computed: int) -> None:
+    def commit(self, request: RequestState, num_computed: int) -> None:
         """Register the checkpoints within the first `num_computed` tokens, whose step has finished."""
         checkpoints = request.checkpoints
         while checkpoints and checkpoints[0].position <= num_computed:
@@ -79,7 +79,7 @@ class StatePool:
             self.slots.register(slot, request.block_hashes[position // self._block_size - 1])
             self.slots.release([slot])
 
-    def close(self, request: Request) -> None:
+    def close(self, request: RequestState) -> None:
         """Release the slots of a request."""
         self.slots.release([request.state_slot, *(slot for _, slot in request.checkpoints)])
         request.state_slot, request.checkpoints = NULL_SLOT, []

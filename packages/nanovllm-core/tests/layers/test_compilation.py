@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nanovllm_core.layers import compiled as module
-from nanovllm_core.layers.compiled import compiled
+from nanovllm_core.layers import compilation as module
+from nanovllm_core.layers.compilation import compile_for_rows
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def mixed(rows, others, weights):
 
 def test_one_compilation_serves_any_number_of_rows(counter):
     weights = (torch.randn(8), torch.randn(1))
-    fast = compiled(mixed, 9)
+    fast = compile_for_rows(mixed, 9)
     for num_rows, count in [(8, 0), (64, 1), (8, 1), (9, 1), (16, 1), (1, 1), (1000, 1)]:
         rows, others = torch.randn(num_rows, 8), torch.randn(num_rows, 8)
         for found, expected in zip(fast(rows, others, weights), mixed(rows, others, weights), strict=True):
@@ -39,7 +39,7 @@ def test_one_compilation_serves_any_number_of_rows(counter):
 
 def test_a_single_row_is_compiled_where_it_is_wanted(counter):
     weights = (torch.randn(8),)
-    fast = compiled(mixed, 1)
+    fast = compile_for_rows(mixed, 1)
     with torch._dynamo.config.patch(recompile_limit=2):
         for num_rows in (16, 1, 2, 300, 1):
             rows = torch.randn(num_rows, 8)
@@ -48,7 +48,7 @@ def test_a_single_row_is_compiled_where_it_is_wanted(counter):
 
 
 def test_each_function_is_compiled_separately(counter):
-    made = [(compiled(mixed, 9), torch.randn(width)) for width in (4, 8, 12)]
+    made = [(compile_for_rows(mixed, 9), torch.randn(width)) for width in (4, 8, 12)]
     for _ in range(2):
         for fast, weight in made:
             rows = torch.randn(20, len(weight))
@@ -57,9 +57,9 @@ def test_each_function_is_compiled_separately(counter):
 
 
 def test_compiled_code_is_cached_if_the_directory_is_writable(tmp_path, monkeypatch):
-    compiled(mixed, 9)
+    compile_for_rows(mixed, 9)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("NANOVLLM_CACHE", "/proc/nowhere")
-    compiled(mixed, 9)
+    compile_for_rows(mixed, 9)
     assert not os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith("/proc")

@@ -3,11 +3,14 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nanovllm_core.engine.status import NO_GRAMMARS, EngineDeadError, EngineInfo, EngineStats
-from nanovllm_core.engine.streams import Backlog, Reader, RequestStreams, Sink
-from nanovllm_core.request import GrammarSpec, Request, RequestError, RequestOutput
+from nanovllm_core.engine.output_buffers import AwaitableListener, OutputBuffer, OutputBuffers, OutputListener
+from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
+from nanovllm_core.errors import EngineDeadError, RequestError
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.outputs import RequestOutput
+from nanovllm_core.request import Request
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
@@ -24,8 +27,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
         )
     sampling = request.sampling
     sampling.validate(info.vocab_size)
-    if sampling.grammar is not None and not info.grammars:
-        raise RequestError("grammar", NO_GRAMMARS)
+    if sampling.grammar is not None and not info.supports_grammars:
+        raise RequestError("grammar", GRAMMARS_UNSUPPORTED)
     max_outputs = info.max_model_len - request.num_prompt_tokens
     if sampling.max_tokens is not None and sampling.max_tokens > max_outputs:
         raise RequestError(
@@ -39,9 +42,9 @@ def check_request(request: Request, info: EngineInfo) -> None:
 class OpenRequest:
     """A request that is being served.
 
-    take: returns everything since the last call as one output, or None if there is nothing new. Raises GrammarError if
-        the request's grammar failed.
-    close: aborts the request if it still runs. Must be called in the end; further calls do nothing.
+    take: returns all output since the last call as one `RequestOutput`; None without a new token. Raises GrammarError
+        if the request's grammar failed.
+    close: aborts the request if it still runs. The caller must call it in the end; further calls do nothing.
     """
 
     take: Callable[[], RequestOutput | None]
@@ -49,17 +52,18 @@ class OpenRequest:
 
 
 class Engine(ABC):
-    """The interface of an engine. Each subclass has coroutines that create and start it.
+    """The interface of an engine. Each subclass has coroutines that create and start an engine.
 
     first_key: key of the first request.
+    death_reason: why the engine is dead; None while it lives.
     """
 
     def __init__(self, info: EngineInfo, first_key: int = 0):
         self.info = info
         self.stats = EngineStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
-        self.dead: str | None = None
-        self._streams = RequestStreams()
-        self._open_ids: set[str] = set()
+        self.death_reason: str | None = None
+        self._output_buffers = OutputBuffers()
+        self._open_request_ids: set[str] = set()
         # The engine identifies requests by keys that no client uses twice, so that late outputs of an aborted request
         # cannot reach a later request with the same id.
         self._keys = itertools.count(first_key)
@@ -68,30 +72,28 @@ class Engine(ABC):
         """Check a request against this engine's limits. Raises RequestError, which names the invalid field."""
         check_request(request, self.info)
 
-    def open(self, request: Request, sink: Sink) -> OpenRequest:
-        """Serve one request. `sink` is woken whenever there is output to take.
+    def open(self, request: Request, listener: OutputListener) -> OpenRequest:
+        """Serve one request. The engine wakes `listener` whenever there is output to take.
 
         Raises RequestError, and EngineDeadError if the engine has died.
         """
         self.check(request)
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        if request.id in self._open_ids:
+        if self.death_reason is not None:
+            raise EngineDeadError(self.death_reason)
+        if request.id in self._open_request_ids:
             raise RequestError("request_id", f"request id {request.id!r} is in use: choose another")
-        # A copy, because the engine sets fields of its own.
-        engine_request = replace(request, token_ids=request.prompt_ids)
-        engine_request.key = key = next(self._keys)
+        key = next(self._keys)
 
         def close() -> None:
-            self._open_ids.discard(request.id)
-            if self._streams.close(key) and self.dead is None:
+            self._open_request_ids.discard(request.id)
+            if self._output_buffers.close(key) and self.death_reason is None:
                 self._abort(key)
 
-        self._submit(engine_request)
-        self._open_ids.add(request.id)
-        backlog = Backlog(request, sink)
-        self._streams.open(key, backlog)
-        return OpenRequest(backlog.take, close)
+        self._submit(key, request)
+        self._open_request_ids.add(request.id)
+        buffer = OutputBuffer(request, listener)
+        self._output_buffers.open(key, buffer)
+        return OpenRequest(buffer.take, close)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Serve one request and yield its outputs; the last output has a finish_reason.
@@ -99,19 +101,19 @@ class Engine(ABC):
         Closing the generator early aborts the request.
         Raises RequestError; GrammarError if its grammar can't be compiled or fails; EngineDeadError.
         """
-        reader = Reader()
-        opened = self.open(request, reader)
-        finished = False
+        listener = AwaitableListener()
+        open_request = self.open(request, listener)
+        is_finished = False
         try:
-            while not finished:
-                output = opened.take()
+            while not is_finished:
+                output = open_request.take()
                 if output is None:
-                    await reader.wait()
+                    await listener.wait()
                     continue
-                finished = output.finish_reason is not None
+                is_finished = output.finish_reason is not None
                 yield output
         finally:
-            opened.close()
+            open_request.close()
 
     @abstractmethod
     async def compile(self, spec: GrammarSpec) -> None:
@@ -125,8 +127,8 @@ class Engine(ABC):
         """Stop the engine. Open requests fail with EngineDeadError."""
 
     @abstractmethod
-    def _submit(self, request: Request) -> None:
-        """Submit a validated request."""
+    def _submit(self, key: int, request: Request) -> None:
+        """Submit a validated request with a new key."""
 
     @abstractmethod
     def _abort(self, key: int) -> None:
@@ -134,6 +136,6 @@ class Engine(ABC):
 
     def _die(self, reason: str) -> None:
         """Reject new requests from now on, and fail the open ones."""
-        if self.dead is None:
-            self.dead = reason
-            self._streams.fail_all(reason)
+        if self.death_reason is None:
+            self.death_reason = reason
+            self._output_buffers.fail_all(reason)

@@ -6,12 +6,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanovllm_core.execution.host_copy import HostCopySlot
-from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.execution.runner import CAPTURED_NEEDS
-from nanovllm_core.execution.sampler import SCORED_AT_ONCE, Masks, draw, gather, score, with_logprobs
+from nanovllm_core.execution.inputs import DeviceRows, Masks
+from nanovllm_core.execution.prompt_scores import MAX_SCORED_TOKENS, score_prompt_tokens
+from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import StepHandle
-from nanovllm_core.layers import compiled
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.execution.token_choice import CAPTURED_OPS, choose_tokens, compute_logprobs, gather_columns
+from nanovllm_core.layers import compilation
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 from nanovllm_kernels.sampling import IN_PROMPT_BIT
@@ -34,20 +35,20 @@ def test_greedy_rows_are_not_looked_up(table):
         raise AssertionError("nothing here is drawn")
 
     logits, rows = torch.randn(3, VOCAB), torch.tensor([4, 1, 2], dtype=torch.int32)
-    found = draw(logits, rows, rows, table, Needs.NOTHING, refuse)
+    found = choose_tokens(logits, rows, rows, table, SamplingOps.GREEDY, refuse)
     assert found.tolist() == logits.argmax(-1).tolist()
 
 
 def test_a_compiled_look_up_draws_the_same(table, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compiled, "BACKEND", counter)
-    fast = compiled.compiled(gather, least_rows=1)
-    needs = Needs.RANDOM | Needs.FILTER
+    monkeypatch.setattr(compilation, "BACKEND", counter)
+    fast = compilation.compile_for_rows(gather_columns, min_rows=1)
+    needs = SamplingOps.RANDOM | SamplingOps.FILTER
     # As many rows as the table has come first: that is chance, and nothing to rely on.
     for count in (ROWS, 1, 2, 9, 1, 5):
         logits, rows = torch.randn(count, VOCAB), torch.randperm(ROWS)[:count].int()
-        expected = draw(logits, rows, rows, table, needs, gather)
-        assert torch.equal(draw(logits, rows, rows, table, needs, fast), expected)
+        expected = choose_tokens(logits, rows, rows, table, needs, gather_columns)
+        assert torch.equal(choose_tokens(logits, rows, rows, table, needs, fast), expected)
     assert counter.frame_count == 2
 
 
@@ -59,8 +60,14 @@ OPTIONS = [
     {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"temperature": 0.0, "logit_bias": {3: 50.0, 9: -5.0}},
     {"temperature": 1.0, "logit_bias": {3: -50.0}},
-    {"temperature": 0.0, "forbidden": ((1,), (2,), (7, 8))},
-    {"temperature": 0.9, "top_k": 9, "repetition_penalty": 0.8, "forbidden": ((4, 5, 6),), "logit_bias": {1: 1.0}},
+    {"temperature": 0.0, "forbidden_sequences": ((1,), (2,), (7, 8))},
+    {
+        "temperature": 0.9,
+        "top_k": 9,
+        "repetition_penalty": 0.8,
+        "forbidden_sequences": ((4, 5, 6),),
+        "logit_bias": {1: 1.0},
+    },
 ]
 
 
@@ -73,8 +80,8 @@ def started(table: RequestTable, options: list[dict]) -> list[int]:
     ]
     count = len(options)
     scheduled = ScheduledRows(np.arange(count), np.ones(count, np.int64), np.ones(count, np.bool_))
-    table.apply(StepPlan(0, new_rows, NewBlocks(), scheduled, BatchShape(count, count, 1), max_seq_len=9))
-    return [int(needs) for needs in table._needs]
+    table.apply_plan(StepPlan(0, new_rows, NewBlocks(), scheduled, BatchShape(count, count, 1), max_seq_len=9))
+    return [int(needs) for needs in table._ops]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -91,14 +98,14 @@ def test_needs_of_other_rows_do_not_change_tokens(seed):
         which = torch.where(masked, torch.arange(ROWS), -1).int()
         bits = torch.randint(1, 2**31, (ROWS, 2), generator=generator).int()
         before = logits.clone()
-        found = draw(logits, rows, positions, table, CAPTURED_NEEDS[-1], gather, Masks(which, bits))
+        found = choose_tokens(logits, rows, positions, table, CAPTURED_OPS[-1], gather_columns, Masks(which, bits))
         assert torch.equal(logits, before)
         for index in range(ROWS):
-            need = needs[rows[index]] | (int(Needs.MASK) if masked[index] else 0)
-            assert not need & ~CAPTURED_NEEDS[-1]
+            need = needs[rows[index]] | (int(SamplingOps.MASK) if masked[index] else 0)
+            assert not need & ~CAPTURED_OPS[-1]
             mask = Masks(torch.zeros(1, dtype=torch.int32), bits[index : index + 1]) if masked[index] else None
             one = slice(index, index + 1)
-            alone = draw(logits[one], rows[one], positions[one], table, need, gather, mask)
+            alone = choose_tokens(logits[one], rows[one], positions[one], table, need, gather_columns, mask)
             assert alone.tolist() == found[one].tolist(), OPTIONS
         # What the captured choice writes to the counts of all rows.
         table.counts[rows.long(), found.long()] += 1
@@ -114,11 +121,18 @@ def test_counts_start_anew_whatever_was_written_for_the_row():
         assert int(counts[token]) == output.count(token) + (IN_PROMPT_BIT if token in prompt else 0)
 
 
+def inputs_of(num_rows: int, sampling_indices: list[int], num_logprobs: list[int]) -> StepInputs:
+    rows = DeviceRows(torch.arange(num_rows), torch.arange(num_rows + 1), torch.ones(num_rows))
+    max_num_logprobs = max(num_logprobs, default=-1)
+    return StepInputs(rows, np.array(sampling_indices, np.int64), 0, np.array(num_logprobs, np.int64), max_num_logprobs)
+
+
 def test_only_rows_that_asked_get_log_probabilities():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
     which, wanted = np.array([0, 1, 3, 4]), np.array([2, -1, 0, 3])
-    found = StepHandle(with_logprobs(tokens, logits, which, wanted, 3), which, wanted, None).tokens()
+    step = inputs_of(5, which, wanted)
+    found = StepHandle(step, tokens, compute_logprobs(tokens, logits, step), None).read_results()
     assert found.tokens.tolist() == [3, 1, 1, 5]
     expected = logits.log_softmax(-1)
     assert [index for index, _ in found.logprobs] == [0, 2, 3]
@@ -130,7 +144,7 @@ def test_only_rows_that_asked_get_log_probabilities():
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, SCORED_AT_ONCE, 2 * SCORED_AT_ONCE + 3])
+@pytest.mark.parametrize("count", [1, MAX_SCORED_TOKENS, 2 * MAX_SCORED_TOKENS + 3])
 def test_a_prompt_is_scored_piece_by_piece(count):
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(count, 8, generator=generator), torch.randn(VOCAB, 8, generator=generator)
@@ -142,11 +156,10 @@ def test_a_prompt_is_scored_piece_by_piece(count):
         most = max(most, len(piece))
         return piece @ head.t()
 
-    nothing = np.zeros(0, np.int64)
-    (found,) = StepHandle(
-        None, nothing, nothing, None, prompt_scores=[score(hidden, tokens, 3, compute_logits)]
-    ).tokens()[3]
-    assert most <= SCORED_AT_ONCE
+    scores = score_prompt_tokens(hidden, tokens, 3, compute_logits)
+    handle = StepHandle(inputs_of(0, [], []), None, None, None, prompt_scores=[scores])
+    (found,) = handle.read_results().prompt_logprobs
+    assert most <= MAX_SCORED_TOKENS
     assert (len(found), found.num_top) == (count, 3)
     expected = (hidden @ head.t()).log_softmax(-1)
     for row, token, entry in zip(expected, tokens.tolist(), found, strict=True):
@@ -172,11 +185,11 @@ class CountingEvent:
 
 
 def test_step_without_sampling_records_an_event_at_its_end():
-    nothing, end = np.zeros(0, np.int64), CountingEvent()
-    tokens = torch.zeros(4, dtype=torch.int32)
-    handle = StepHandle(None, nothing, nothing, HostCopySlot(tokens, tokens.numpy(), CountingEvent(), end, None))
+    end, tokens = CountingEvent(), torch.zeros(4, dtype=torch.int32)
+    host_slot = HostCopySlot(tokens, tokens.numpy(), CountingEvent(), end, None)
+    handle = StepHandle(inputs_of(0, [], []), None, None, host_slot)
     assert end.num_records == 1
-    assert not handle.ready
+    assert not handle.is_finished
     handle.wait()
     assert end.num_waits == 1
-    assert handle.tokens().tokens.size == 0
+    assert handle.read_results().tokens.size == 0

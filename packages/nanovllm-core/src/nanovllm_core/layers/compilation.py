@@ -16,15 +16,17 @@ R = TypeVar("R")
 
 BACKEND = "inductor"
 # For fewer rows our own kernels, which fuse norm, gate and residual with the product, are faster.
-LEAST_ROWS = MAX_OWN_ROWS + 1
+MIN_COMPILED_ROWS = MAX_OWN_ROWS + 1
 
 
-def compiled(function: Callable[Concatenate[Tensor, P], R], least_rows: int) -> Callable[Concatenate[Tensor, P], R]:
-    """Compile `function` for calls with at least `least_rows` rows; calls with fewer rows run it uncompiled.
+def compile_for_rows(
+    function: Callable[Concatenate[Tensor, P], R], min_rows: int
+) -> Callable[Concatenate[Tensor, P], R]:
+    """Compile `function` for calls with at least `min_rows` rows; calls with fewer rows run it uncompiled.
 
     All tensor arguments have the same number of rows, which may change between calls. Other arguments (modules, tuples)
     may differ only in the contents of their tensors. Compilation happens at the first call with several rows, and if
-    `least_rows` is 1 also at the first call with one row. Make these calls before serving.
+    `min_rows` is 1 also at the first call with one row. Make these calls before serving.
     """
     _set_cache_directory()
     # torch.compile caches by code object. A copy of the code object keeps models separate.
@@ -35,7 +37,7 @@ def compiled(function: Callable[Concatenate[Tensor, P], R], least_rows: int) -> 
 
     def call(rows: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal is_marked
-        if rows.shape[0] < least_rows:
+        if rows.shape[0] < min_rows:
             return function(rows, *args, **kwargs)
         if not is_marked and rows.shape[0] > 1:
             for argument in (rows, *args):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm_models.token_bytes import VocabularyError
-from nanovllm_server.chat.detokenizing import Detokenizer, TextVocabulary
+from nanovllm_server.parsing.detokenizing import Detokenizer, TextVocabulary
 
 TEXT = st.text(alphabet=st.sampled_from("abé😀 \n"), max_size=30)
 
@@ -40,14 +40,14 @@ def test_an_unfinished_character_is_replaced_at_the_end(vocabulary):
 
 
 def test_tokens_of_several_characters(vocabulary, backend):
-    assert [vocabulary.piece(token) for token in (256, 257, 258)] == [b"he", b" t", b"<|start|>"]
-    assert vocabulary.shown(258) == b""
-    assert vocabulary.piece(9999) == b""
+    assert [vocabulary.token_bytes(token) for token in (256, 257, 258)] == [b"he", b" t", b"<|start|>"]
+    assert Detokenizer(vocabulary).push(258) == ""
+    assert vocabulary.token_bytes(9999) == b""
 
 
 def test_special_tokens_are_text_where_they_are_tags(vocabulary):
-    assert vocabulary.special(["<|start|>", "he", "unheard of"]) == {258}
-    detokenizer = Detokenizer(vocabulary, vocabulary.special(["<|start|>"]))
+    assert vocabulary.find_special_ids(["<|start|>", "he", "unheard of"]) == {258}
+    detokenizer = Detokenizer(vocabulary, vocabulary.find_special_ids(["<|start|>"]))
     assert [detokenizer.push(token) for token in (258, 259)] == ["<|start|>", ""]
 
 
