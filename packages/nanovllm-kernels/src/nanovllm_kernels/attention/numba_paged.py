@@ -26,7 +26,7 @@ from nanovllm_kernels.numba_tiles import (
     LINE,
     PANEL,
     TILE_ROWS,
-    TURNED,
+    TRANSPOSED_SIZE,
     UNROLL,
     exp_and_sum,
     largest,
@@ -235,9 +235,14 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
         slot = table[(start + i) // page_size] * page_size + (start + i) % page_size
         key_ptr = cache_ptr + slot * step + 2 * kv_head * head_dim
         turned = 1
-        if head_dim % TURNED == 0 and i % TURNED == 0 and page_size % TURNED == 0 and i + TURNED <= num_keys:
-            turned = TURNED
-            for k in range(0, head_dim, TURNED):
+        if (
+            head_dim % TRANSPOSED_SIZE == 0
+            and i % TRANSPOSED_SIZE == 0
+            and page_size % TRANSPOSED_SIZE == 0
+            and i + TRANSPOSED_SIZE <= num_keys
+        ):
+            turned = TRANSPOSED_SIZE
+            for k in range(0, head_dim, TRANSPOSED_SIZE):
                 to = keys_ptr + 4 * ((i // GROUP * depth + k) * GROUP + i % GROUP)
                 transpose_keys(key_ptr + 2 * k, step, to)
         else:

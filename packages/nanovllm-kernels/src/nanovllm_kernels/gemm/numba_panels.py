@@ -30,7 +30,7 @@ from nanovllm_kernels.numba_tiles import (
     TILE_ROWS,
     UNROLL,
     convert_panel,
-    gate_numbers,
+    gate_values,
     make_tile,
 )
 
@@ -297,7 +297,7 @@ def _finish_panel(args, panel, sums_ptr):
     for row in range(num_rows):
         row_sums_ptr, row_out_ptr = sums_ptr + 4 * row * PANEL, args[_OUT_PTR] + 4 * (row * num_columns + first)
         if gated:
-            gate_numbers(row_sums_ptr, row_sums_ptr + 4 * num_rows * PANEL, row_out_ptr, PANEL)
+            gate_values(row_sums_ptr, row_sums_ptr + 4 * num_rows * PANEL, row_out_ptr, PANEL)
         else:
             _finish_row(row_sums_ptr, row_out_ptr, size, add)
 
