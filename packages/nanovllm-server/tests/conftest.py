@@ -23,7 +23,7 @@ from nanovllm_core.outputs import PromptLogprobs, StepOutputs, TokenLogprobs
 from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
-from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
+from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
@@ -44,7 +44,7 @@ MAX_MODEL_LEN = 512
 
 def make_backend() -> Tokenizer:
     """A vocabulary with one token per byte, and a few merged tokens."""
-    vocab = dict(BYTES_OF_CHARACTERS)
+    vocab = dict(BYTE_BY_CHARACTER)
     vocab["he"] = 256
     vocab["Ġt"] = 257
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("Ġ", "t")]))
@@ -113,7 +113,7 @@ class ScriptedEngine(Engine):
         self.num_cached_tokens = 8
         self.endless = False
         self.crash: Exception | None = None
-        # Of grammars: how long each takes to compile, and what is wrong with those that hold such a text.
+        # How long a grammar takes to compile, and error messages of grammars that contain the text of the key.
         self.compiling_s = 0.0
         self.grammar_errors: dict[str, str] = {}
         self.compiled: list[GrammarSpec] = []
@@ -161,7 +161,7 @@ class ScriptedEngine(Engine):
         if key in self._tasks:
             self._tasks[key].cancel()
 
-    def _tell(self, key: int, request: Request) -> list[tuple[int, PromptLogprobs]]:
+    def _prompt_logprobs(self, key: int, request: Request) -> list[tuple[int, PromptLogprobs]]:
         """Log-probabilities in which each prompt token is the second likeliest, after the token with the next id."""
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
@@ -170,37 +170,37 @@ class ScriptedEngine(Engine):
         top_ids = tokens[:, None] + np.array([1, 0, *range(2, 20)], np.int32)[:num_top]
         top_logprobs = np.broadcast_to(np.float32([-0.5, -1.5, *range(-3, -21, -1)])[:num_top], top_ids.shape)
         own = np.full_like(tokens, -1.5, np.float32), np.full_like(tokens, 2)
-        return [(key, PromptLogprobs(num_top, *(each.tobytes() for each in (*own, top_ids, top_logprobs))))]
+        return [(key, PromptLogprobs(num_top, *(array.tobytes() for array in (*own, top_ids, top_logprobs))))]
 
     async def _run(self, key: int, request: Request) -> None:
         sampling = request.sampling
         tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
         limit = sampling.max_tokens or MAX_MODEL_LEN - request.num_prompt_tokens
-        made = 0
-        while made < limit:
-            if self.delay or made % 50 == 49:
+        num_generated = 0
+        while num_generated < limit:
+            if self.delay or num_generated % 50 == 49:
                 await asyncio.sleep(self.delay)
-            new = list(itertools.islice(tokens, min(self.burst, limit - made)))
-            made += len(new)
-            stop = next((token for token in new if token == EOS or token in sampling.stop_token_ids), None)
+            new_tokens = list(itertools.islice(tokens, min(self.burst, limit - num_generated)))
+            num_generated += len(new_tokens)
+            stop = next((token for token in new_tokens if token == EOS or token in sampling.stop_token_ids), None)
             if stop is not None:
-                made -= len(new) - new.index(stop) - 1
-                new = new[: new.index(stop) + 1]
-            reason = "stop" if stop is not None else "length" if made >= limit else None
-            top = sampling.logprobs
+                num_generated -= len(new_tokens) - new_tokens.index(stop) - 1
+                new_tokens = new_tokens[: new_tokens.index(stop) + 1]
+            reason = "stop" if stop is not None else "length" if num_generated >= limit else None
+            num_top = sampling.logprobs
             self._output_buffers.dispatch(
                 StepOutputs(
-                    keys=[key] * len(new),
-                    tokens=new,
+                    keys=[key] * len(new_tokens),
+                    tokens=new_tokens,
                     logprobs=[]
-                    if top is None
+                    if num_top is None
                     else [
-                        (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(top))))
-                        for token in new
+                        (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(num_top))))
+                        for token in new_tokens
                     ],
-                    starts=[(key, self.num_cached_tokens)] if made == len(new) else [],
+                    starts=[(key, self.num_cached_tokens)] if num_generated == len(new_tokens) else [],
                     finishes=[(key, reason, stop)] if reason is not None else [],
-                    prompt_logprobs=self._tell(key, request) if made == len(new) else [],
+                    prompt_logprobs=self._prompt_logprobs(key, request) if num_generated == len(new_tokens) else [],
                 )
             )
             if reason is not None:
@@ -249,8 +249,8 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Te
     service.renderer.close()
 
 
-class Witness:
-    """Wraps the application, and checks every response against the contract."""
+class ResponseRecorder:
+    """Wraps the application, and records every response for the check against the contract."""
 
     def __init__(self, app: ASGIFramework):
         self._app = app
@@ -262,7 +262,7 @@ class Witness:
             return
         status, kind, body, complete = 0, "", bytearray(), False
 
-        async def send_and_see(event) -> None:
+        async def send_and_record(event) -> None:
             nonlocal status, kind, complete
             if event["type"] == "http.response.start":
                 status = event["status"]
@@ -273,7 +273,7 @@ class Witness:
             await send(event)
 
         try:
-            await self._app(scope, receive, send_and_see)
+            await self._app(scope, receive, send_and_record)
         finally:
             if status:
                 self.exchanges.append(
@@ -284,10 +284,10 @@ class Witness:
 @pytest.fixture
 def app(service: Service) -> Iterator[Quart]:
     app = create_app(service)
-    witness = Witness(app.asgi_app)
-    app.asgi_app = witness
+    recorder = ResponseRecorder(app.asgi_app)
+    app.asgi_app = recorder
     yield app
-    for exchange in witness.exchanges:
+    for exchange in recorder.exchanges:
         check(exchange)
 
 
@@ -298,7 +298,7 @@ def client(app: Quart):
 
 @pytest.fixture
 def post(client) -> Callable[..., Any]:
-    """Sends a chat completion; the given fields replace those of a small valid request."""
+    """Sends a chat completion request. `fields` replace the fields of a small valid request."""
 
     async def post(headers: dict[str, str] | None = None, **fields: Any):
         body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -308,7 +308,7 @@ def post(client) -> Callable[..., Any]:
 
 
 @contextlib.asynccontextmanager
-async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
+async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
     (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
     config = hypercorn_config()
@@ -326,11 +326,11 @@ async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout
 @pytest.fixture
 async def url(app: Quart) -> AsyncIterator[str]:
     """The same server behind a real socket."""
-    async with behind_a_socket(app) as url:
+    async with serve_on_socket(app) as url:
         yield url
 
 
 @pytest.fixture
 def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
     """Serves the test's own application, or other settings, behind a real socket."""
-    return behind_a_socket
+    return serve_on_socket

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from counting import calls
+from counting import count_calls
 
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
 from nanovllm_core.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ def test_no_function_is_called_for_each_request():
         table = table_of(count)
         first, second = (plan_of(list(range(count)), [1] * count, [True] * count) for _ in range(2))
         table.apply_plan(first)
-        counts.append(calls(table.apply_plan, second))
+        counts.append(count_calls(table.apply_plan, second))
     few, many = counts
     assert few == many
     assert sum(many.values()) < 200
