@@ -17,11 +17,11 @@ SHARED_MEMORY = 227 * 1024
 INT32, INT64, FLOAT, BFLOAT, FP8, BYTES = "*i32", "*i64", "*fp32", "*bf16", "*fp8e4nv", "*u8"
 STEP = dict.fromkeys(
     ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
-) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "samples_ptr", "counts_ptr"], INT32)
+) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "is_sampled_ptr", "counts_ptr"], INT32)
 SAMPLING = (
     dict.fromkeys(["logits_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "best_ptr", "masses_ptr"], FLOAT)
-    | {"peaks_ptr": FLOAT}
-    | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "hits_ptr", "out_ptr"], INT32)
+    | {"segment_maxima_ptr": FLOAT}
+    | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "candidate_segments_ptr", "out_ptr"], INT32)
     | dict.fromkeys(["seeds_ptr", "positions_ptr"], INT64)
 )
 PENALTIES = dict.fromkeys(["repetition_ptr", "presence_ptr", "frequency_ptr", "out_ptr"], FLOAT) | dict.fromkeys(
@@ -34,7 +34,7 @@ BIAS = dict.fromkeys(["rows_ptr", "ids_ptr", "until_ptr"], INT32) | {
 }
 ROPE = {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64, "eps": "fp32"}
 ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "HALF": 16, "PADDED_HALF": 16} | {
-    "HEADS": 8,
+    "HEADS_PER_PROGRAM": 8,
     "Q_BLOCKS": 2,
     "PAGE_SIZE": 16,
     "OVERLAP": True,
@@ -46,8 +46,8 @@ STATES = (
 )
 DELTA_HEADS = {"HEADS": 32, "GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128}
 DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "OVERLAP": True}
-SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
-CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
+SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT_TOKENS": 16, "SEGMENTS_PER_CHUNK": 256}
+CHOOSE = SCAN | {"MAX_DRAWN_DISTANCE": 30.0, "PADDED_CHUNKS": 64, "MAX_CANDIDATE_SEGMENTS": 512, "BLOCK": 8192}
 
 # (module, kernel, warps, argument types other than bf16 pointers and int32, constants)
 KERNELS = [
@@ -56,21 +56,21 @@ KERNELS = [
         "_rms_norm",
         16,
         {"eps": "fp32"},
-        {"PER_TOKEN": 1, "WIDTH": 4096, "BLOCK": 4096, "ROWS": 1, "OVERLAP": True},
+        {"ROWS_PER_TOKEN": 1, "ROW_SIZE": 4096, "BLOCK": 4096, "ROWS": 1, "OVERLAP": True},
     ),
     (
         "elementwise.triton_norm",
         "_rms_norm",
         8,
         {"eps": "fp32"},
-        {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
+        {"ROWS_PER_TOKEN": 8, "ROW_SIZE": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
     ),
     (
         "elementwise.triton_norm",
         "_norm_parts",
         16,
         {"eps": "fp32"},
-        {"FIRST": 6144, "SECOND": 1024, "BLOCK": 8192, "OVERLAP": True},
+        {"FIRST_SIZE": 6144, "SECOND_SIZE": 1024, "BLOCK": 8192, "OVERLAP": True},
     ),
     ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
     ("elementwise.triton_activation", "_sigmoid_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
@@ -79,14 +79,14 @@ KERNELS = [
         "_rope_and_cache",
         2,
         ROPE,
-        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "KEEP": True},
+        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "KEEP_KEYS": True},
     ),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
         ROPE | {"kv_cache_ptr": FP8, "kv_scales_ptr": BYTES},
-        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP": False},
+        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP_KEYS": False},
     ),
     (
         "linear_attention.triton_decode",
@@ -145,20 +145,20 @@ KERNELS = [
         STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64, "last_ptr": INT64},
         {"PAGE_SIZE": 16, "BLOCK": 256},
     ),
-    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
-    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
-    ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT": 1 << 30, "BLOCK": 2048}),
-    ("sampling.triton_adjust", "_add_bias", 4, BIAS, {"BLOCK": 128}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNTS_TOKENS": True, "BLOCK": 256}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNTS_TOKENS": False, "BLOCK": 256}),
+    ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT_BIT": 1 << 30, "BLOCK": 2048}),
+    ("sampling.triton_adjust", "_apply_bias", 4, BIAS, {"BLOCK": 128}),
     (
         "sampling.triton_adjust",
         "_apply_masks",
         4,
-        {"out_ptr": FLOAT, "which_ptr": INT32, "masks_ptr": INT32},
-        {"LEAST_ALLOWED": -1e30, "BLOCK": 2048},
+        {"out_ptr": FLOAT, "mask_rows_ptr": INT32, "masks_ptr": INT32},
+        {"MIN_ALLOWED_LOGIT": -1e30, "BLOCK": 2048},
     ),
     (
         "sampling.triton_adjust",
-        "_forbid",
+        "_forbid_sequences",
         4,
         {"out_ptr": FLOAT}
         | dict.fromkeys(["rows_ptr", "positions_ptr", "tokens_ptr"], INT32)
@@ -167,16 +167,16 @@ KERNELS = [
     ),
     (
         "sampling.triton_logprobs",
-        "_normalize",
+        "_compute_normalizer",
         16,
         {"tokens_ptr": INT32, "chosen_ptr": FLOAT, "normalizer_ptr": FLOAT},
         {"BLOCK": 4096},
     ),
-    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": True, "FILTER": False}),
-    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "FILTER": False}),
-    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "FILTER": True}),
-    ("sampling.triton_sample", "_choose", 1, SAMPLING, CHOOSE | {"FILTER": False}),
-    ("sampling.triton_sample", "_choose", 16, SAMPLING, CHOOSE | {"FILTER": True}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": True, "HAS_FILTERS": False}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "HAS_FILTERS": False}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "HAS_FILTERS": True}),
+    ("sampling.triton_sample", "_choose_token", 1, SAMPLING, CHOOSE | {"HAS_FILTERS": False}),
+    ("sampling.triton_sample", "_choose_token", 16, SAMPLING, CHOOSE | {"HAS_FILTERS": True}),
 ]
 
 
@@ -347,7 +347,7 @@ def test_latent_rope_and_cache_compiles(cached):
     compile_kernel(triton_expanded._copy_key_parts, {}, constants, num_warps=4)
     types = ROPE | {"kv_cache_ptr": cached, "kv_scales_ptr": BYTES}
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "LATENT": 512, "PADDED_LATENT": 512, "HALF": 32, "PADDED_HALF": 32}
-    constants |= {"HEADS": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}
+    constants |= {"HEADS_PER_PROGRAM": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}
     compile_kernel(triton_latent._latent_rope_and_cache, types, constants, num_warps=2)
 
 
@@ -357,12 +357,12 @@ def test_latent_rope_and_cache_compiles(cached):
 def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_columns, width):
     from nanovllm_kernels.gemm import tiles, triton_few_rows
 
-    config = tiles.rows_config(num_rows, num_columns, width, gated=gated)
+    config = tiles.few_rows_config(num_rows, num_columns, width, gated=gated)
     constants = {
         "K": width,
         "ROWS": num_rows,
         "BLOCK_N": config.block_n,
-        "CHUNKS": 32 * config.num_warps,
+        "NUM_CHUNKS": 32 * config.num_warps,
         "VECTOR": 8,
         "NORM": True,
         "BIAS": False,
@@ -370,7 +370,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
         "GATED": gated,
         "OVERLAP": True,
     }
-    compiled = compile_kernel(triton_few_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
+    compiled = compile_kernel(triton_few_rows._project_few_rows, {"eps": "fp32"}, constants, config.num_warps)
     ptx = compiled.asm["ptx"]
     # Loads have sixteen bytes, and weights are loaded before the wait.
     assert "ld.global.v4" in ptx[: ptx.index("griddepcontrol.wait")]
@@ -387,14 +387,14 @@ def test_split_kernel_prefetches_weights_before_waiting(num_rows):
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "SPLITS": config.splits,
+        "NUM_SPLITS": config.num_splits,
         "STAGES": config.num_stages,
         "BIAS": False,
         "RESIDUAL": True,
         "OVERLAP": True,
     }
     types = {"partial_ptr": FLOAT, "counter_ptr": INT32}
-    compiled = compile_kernel(triton_split_k._project_split, types, constants, config.num_warps, config.num_stages)
+    compiled = compile_kernel(triton_split_k._project_split_k, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.block_m >= 64 else "mma.sync") in ptx
@@ -411,7 +411,7 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
     groups = 32
     config = tiles.block_fp8_config(num_rows, num_columns, groups, gated=gated, may_split=True)
     # Gated products follow a norm.
-    fused = num_rows <= tiles.FUSED_FP8_ROWS and not gated
+    fused = num_rows <= tiles.MAX_FUSED_FP8_ROWS and not gated
     constants = {
         "K": groups * 128,
         "GROUPS": groups,
@@ -419,11 +419,11 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
         "BLOCK_ROWS": 128,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "SPLITS": config.splits,
+        "NUM_SPLITS": config.num_splits,
         "STAGES": config.num_stages,
-        "EARLY": triton_block_fp8.EARLY_TILES,
+        "PREFETCHED_TILES": triton_block_fp8.NUM_PREFETCHED_TILES,
         "ALIGNED": True,
-        "SWAP": config.block_m < triton_block_fp8.SWAPPED_BELOW,
+        "SWAP": config.block_m < triton_block_fp8.MIN_LEFT_ROWS,
         "QUANTIZED": not fused,
         "GATED": gated,
         "BIAS": False,
@@ -450,8 +450,8 @@ def test_quantize_groups_compiles():
     types = {"numbers_ptr": FP8, "scales_ptr": FLOAT, "eps": "fp32"}
     sizes = {"GROUP": 128, "OVERLAP": True}
     for groups, norm in ((56, True), (8, False)):
-        shape = {"K": groups * 128, "GROUPS": groups, "TOGETHER": 1 << (groups - 1).bit_length(), "NORM": norm}
-        compiled = compile_kernel(triton_block_fp8._quantize_groups, types, sizes | shape, num_warps=8)
+        shape = {"K": groups * 128, "GROUPS": groups, "BLOCK_GROUPS": 1 << (groups - 1).bit_length(), "NORM": norm}
+        compiled = compile_kernel(triton_block_fp8._norm_and_quantize_groups, types, sizes | shape, num_warps=8)
         assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
         assert "div.rn.f32" in compiled.asm["ptx"]
 

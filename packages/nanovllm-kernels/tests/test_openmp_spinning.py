@@ -14,9 +14,9 @@ from nanovllm_kernels import openmp_spinning
 # sleeps after a parallel region is the time that its threads spin.
 MEASURE = """
 import time, torch
-from nanovllm_kernels.openmp_spinning import ShortSpins, can_limit
+from nanovllm_kernels.openmp_spinning import ShortSpins, can_shorten_spins
 
-assert can_limit() == EXPECTED
+assert can_shorten_spins() == EXPECTED
 numbers = torch.ones(1 << 22)
 
 def spun():
@@ -58,7 +58,7 @@ needs_openmp = pytest.mark.skipif(
 
 
 def measure(**environment: str) -> list[float]:
-    kept = {name: value for name, value in os.environ.items() if name not in openmp_spinning.VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if name not in openmp_spinning.WAIT_POLICY_VARIABLES}
     expected = str(not environment)
     done = subprocess.run(
         [sys.executable, "-c", MEASURE.replace("EXPECTED", expected)],
@@ -127,7 +127,7 @@ def test_other_processes_may_use_idle_cores_without_effect(control, monkeypatch)
 
 def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
     _, done = control
-    monkeypatch.setattr(openmp_spinning, "WINDOW_S", 0.001)
+    monkeypatch.setattr(openmp_spinning, "SAMPLE_INTERVAL_S", 0.001)
     is_over = threading.Event()
 
     def samples():
@@ -136,7 +136,7 @@ def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
         is_over.set()
         yield from ((float(second), 0.95) for second in itertools.count(3))
 
-    monkeypatch.setattr(openmp_spinning, "_sample", samples().__next__)
+    monkeypatch.setattr(openmp_spinning, "_sample_cpu_use", samples().__next__)
     spins = openmp_spinning.SpinControl()
     assert is_over.wait(10)
     spins.close()
@@ -152,7 +152,7 @@ def test_threads_sleep_soon_after_a_neighbour_has_begun():
 
 def test_disabled_control_does_nothing(control, monkeypatch):
     _, done = control
-    monkeypatch.setattr(openmp_spinning, "_sample", lambda: pytest.fail("it looked"))
+    monkeypatch.setattr(openmp_spinning, "_sample_cpu_use", lambda: pytest.fail("it looked"))
     off = openmp_spinning.SpinControl(is_on=False)
     off.close()
     assert done == []
@@ -167,7 +167,7 @@ def test_busy_seconds_count_only_own_cores(tmp_path, monkeypatch, priority, tick
         "cpu1 700 0 0 0 0 0 0 0 0 0\n"
         "intr 5 0 0\n"
     )
-    monkeypatch.setattr(openmp_spinning, "PROCESSORS", file)
+    monkeypatch.setattr(openmp_spinning, "PROC_STAT", file)
     monkeypatch.setattr(openmp_spinning.os, "sched_getaffinity", lambda _: {0}, raising=False)
     monkeypatch.setattr(openmp_spinning.os, "getpriority", lambda *_: priority)
     assert openmp_spinning._busy_seconds() == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))

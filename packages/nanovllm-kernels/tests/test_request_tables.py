@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm_kernels.request_tables import build_inputs, commit_tokens
+from nanovllm_kernels.request_tables import TokenTables, build_inputs, commit_tokens
 
 PAGE_SIZE = 16
 NUM_ROWS = 12
@@ -45,14 +45,14 @@ def test_built_inputs_match_a_loop(query_lens, width, seed):
             slots.append(int(block_table[row, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE)
 
     out = build_inputs(
-        rows, starts_of(query_lens), tokens, num_computed, block_table, PAGE_SIZE, sum(query_lens), width
+        rows, starts_of(query_lens), TokenTables(tokens, num_computed), block_table, PAGE_SIZE, sum(query_lens), width
     )
 
     assert (out.input_ids.tolist(), out.input_ids.dtype) == (ids, torch.int32)
     assert (out.positions.tolist(), out.positions.dtype) == (positions, torch.int64)
     assert (out.slot_mapping.tolist(), out.slot_mapping.dtype) == (slots, torch.int64)
     assert (out.seq_lens.tolist(), out.seq_lens.dtype) == (lengths, torch.int32)
-    assert out.last.tolist() == [end - 1 for end in starts_of(query_lens).tolist()[1:]]
+    assert out.last_token_indices.tolist() == [end - 1 for end in starts_of(query_lens).tolist()[1:]]
     assert torch.equal(out.block_tables, block_table[rows.long(), :width])
 
 
@@ -69,8 +69,7 @@ def test_committed_tokens_update_tables_and_counts(with_counts):
         starts_of([1, 1, 7]),
         torch.tensor([33, 22, 11], dtype=torch.int32),
         torch.tensor([0, 1, 1], dtype=torch.int32),
-        tokens,
-        num_computed,
+        TokenTables(tokens, num_computed),
         counts,
     )
 

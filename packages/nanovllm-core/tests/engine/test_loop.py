@@ -301,7 +301,7 @@ async def test_spinning_is_controlled_until_the_engine_stops_or_fails_to_start(f
             calls.append("close")
 
     monkeypatch.setattr("nanovllm_core.engine.build.SpinControl", FakeSpinControl)
-    monkeypatch.setattr("nanovllm_core.engine.build.can_limit", lambda: True)
+    monkeypatch.setattr("nanovllm_core.engine.build.can_shorten_spins", lambda: True)
     if fails:
         monkeypatch.setattr("nanovllm_core.engine.build.calibrate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -15,7 +15,7 @@ from nanovllm_core.layers import compilation
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
-from nanovllm_kernels.sampling import IN_PROMPT
+from nanovllm_kernels.sampling import IN_PROMPT_BIT
 
 ROWS, VOCAB = 16, 40
 
@@ -118,7 +118,7 @@ def test_counts_start_anew_whatever_was_written_for_the_row():
     counts = table.counts[1]
     prompt, output = table.tokens[1, :5].tolist(), table.tokens[1, 5:9].tolist()
     for token in range(VOCAB):
-        assert int(counts[token]) == output.count(token) + (IN_PROMPT if token in prompt else 0)
+        assert int(counts[token]) == output.count(token) + (IN_PROMPT_BIT if token in prompt else 0)
 
 
 def inputs_of(num_rows: int, sampling_indices: list[int], num_logprobs: list[int]) -> StepInputs:

@@ -18,16 +18,16 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-F = TypeVar("F", bound=Callable[..., object])
+Function = TypeVar("Function", bound=Callable[..., object])
 
-_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse4.2": "SSE4.2", "sve": "SVE", "neon": "NEON"}
+_VECTOR_NAMES = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse4.2": "SSE4.2", "sve": "SVE", "neon": "NEON"}
 # The CPU features that Numba compiles for, which are part of its cache key.
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-INSTRUCTIONS = next(
-    (name for feature, name in _VECTORS.items() if f"+{feature}" in _FEATURES), f"vectors of {_platform.machine()}"
+VECTOR_INSTRUCTIONS = next(
+    (name for feature, name in _VECTOR_NAMES.items() if f"+{feature}" in _FEATURES), f"vectors of {_platform.machine()}"
 )
-# float32 values in a vector register, or in two.
-LANES = 16 if INSTRUCTIONS == "AVX-512" else 8
+# Number of float32 values that are processed together: one or two vector registers.
+LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
 
 # Fast-math flags that allow reordering sums, which vectorisation needs; infinities and NaN keep their meaning.
 _SUMS = {"reassoc", "contract", "nsz"}
@@ -36,7 +36,7 @@ _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
 EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
 LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
 EXP_TERMS = (np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2), np.float32(1.6666667e-1))
-_LEAST, _MOST = EXP_RANGE
+_MIN_EXP_INPUT, _MAX_EXP_INPUT = EXP_RANGE
 _LN2_HIGH, _LN2_LOW = LN2_PARTS
 _C6, _C5, _C4, _C3 = EXP_TERMS
 
@@ -63,17 +63,17 @@ def _can_cache() -> bool:
 _CAN_CACHE = _can_cache()
 
 
-def kernel(function: F) -> F:
+def kernel(function: Function) -> Function:
     """Compile `function`; it runs without the interpreter lock. Kernels may call one another."""
     return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath=_SUMS)(function)
 
 
-def ordered_kernel(function: F) -> F:
+def ordered_kernel(function: Function) -> Function:
     """Like `kernel`, but sums keep their order, so that results do not depend on vectorisation."""
     return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath={"contract"})(function)
 
 
-def region(function: Callable[[int], None]) -> int:
+def compile_region(function: Callable[[int], None]) -> int:
     """Compile `function` for `run_region` and return its address.
 
     function: takes the address of its int64 arguments, the first of which is OPENMP.
@@ -107,25 +107,25 @@ def bits_of_float(_typing: Any, number: Any) -> Any:
 
 
 @intrinsic
-def run_region(_typing: Any, region: Any, args: Any, num_threads: Any) -> Any:
-    """Call the region at address `region` on `num_threads` threads. args: address of its arguments."""
-    if (region, args, num_threads) != (types.int64,) * 3:
+def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -> Any:
+    """Call the region at `region_address` on `num_threads` threads. args: address of its arguments."""
+    if (region_address, args, num_threads) != (types.int64,) * 3:
         return None
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         body, data, count = values
-        place, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [place, place, word, word])
+        byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, byte_pointer, int32, int32])
         arguments = [
-            builder.inttoptr(body, place),
-            builder.inttoptr(data, place),
-            builder.trunc(count, word),
-            word(0),
+            builder.inttoptr(body, byte_pointer),
+            builder.inttoptr(data, byte_pointer),
+            builder.trunc(count, int32),
+            int32(0),
         ]
-        builder.call(_openmp_function(builder, data, 0, kind), arguments)
+        builder.call(_openmp_function(builder, data, 0, function_type), arguments)
         return context.get_dummy_value()
 
-    return types.void(region, args, num_threads), lower
+    return types.void(region_address, args, num_threads), lower
 
 
 @intrinsic
@@ -145,17 +145,19 @@ def _openmp_number(args: Any, entry: int) -> Any:
         return None
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [])
-        return builder.sext(builder.call(_openmp_function(builder, values[0], entry, kind), []), ir.IntType(64))
+        function_type = ir.FunctionType(ir.IntType(32), [])
+        return builder.sext(
+            builder.call(_openmp_function(builder, values[0], entry, function_type), []), ir.IntType(64)
+        )
 
     return types.int64(args), lower
 
 
-def _openmp_function(builder: Any, args: Any, entry: int, kind: ir.FunctionType) -> Any:
-    wide = ir.IntType(64)
-    table = builder.load(builder.inttoptr(args, wide.as_pointer()))
-    address = builder.load(builder.inttoptr(builder.add(table, wide(8 * entry)), wide.as_pointer()))
-    return builder.inttoptr(address, kind.as_pointer())
+def _openmp_function(builder: Any, args: Any, entry: int, function_type: ir.FunctionType) -> Any:
+    int64 = ir.IntType(64)
+    table = builder.load(builder.inttoptr(args, int64.as_pointer()))
+    address = builder.load(builder.inttoptr(builder.add(table, int64(8 * entry)), int64.as_pointer()))
+    return builder.inttoptr(address, function_type.as_pointer())
 
 
 @kernel
@@ -166,22 +168,22 @@ def keep_alive(array):
 
 def prefetch_line(builder: Any, address: Any) -> None:
     """Prefetch the cache line at `address`, an LLVM value. The address need not be valid."""
-    place, word = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [place, word(0), word(3), word(1)])
+    byte_pointer, int32 = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
+    function_type = ir.FunctionType(ir.VoidType(), [byte_pointer.type, int32, int32, int32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [byte_pointer, int32(0), int32(3), int32(1)])
 
 
 @intrinsic
-def next_item(_typing: Any, address: Any) -> Any:
+def fetch_and_increment(_typing: Any, address: Any) -> Any:
     """Atomically add 1 to the int64 at `address`, and return its previous value."""
     if address != types.int64:
         return None
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        wide = ir.IntType(64)
-        place = builder.inttoptr(values[0], wide.as_pointer())
-        return builder.atomic_rmw("add", place, wide(1), "monotonic")
+        int64 = ir.IntType(64)
+        byte_pointer = builder.inttoptr(values[0], int64.as_pointer())
+        return builder.atomic_rmw("add", byte_pointer, int64(1), "monotonic")
 
     return types.int64(address), lower
 
@@ -207,7 +209,7 @@ def exp(x):
 
     2^n times a polynomial of the remainder, as in Cephes' expf.
     """
-    x = min(max(x, _LEAST), _MOST)
+    x = min(max(x, _MIN_EXP_INPUT), _MAX_EXP_INPUT)
     n = np.floor(x * LOG2_E + _HALF)
     r = x - n * _LN2_HIGH - n * _LN2_LOW
     p = ((((_C6 * r + _C5) * r + _C4) * r + _C3) * r + _HALF) * r * r + r + _ONE

@@ -14,25 +14,25 @@ from pathlib import Path
 
 import torch
 
-# Seconds between two samples of other processes' CPU use.
-WINDOW_S = 0.2
-# Cores that other processes use beyond those that our threads leave idle: above BUSY_CORES spinning is shortened, below
-# IDLE_CORES it is long again.
-BUSY_CORES = 0.4
-IDLE_CORES = 0.2
+# Time between two samples of other processes' CPU use.
+SAMPLE_INTERVAL_S = 0.2
+# Number of cores that other processes use beyond the cores that our threads leave idle. Above MIN_BUSY_CORES spinning
+# is shortened, below MAX_IDLE_CORES it is long again.
+MIN_BUSY_CORES = 0.4
+MAX_IDLE_CORES = 0.2
 # If one of these variables is set, the user has chosen how threads wait.
-VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-PROCESSORS = Path("/proc/stat")
+WAIT_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+PROC_STAT = Path("/proc/stat")
 
 
-def can_limit() -> bool:
-    """Whether threads wait by spinning here, and this module may shorten that."""
+def can_shorten_spins() -> bool:
+    """Whether threads of this process wait by spinning, and this module may shorten the spinning."""
     return (
         sys.platform == "linux"
         and torch.get_num_threads() > 1
-        and not any(name in os.environ for name in VARIABLES)
+        and not any(name in os.environ for name in WAIT_POLICY_VARIABLES)
         and hasattr(ctypes.CDLL(None), "GOMP_parallel")
-        and PROCESSORS.exists()
+        and PROC_STAT.exists()
     )
 
 
@@ -44,39 +44,39 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
     """
 
     def __init__(self) -> None:
-        self._end = threading.Event()
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._hold, name="nanovllm-spins", daemon=True)
+        self._stop = threading.Event()
+        self._has_started = threading.Event()
+        self._thread = threading.Thread(target=self._run_team, name="nanovllm-spins", daemon=True)
         self._thread.start()
-        self._begun.wait()
+        self._has_started.wait()
 
     def __exit__(self, *_: object) -> None:
         # The runtime ends the team when its thread ends.
-        self._end.set()
+        self._stop.set()
         self._thread.join()
 
-    def _hold(self) -> None:
+    def _run_team(self) -> None:
         library = ctypes.CDLL(None)
         num_missing = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
         # The team must run a function: free(NULL) does nothing.
-        nothing = ctypes.cast(library.free, ctypes.c_void_p)
-        library.GOMP_parallel(nothing, None, ctypes.c_uint(max(num_missing, 1) + 1), ctypes.c_uint(0))
-        self._begun.set()
-        self._end.wait()
+        no_op = ctypes.cast(library.free, ctypes.c_void_p)
+        library.GOMP_parallel(no_op, None, ctypes.c_uint(max(num_missing, 1) + 1), ctypes.c_uint(0))
+        self._has_started.set()
+        self._stop.wait()
 
 
 class SpinControl:
     """Shortens spinning while other processes need the cores, from construction until `close`.
 
-    A thread looks at the use of the cores every `WINDOW_S`, also between and during steps: a single step that spins
-    beside a busy process takes seconds.
+    A thread samples the use of the cores every `SAMPLE_INTERVAL_S`, also during steps: a single step that spins beside
+    a busy process takes seconds.
 
-    is_on: whether to do anything, see `can_limit`.
+    is_on: False to leave spinning alone; see `can_shorten_spins`.
     """
 
     def __init__(self, *, is_on: bool = True) -> None:
-        self._short: ShortSpins | None = None
-        self._end = threading.Event()
+        self._short_spins: ShortSpins | None = None
+        self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
         if is_on:
             self._watcher = threading.Thread(target=self._watch, name="nanovllm-spin-control", daemon=True)
@@ -85,38 +85,38 @@ class SpinControl:
     @property
     def is_short(self) -> bool:
         """Whether threads currently spin for microseconds only."""
-        return self._short is not None
+        return self._short_spins is not None
 
     def _watch(self) -> None:
-        before = _sample()
-        while not self._end.wait(WINDOW_S):
-            now = _sample()
+        before = _sample_cpu_use()
+        while not self._stop.wait(SAMPLE_INTERVAL_S):
+            now = _sample_cpu_use()
             window_s, others_s = (later - earlier for later, earlier in zip(now, before, strict=True))
             before = now
             self.adapt(others_s / window_s)
 
-    def adapt(self, cores: float) -> None:
+    def adapt(self, num_busy_cores: float) -> None:
         """Shorten or restore spinning, given the number of cores that other processes use."""
-        missing = cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
-        if self._short is None and missing > BUSY_CORES:
-            self._short = ShortSpins()
-        elif self._short is not None and missing < IDLE_CORES:
+        num_missing_cores = num_busy_cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
+        if self._short_spins is None and num_missing_cores > MIN_BUSY_CORES:
+            self._short_spins = ShortSpins()
+        elif self._short_spins is not None and num_missing_cores < MAX_IDLE_CORES:
             self._spin_long()
 
     def close(self) -> None:
         """Stop watching, and let threads spin as the runtime chooses."""
-        self._end.set()
+        self._stop.set()
         if self._watcher is not None:
             self._watcher.join()
         self._spin_long()
 
     def _spin_long(self) -> None:
-        if self._short is not None:
-            self._short.__exit__()
-            self._short = None
+        if self._short_spins is not None:
+            self._short_spins.__exit__()
+            self._short_spins = None
 
 
-def _sample() -> tuple[float, float]:
+def _sample_cpu_use() -> tuple[float, float]:
     """Return the time, and the CPU seconds of other processes on this process's cores."""
     return time.monotonic(), _busy_seconds() - time.process_time()
 
@@ -127,11 +127,11 @@ def _busy_seconds() -> float:
     Low-priority processes hardly delay others: they count only if this process has low priority itself.
     """
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    counts_low = os.getpriority(os.PRIO_PROCESS, 0) > 0
+    counts_low_priority = os.getpriority(os.PRIO_PROCESS, 0) > 0
     ticks = 0
-    for line in PROCESSORS.read_text().splitlines():
+    for line in PROC_STAT.read_text().splitlines():
         name, *fields = line.split()
         if name in cores:
-            user, low, system, _idle, _waiting, interrupts, soft_interrupts = map(int, fields[:7])
-            ticks += user + system + interrupts + soft_interrupts + (low if counts_low else 0)
+            user, low_priority, system, _idle, _waiting, interrupts, soft_interrupts = map(int, fields[:7])
+            ticks += user + system + interrupts + soft_interrupts + (low_priority if counts_low_priority else 0)
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -48,7 +48,7 @@ def test_quantize_groups_rounds_like_torch(rows):
     assert torch.equal(scales, expected_scales)
 
 
-@pytest.mark.parametrize("num_rows", [1, gemm_tiles.FUSED_FP8_ROWS, NUM_ROWS])
+@pytest.mark.parametrize("num_rows", [1, gemm_tiles.MAX_FUSED_FP8_ROWS, NUM_ROWS])
 def test_block_fp8_linear_rounds_like_torch(rows, num_rows, device):
     weight = one_hot_weight(GROUP, GROUP, torch.arange(GROUP), device)
     scales, residual = torch.ones((1, 1), device=device), torch.zeros((num_rows, GROUP), device=device)

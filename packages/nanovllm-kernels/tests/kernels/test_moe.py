@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm_kernels.elementwise import norm_parts, rms_norm
 from nanovllm_kernels.gemm import block_fp8
 from nanovllm_kernels.moe import ChosenExperts, PackedExperts, Routing, _fused_experts_op, _route_op, policy, reference
-from nanovllm_kernels.platform import describe, has_cuda
+from nanovllm_kernels.platform import describe_device, has_cuda
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -275,7 +275,7 @@ def test_fp8_many_tokens_match_reference(num_tokens, favourite, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_cuda() or describe(torch.device("cuda")).capability != (9, 0), reason="needs Hopper")
+@pytest.mark.skipif(not has_cuda() or describe_device(torch.device("cuda")).capability != (9, 0), reason="needs Hopper")
 @pytest.mark.parametrize(("num_experts", "hidden_size", "width", "top_k"), [(17, 768, 384, 4), (9, 256, 128, 3)])
 @pytest.mark.parametrize("favourite", [False, True])
 @pytest.mark.parametrize("num_tokens", [9, 200, 1000, 8192])

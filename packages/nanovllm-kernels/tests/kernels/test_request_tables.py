@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_kernels.request_tables import reference
+from nanovllm_kernels.request_tables import TokenTables, reference
 
 OPS = torch.ops.nanovllm
 
@@ -15,23 +15,27 @@ def check(query_lens, num_rows, max_len, page_size, device):
     block_table = torch.randint(0, 500, (num_rows, max_len // page_size + 1), dtype=torch.int32, device=device)
     rows = torch.randperm(num_rows, device=device)[:num_reqs].to(torch.int32)
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
-    tables = (rows, starts, tokens, num_computed, block_table, page_size, num_tokens, block_table.shape[1])
-    expected_inputs = reference.build_inputs(*tables)
-    *actual_inputs, actual_tables = OPS.build_inputs(*tables)
+    tables = TokenTables(tokens, num_computed)
+    shape_args = (block_table, page_size, num_tokens, block_table.shape[1])
+    expected_inputs = reference.build_inputs(rows, starts, tables, *shape_args)
+    *actual_inputs, actual_tables = OPS.build_inputs(rows, starts, *tables, *shape_args)
     for actual, expected in zip(actual_inputs, expected_inputs, strict=False):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
-    for request, length in enumerate(expected_inputs[2].tolist()):
-        used = -(-length // page_size)
-        assert torch.equal(actual_tables[request, :used], expected_inputs[5][request, :used])
+    for request, length in enumerate(expected_inputs.seq_lens.tolist()):
+        num_used_pages = -(-length // page_size)
+        assert torch.equal(
+            actual_tables[request, :num_used_pages], expected_inputs.block_tables[request, :num_used_pages]
+        )
 
-    samples = torch.randint(0, 2, (num_reqs,), dtype=torch.int32, device=device)
+    is_sampled = torch.randint(0, 2, (num_reqs,), dtype=torch.int32, device=device)
     sampled = torch.randint(0, 60, (num_reqs,), dtype=torch.int32, device=device)
     for counts in (None, torch.zeros((num_rows, 60), dtype=torch.int32, device=device)):
         state = (tokens, num_computed, counts)
         actual, expected = ([None if table is None else table.clone() for table in state] for _ in range(2))
-        OPS.commit_tokens(rows, starts, sampled, samples, *actual)
-        reference.commit_tokens(rows, starts, sampled, samples, *expected)
+        OPS.commit_tokens(rows, starts, sampled, is_sampled, *actual)
+        *expected_tables, expected_counts = expected
+        reference.commit_tokens(rows, starts, sampled, is_sampled, TokenTables(*expected_tables), expected_counts)
         for table, expected_table in zip(actual, expected, strict=True):
             assert table is None or torch.equal(table, expected_table)
 

@@ -192,7 +192,7 @@ def test_more_than_2_to_the_31_blocks_are_counted(device, monkeypatch):
 @pytest.mark.parametrize("query_len", [16, 100, 512])
 def test_one_short_chunk_over_a_long_context_fills_the_device(device, monkeypatch, query_len, num_heads):
     monkeypatch.setattr(tile_configs, "INTERPRETER_SMS", 132)
-    monkeypatch.setattr("nanovllm_kernels.attention.plan.work_list.describe", lambda _: CpuDescription)
+    monkeypatch.setattr("nanovllm_kernels.attention.plan.work_list.describe_device", lambda _: CpuDescription)
     # As in a captured step: 512 tokens, 256 entries, lengths known only to the device.
     work, _ = plan(device, [(query_len, 32768)], block_q=32, num_empty=255, num_tokens=512, num_head_blocks=num_heads)
     check_cover(work, count_tile_blocks([(query_len, 32768)], 32))
@@ -209,7 +209,7 @@ class CpuDescription:
 
 def test_whole_prompts_are_cut_rarely(device, monkeypatch):
     monkeypatch.setattr(tile_configs, "INTERPRETER_SMS", 132)
-    monkeypatch.setattr("nanovllm_kernels.attention.plan.work_list.describe", lambda _: CpuDescription)
+    monkeypatch.setattr("nanovllm_kernels.attention.plan.work_list.describe_device", lambda _: CpuDescription)
     requests = [(2047, 2047)] * 4
     work, _ = plan(device, requests, block_q=64, num_empty=28, num_tokens=8192)
     check_cover(work, count_tile_blocks(requests, 64))

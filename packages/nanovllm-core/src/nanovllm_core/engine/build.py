@@ -17,7 +17,7 @@ from nanovllm_core.model import ModelSpec
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
-from nanovllm_kernels.openmp_spinning import SpinControl, can_limit
+from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 
@@ -38,7 +38,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     )
     # An unusable trace path must fail before the model is loaded, which may take minutes.
     trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
-    spin_control = SpinControl(is_on=resolved.device == "cpu" and can_limit())
+    spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
     executor = ThreadPoolExecutor(1, "nanovllm-engine")
     try:
         event_loop = asyncio.get_running_loop()

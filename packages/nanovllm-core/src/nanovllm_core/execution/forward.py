@@ -14,7 +14,7 @@ from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
 from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
-from nanovllm_kernels.request_tables import BatchInputs, build_inputs
+from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs
 
 
 class BatchBounds(NamedTuple):
@@ -74,8 +74,7 @@ class ForwardPass:
         batch = build_inputs(
             rows.table_rows,
             rows.query_start_loc,
-            table.tokens,
-            table.num_computed,
+            TokenTables(table.tokens, table.num_computed),
             table.block_table,
             block_size,
             bounds.num_tokens,
@@ -98,7 +97,7 @@ class ForwardPass:
 
     def last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
         """Logits [num_reqs, vocab] of each request's last token."""
-        return self._model.compute_logits(hidden.index_select(0, batch.last))
+        return self._model.compute_logits(hidden.index_select(0, batch.last_token_indices))
 
     def plan_attention(
         self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: BatchBounds

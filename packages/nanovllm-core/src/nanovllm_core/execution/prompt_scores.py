@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.sampling import logprobs, ranks
+from nanovllm_kernels.sampling import compute_logprobs, compute_ranks
 
 # Maximum number of prompt tokens whose logits exist at once. For a vocabulary of 150,000 in float32 these logits take
 # 80 MB.
@@ -38,8 +38,8 @@ def score_prompt_tokens(
 
     def score_chunk(hidden: Tensor, tokens: Tensor) -> PromptScores:
         logits = compute_logits(hidden)
-        result = logprobs(logits, tokens, num_top)
-        return PromptScores(result.chosen, ranks(logits, tokens), result.top_ids, result.top_logprobs)
+        result = compute_logprobs(logits, tokens, num_top)
+        return PromptScores(result.chosen, compute_ranks(logits, tokens), result.top_ids, result.top_logprobs)
 
     chunks = map(score_chunk, hidden.split(MAX_SCORED_TOKENS), tokens.split(MAX_SCORED_TOKENS))
     return PromptScores(*map(torch.cat, zip(*chunks, strict=True)))

@@ -23,7 +23,7 @@ from nanovllm_core.sampling_params import (
     SamplingParams,
 )
 from nanovllm_core.scheduling.plan import NewBlocks, NewRow, ScheduledRows, StepPlan
-from nanovllm_kernels.sampling import IN_PROMPT
+from nanovllm_kernels.sampling import IN_PROMPT_BIT
 
 # A bias that applies until this position applies to all tokens of a request.
 _MAX_POSITION = np.iinfo(np.int32).max
@@ -78,7 +78,7 @@ class RequestTable:
     top_k: int32 [rows]. seeds: int64 [rows].
     counts: int32 [rows, vocab], token counts for `apply_penalties`.
     bias_ids, bias_until: int32 [rows, entries]. bias_values: float32 [rows, entries]. See `apply_bias_`.
-    forbidden: int32 [rows, sequences, length]. num_prompt: int32 [rows]. See `forbid_`.
+    forbidden: int32 [rows, sequences, length]. num_prompt: int32 [rows]. See `forbid_sequences_`.
     state_slots: int32 [rows]. checkpoints: int32 [rows, MAX_CHECKPOINTS, 2]. See `plan_states`.
     """
 
@@ -265,7 +265,7 @@ class RequestTable:
         counts = self.counts[new.row]
         counts.zero_()
         counts.index_add_(0, output, torch.ones_like(output))
-        counts[prompt.long()] |= IN_PROMPT
+        counts[prompt.long()] |= IN_PROMPT_BIT
 
     def _write_bias(self, new: NewRow) -> None:
         bias, stop = new.sampling.logit_bias, new.stop_ids if new.sampling.min_tokens else ()

@@ -23,7 +23,7 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
 from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_whole_prompt_tokens
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.platform import describe_device
 
 # Rows of the batch with which torch.compile is run. The code takes any number of rows but is tuned for this number.
 COMPILED_ROWS = 1024
@@ -39,7 +39,7 @@ class Runner:
 
     def __init__(self, model: CausalLM, spec: ModelSpec, config: ResolvedConfig, device: torch.device):
         self.device = device
-        self.device_name = describe(device).name
+        self.device_name = describe_device(device).name
         self.is_asynchronous = device.type != "cpu"
         self.cache = CacheMemory(CacheLayout.from_specs(model.cache_specs(), config), device)
         self._config = config

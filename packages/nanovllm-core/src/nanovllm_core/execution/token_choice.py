@@ -15,14 +15,15 @@ from nanovllm_core.execution.request_table import RequestTable, SamplingOps, Ste
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.layers.compilation import compile_for_rows
 from nanovllm_core.scheduling.plan import StepPlan
-from nanovllm_kernels.request_tables import commit_tokens
+from nanovllm_kernels import sampling
+from nanovllm_kernels.request_tables import TokenTables, commit_tokens
 from nanovllm_kernels.sampling import (
+    DrawSettings,
     Logprobs,
     apply_bias_,
     apply_masks_,
     apply_penalties,
-    forbid_,
-    logprobs,
+    forbid_sequences_,
     sample,
 )
 
@@ -113,9 +114,8 @@ class TokenChooser:
     def _commit(self, rows: DeviceRows, tokens: Tensor, ops: int) -> None:
         table = self._table
         counts = table.counts if ops & _PENALTY else None
-        commit_tokens(
-            rows.table_rows, rows.query_start_loc, tokens, rows.samples, table.tokens, table.num_computed, counts
-        )
+        tables = TokenTables(table.tokens, table.num_computed)
+        commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.samples, tables, counts)
 
 
 def choose_tokens(
@@ -144,24 +144,14 @@ def choose_tokens(
     if ops & _BIAS:
         apply_bias_(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
     if ops & _FORBID:
-        forbid_(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
+        forbid_sequences_(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
     if masks is not None:
         apply_masks_(logits, masks.rows, masks.bits)
     settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)
     if ops & _RANDOM:
         settings = gather(rows, settings)
-    temperature, top_k, top_p, min_p, seeds = settings
-    return sample(
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        positions,
-        all_greedy=not ops & _RANDOM,
-        any_filter=bool(ops & _FILTER),
-    )
+    all_greedy, any_filter = not ops & _RANDOM, bool(ops & _FILTER)
+    return sample(logits, DrawSettings(*settings), positions, all_greedy=all_greedy, any_filter=any_filter)
 
 
 def gather_columns(rows: Tensor, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -185,4 +175,4 @@ def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs) -> Logpro
         tokens, logits = tokens.index_select(0, selected), logits.index_select(0, selected)
     elif len(tokens) > count:
         tokens, logits = tokens[:count], logits[:count]
-    return logprobs(logits, tokens, step.max_num_logprobs)
+    return sampling.compute_logprobs(logits, tokens, step.max_num_logprobs)

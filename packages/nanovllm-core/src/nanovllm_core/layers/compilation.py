@@ -8,15 +8,15 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.gemm import OWN_ROWS
-from nanovllm_kernels.platform import kept_directory
+from nanovllm_kernels.gemm import MAX_OWN_ROWS
+from nanovllm_kernels.platform import make_cache_directory
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 BACKEND = "inductor"
 # For fewer rows our own kernels, which fuse norm, gate and residual with the product, are faster.
-MIN_COMPILED_ROWS = OWN_ROWS + 1
+MIN_COMPILED_ROWS = MAX_OWN_ROWS + 1
 
 
 def compile_for_rows(
@@ -51,7 +51,7 @@ def compile_for_rows(
 
 def _set_cache_directory() -> None:
     """Let Inductor keep its results in our cache directory; if that does not exist, it uses a temporary one."""
-    directory = kept_directory("inductor")
+    directory = make_cache_directory("inductor")
     if directory is None:
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))

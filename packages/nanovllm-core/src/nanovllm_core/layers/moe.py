@@ -109,7 +109,7 @@ class Router(WeightedModule):
         self._rows = torch.zeros((num_rows, hidden_size), dtype=dtype, device=build.device)
         self.weight, self.shared_gate = self._rows[:num_experts], self._rows[num_experts : self._num_logits]
         self.bias = None if correction_bias is None else torch.zeros(num_experts, device=build.device)
-        self._packed = PackedWeight(self._rows, blocked=False)
+        self._packed = PackedWeight(self._rows, in_onednn_layout=False)
         self._thirds: Tensor | None = None
 
     def finish(self) -> None:

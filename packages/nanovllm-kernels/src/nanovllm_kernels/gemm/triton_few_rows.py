@@ -1,8 +1,9 @@
 """A few rows times a weight on CUDA, with the norm before and the gate or residual after in one kernel.
 
-Decoding few requests is bound by loading weights. A warp's lanes split K on the plain cores and exchange sums only at a
-column's end. The first weights are loaded before the kernel waits for the previous one (programmatic dependent launch):
-no kernel that releases its followers early may write weights. Other inputs are loaded after the wait.
+Decoding few requests is bound by loading weights. The lanes of a warp split K, without tensor cores, and exchange sums
+only at the end of a column. The first weights are loaded before the kernel waits for the previous kernel (programmatic
+dependent launch): no kernel that lets the next kernel start early may write weights. Other inputs are loaded after the
+wait.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -12,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.gemm.tiles import padded, rows_config
+from nanovllm_kernels.gemm.tiles import few_rows_config, padded_rows
 from nanovllm_kernels.platform import can_overlap_launches
 
 
-def project_rows(
+def project_few_rows(
     x: Tensor,
     norm_weight: Tensor | None,
     eps: float,
@@ -28,11 +29,11 @@ def project_rows(
     gated: bool,
 ) -> None:
     """Write the result of the package's `_project_rows_op` into `out` [M, N]."""
-    num_rows, width = x.shape
+    num_rows, depth = x.shape
     num_columns = out.shape[1]
-    config = rows_config(num_rows, num_columns, width, gated=gated)
+    config = few_rows_config(num_rows, num_columns, depth, gated=gated)
     overlap = can_overlap_launches(x.device)
-    _project_rows[(triton.cdiv(num_columns, config.block_n),)](
+    _project_few_rows[(triton.cdiv(num_columns, config.block_n),)](
         x,
         x if norm_weight is None else norm_weight,
         weight,
@@ -44,10 +45,10 @@ def project_rows(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         eps,
-        K=width,
-        ROWS=padded(num_rows),
+        K=depth,
+        ROWS=padded_rows(num_rows),
         BLOCK_N=config.block_n,
-        CHUNKS=32 * config.num_warps,
+        NUM_CHUNKS=32 * config.num_warps,
         VECTOR=16 // weight.element_size(),
         NORM=norm_weight is not None,
         BIAS=bias is not None,
@@ -60,9 +61,9 @@ def project_rows(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
-def _project_rows(
+def _project_few_rows(
     x_ptr,
-    norm_ptr,
+    norm_weight_ptr,
     weight_ptr,
     bias_ptr,
     residual_ptr,
@@ -75,7 +76,7 @@ def _project_rows(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
     VECTOR: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -85,31 +86,31 @@ def _project_rows(
 ):
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
-    ks = (tl.arange(0, CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, None, :]
+    ks = (tl.arange(0, NUM_CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, None, :]
     x_ptr += rows[None, :, None, None].to(tl.int64) * x_stride
-    inside = (rows < num_rows)[None, :, None, None]
+    row_mask = (rows < num_rows)[None, :, None, None]
     up_ptr = weight_ptr + num_columns.to(tl.int64) * K
-    tile = _load_tile(weight_ptr, columns, num_columns, 0, K, CHUNKS, VECTOR)
+    tile = _load_tile(weight_ptr, columns, num_columns, 0, K, NUM_CHUNKS, VECTOR)
     if GATED:
-        up_tile = _load_tile(up_ptr, columns, num_columns, 0, K, CHUNKS, VECTOR)
+        up_tile = _load_tile(up_ptr, columns, num_columns, 0, K, NUM_CHUNKS, VECTOR)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    sums = tl.zeros((CHUNKS, ROWS, BLOCK_N), tl.float32)
-    up_sums = tl.zeros((CHUNKS, ROWS, BLOCK_N), tl.float32)
-    squares = tl.zeros((CHUNKS, ROWS, 1), tl.float32)
-    for begin in range(0, K, CHUNKS * VECTOR):
-        x = tl.load(x_ptr + begin + ks, mask=inside & (begin + ks < K), other=0.0).to(tl.float32)
+    sums = tl.zeros((NUM_CHUNKS, ROWS, BLOCK_N), tl.float32)
+    up_sums = tl.zeros((NUM_CHUNKS, ROWS, BLOCK_N), tl.float32)
+    squares = tl.zeros((NUM_CHUNKS, ROWS, 1), tl.float32)
+    for first_k in range(0, K, NUM_CHUNKS * VECTOR):
+        x = tl.load(x_ptr + first_k + ks, mask=row_mask & (first_k + ks < K), other=0.0).to(tl.float32)
         if NORM:
             squares += tl.sum(x * x, 3)
-            x *= tl.load(norm_ptr + begin + ks, mask=begin + ks < K, other=0.0).to(tl.float32)
-        following = _load_following(tile, weight_ptr, columns, num_columns, begin, K, CHUNKS, VECTOR)
+            x *= tl.load(norm_weight_ptr + first_k + ks, mask=first_k + ks < K, other=0.0).to(tl.float32)
+        next_tile = _load_next_tile(tile, weight_ptr, columns, num_columns, first_k, K, NUM_CHUNKS, VECTOR)
         if GATED:
-            up_following = _load_following(up_tile, up_ptr, columns, num_columns, begin, K, CHUNKS, VECTOR)
+            next_up_tile = _load_next_tile(up_tile, up_ptr, columns, num_columns, first_k, K, NUM_CHUNKS, VECTOR)
             up_sums += tl.sum(x * up_tile.to(tl.float32), 3)
-            up_tile = up_following
+            up_tile = next_up_tile
         sums += tl.sum(x * tile.to(tl.float32), 3)
-        tile = following
+        tile = next_tile
     scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if NORM else 1.0
     columns = columns[None, :]
     out = _finish_sums(sums, scale, bias_ptr, columns, num_columns, BIAS)
@@ -124,31 +125,33 @@ def _project_rows(
 
 
 @triton.jit
-def _load_tile(weight_ptr, columns, num_columns, begin, K: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr):
-    """Load `columns`' weights from `begin` on: [CHUNKS, 1, columns, VECTOR], 0 outside.
+def _load_tile(
+    weight_ptr, columns, num_columns, first_k, K: tl.constexpr, NUM_CHUNKS: tl.constexpr, VECTOR: tl.constexpr
+):
+    """Load `columns`' weights from `first_k` on: [CHUNKS, 1, columns, VECTOR], 0 outside.
 
     Chunks are the first dimension so that neighbouring lanes get neighbouring chunks: Triton breaks ties in this order.
     """
-    ks = begin + tl.arange(0, CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    ks = first_k + tl.arange(0, NUM_CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     ks = ks[:, None, None, :]
     columns = columns[None, None, :, None]
     return tl.load(weight_ptr + columns.to(tl.int64) * K + ks, mask=(columns < num_columns) & (ks < K), other=0.0)
 
 
 @triton.jit
-def _load_following(
+def _load_next_tile(
     tile,
     weight_ptr,
     columns,
     num_columns,
-    begin,
+    first_k,
     K: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Load the tile after the one at `begin`, overlapping its use; return `tile` if there is only one."""
-    if K > CHUNKS * VECTOR:
-        tile = _load_tile(weight_ptr, columns, num_columns, begin + CHUNKS * VECTOR, K, CHUNKS, VECTOR)
+    """Load the tile after the one at `first_k`, overlapping its use; return `tile` if there is only one."""
+    if K > NUM_CHUNKS * VECTOR:
+        tile = _load_tile(weight_ptr, columns, num_columns, first_k + NUM_CHUNKS * VECTOR, K, NUM_CHUNKS, VECTOR)
     return tile
 
 

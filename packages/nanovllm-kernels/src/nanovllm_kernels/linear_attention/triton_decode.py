@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.linear_attention.layer_inputs import DeltaWeights, StateBatch, layer_sizes
 from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, silu
-from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, describe
+from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, describe_device
 
 # Elements of a state per warp if a launch has few programs.
 ELEMENTS_PER_WARP = 4096
@@ -39,7 +39,7 @@ def decode(
     num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
     padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
     overlap = can_overlap_launches(qkvz.device)
-    is_large_launch = sizes.num_v_heads * num_reqs > 2 * (describe(qkvz.device).num_sms or INTERPRETER_SMS)
+    is_large_launch = sizes.num_v_heads * num_reqs > 2 * (describe_device(qkvz.device).num_sms or INTERPRETER_SMS)
     block_v = min(BLOCK_ROWS_BY_BYTES[recurrent.element_size()], padded_v) if is_large_launch else padded_v
     num_warps = padded_k * block_v // (BLOCKED_ELEMENTS_PER_WARP if is_large_launch else ELEMENTS_PER_WARP)
     _decode_requests[(sizes.num_v_heads, num_reqs)](

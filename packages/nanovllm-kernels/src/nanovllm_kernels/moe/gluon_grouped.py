@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels.moe.experts import PackedExperts
 from nanovllm_kernels.moe.policy import GROUP, SPECIALIZED_TILE_ROWS
 from nanovllm_kernels.moe.triton_sort import SortedPairs
-from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
 # A tile has SPECIALIZED_TILE_ROWS rows (half per group of warps) and two blocks of 128 columns; a step is 128 deep.
@@ -86,7 +86,7 @@ def run_products(
     for gated, x_rows, x_row_scales, weight, scales, result in products:
         columns = result.shape[1]
         column_tiles = columns // (BLOCK_COLUMNS if gated else 2 * BLOCK_COLUMNS)
-        _grouped_product[(min(describe(x.device).num_sms, (len(pairs.tiles) - 1) * column_tiles),)](
+        _grouped_product[(min(describe_device(x.device).num_sms, (len(pairs.tiles) - 1) * column_tiles),)](
             _describe_rows(x_rows, GROUP_ROWS),
             _describe_rows(weight.view(-1, weight.shape[2]), BLOCK_COLUMNS),
             x_row_scales,

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.platform import describe_device
 
 Kernel = Literal["matvec", "unsorted", "grouped", "specialized"]
 
@@ -49,7 +49,7 @@ def choose_kernel(
     num_experts, hidden_size, width = w2_shape
     has_whole_tiles = hidden_size % (2 * GROUP) == 0 and width % GROUP == 0
     has_enough_rows = num_tokens * top_k >= MIN_SPECIALIZED_AVERAGE_ROWS * num_experts
-    is_supported = is_block_fp8 and dtype.itemsize == 2 and describe(device).capability == (9, 0)
+    is_supported = is_block_fp8 and dtype.itemsize == 2 and describe_device(device).capability == (9, 0)
     return "specialized" if is_supported and has_whole_tiles and has_enough_rows else "grouped"
 
 

@@ -22,7 +22,7 @@ from nanovllm_kernels.moe.policy import (
 )
 from nanovllm_kernels.moe.triton_sort import SortedPairs, sort_pairs
 from nanovllm_kernels.moe.triton_tile_product import add_product, load_weight
-from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
 SUM_BLOCK_COLUMNS = 1024
@@ -90,7 +90,7 @@ def _run_products(
         (num_pairs, triton.cdiv(intermediate_size, GROUP)), dtype=torch.float32, device=x.device
     )
     # The interpreter reports zero SMs.
-    programs = config.programs_per_sm * max(1, describe(x.device).num_sms)
+    programs = config.programs_per_sm * max(1, describe_device(x.device).num_sms)
     products = (
         (True, x, x_scales, experts.w13, experts.scales13, hidden),
         (False, hidden, hidden_scales if quantized else None, experts.w2, experts.scales2, pair_results),

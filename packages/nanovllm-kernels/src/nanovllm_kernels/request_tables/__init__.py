@@ -1,72 +1,47 @@
-"""Builds a step's inputs on the device from the engine's state tables, and records the step's results in them."""
-
-from typing import NamedTuple
+"""Builds a step's inputs on the device from tables of all requests, and records the step's results in them."""
 
 import torch
 from torch import Tensor
 
 from nanovllm_kernels.request_tables import reference
+from nanovllm_kernels.request_tables.tables import BatchInputs, TokenTables
 
-__all__ = ["BatchInputs", "build_inputs", "commit_tokens"]
-
-
-class BatchInputs(NamedTuple):
-    """Inputs of a step with T tokens of B requests, request after request.
-
-    input_ids: int32 [T]. positions: int64 [T].
-    seq_lens: int32 [B], each request's tokens including this step's, 0 for a request without tokens in this step.
-    slot_mapping: int64 [T], the cache slot of each token, page * page_size + offset.
-    last: int64 [B], index of each request's last token, 0 for a request without tokens.
-    block_tables: int32 [B, width].
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    seq_lens: Tensor
-    slot_mapping: Tensor
-    last: Tensor
-    block_tables: Tensor
+__all__ = ["BatchInputs", "TokenTables", "build_inputs", "commit_tokens"]
 
 
 def build_inputs(
     rows: Tensor,
     query_start_loc: Tensor,
-    tokens: Tensor,
-    num_computed: Tensor,
+    tables: TokenTables,
     block_table: Tensor,
     page_size: int,
     num_tokens: int,
-    width: int | None = None,
+    num_pages: int | None = None,
 ) -> BatchInputs:
     """Gather the inputs of a step in which request b computes its next tokens. Never waits for the device.
 
     rows: int32 [B], each request's row in the tables.
     query_start_loc: int32 [B + 1], each request's first token in the step. On CUDA a request may have no tokens, and
         tokens after the last request's are padding: token 0 at position 0 in slot 0.
-    tokens: int32 [R, max_len], all known tokens. num_computed: int32 [R], how many of them are in the cache.
-    block_table: int32 [R, max_blocks], each row's pages in order. page_size: tokens per page.
+    block_table: int32 [R, max_pages], each row's pages in order.
+    page_size: tokens per page.
     num_tokens: T, known to the host: query_start_loc[-1], or more with padding.
-    width: columns of the block table to copy, which must cover every token; None: all.
+    num_pages: columns of the block table to copy, which must cover every token; None: all.
     """
-    width = block_table.shape[1] if width is None else width
+    num_pages = block_table.shape[1] if num_pages is None else num_pages
     if rows.is_cuda:
-        outputs = _build_inputs_op(
-            rows, query_start_loc, tokens, num_computed, block_table, page_size, num_tokens, width
+        return BatchInputs(
+            *_build_inputs_op(rows, query_start_loc, *tables, block_table, page_size, num_tokens, num_pages)
         )
-    else:
-        outputs = reference.build_inputs(
-            rows, query_start_loc, tokens, num_computed, block_table, page_size, num_tokens, width
-        )
-    return BatchInputs(*outputs)
+    return reference.build_inputs(rows, query_start_loc, tables, block_table, page_size, num_tokens, num_pages)
 
 
 def commit_tokens(
     rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
-    samples: Tensor,
-    tokens: Tensor,
-    num_computed: Tensor,
+    is_sampled: Tensor,
+    tables: TokenTables,
     counts: Tensor | None,
 ) -> None:
     """Record a step in the tables, in place. Never waits for the device.
@@ -74,14 +49,15 @@ def commit_tokens(
     Each request's `num_computed` grows by its query length. Then each sampled token is written after its row's computed
     tokens, or dropped if the row is full, as for a request that has already finished.
 
-    rows, query_start_loc, tokens, num_computed: as in `build_inputs`; only requests without tokens may share a row.
-    sampled: int32 [B]. samples: int32 [B], 0 if the sampled token is not used.
+    rows, query_start_loc: as for `build_inputs`; only requests without tokens may share a row.
+    sampled: int32 [B], each request's new token.
+    is_sampled: int32 [B], 0 if the request's new token is not used.
     counts: int32 [R, V] (see `sampling.apply_penalties`), incremented for each sampled token, or None.
     """
     if rows.is_cuda:
-        _commit_tokens_op(rows, query_start_loc, sampled, samples, tokens, num_computed, counts)
+        _commit_tokens_op(rows, query_start_loc, sampled, is_sampled, *tables, counts)
     else:
-        reference.commit_tokens(rows, query_start_loc, sampled, samples, tokens, num_computed, counts)
+        reference.commit_tokens(rows, query_start_loc, sampled, is_sampled, tables, counts)
 
 
 @torch.library.custom_op("nanovllm::build_inputs", mutates_args=())
@@ -93,12 +69,13 @@ def _build_inputs_op(
     block_table: Tensor,
     page_size: int,
     num_tokens: int,
-    width: int,
+    num_pages: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from nanovllm_kernels.request_tables import triton_request_tables
 
+    tables = TokenTables(tokens, num_computed)
     return triton_request_tables.build_inputs(
-        rows, query_start_loc, tokens, num_computed, block_table, page_size, num_tokens, width
+        rows, query_start_loc, tables, block_table, page_size, num_tokens, num_pages
     )
 
 
@@ -111,7 +88,7 @@ def _(
     block_table: Tensor,
     _page_size: int,
     num_tokens: int,
-    width: int,
+    num_pages: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         tokens.new_empty((num_tokens,)),
@@ -119,7 +96,7 @@ def _(
         num_computed.new_empty(rows.shape),
         tokens.new_empty((num_tokens,), dtype=torch.int64),
         tokens.new_empty(rows.shape, dtype=torch.int64),
-        block_table.new_empty((rows.shape[0], width)),
+        block_table.new_empty((rows.shape[0], num_pages)),
     )
 
 
@@ -128,11 +105,12 @@ def _commit_tokens_op(
     rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
-    samples: Tensor,
+    is_sampled: Tensor,
     tokens: Tensor,
     num_computed: Tensor,
     counts: Tensor | None,
 ) -> None:
     from nanovllm_kernels.request_tables import triton_request_tables
 
-    triton_request_tables.commit_tokens(rows, query_start_loc, sampled, samples, tokens, num_computed, counts)
+    tables = TokenTables(tokens, num_computed)
+    triton_request_tables.commit_tokens(rows, query_start_loc, sampled, is_sampled, tables, counts)

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm_kernels import ladder
-from nanovllm_kernels.platform import describe, has_cuda
+from nanovllm_kernels.platform import describe_device, has_cuda
 from nanovllm_server.bench import charts
 from nanovllm_server.bench.report import BenchError, OutputFiles, report
 
@@ -36,7 +36,7 @@ def run(name_part: str, repeat: int, files: OutputFiles) -> None:
         f"kernels, median of {repeat}",
         [[["kernel", "us", "rate", ""], *rows]],
         {
-            "device": asdict(describe(torch.device("cuda", 0))),
+            "device": asdict(describe_device(torch.device("cuda", 0))),
             "repeat": repeat,
             "figures": [asdict(figure) for figure in figures],
         },

@@ -11,7 +11,7 @@ from nanovllm_kernels.attention.plan.attention_batch import AttentionBatch, Back
 from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 from nanovllm_kernels.attention.plan.rounds import ONE_TOKEN_ROUNDS, AttentionRounds
 from nanovllm_kernels.attention.plan.work_list import WorkList, WorkListFilter, make_work_list, split_query_lens
-from nanovllm_kernels.platform import describe, has_cute, has_flash_attention, runs_in_float32
+from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, runs_in_float32
 
 __all__ = ["best_page_size", "describe_attention_rounds", "min_whole_prompt_tokens", "paged_attention", "plan_batch"]
 
@@ -140,7 +140,7 @@ def _plan_work_lists(
         batch = replace(batch, flash_requests=flash_requests.select_whole_prompts(batch.query_start_loc))
         query_ranges = split_query_lens(*tile_queries, min_query_len, 1)
     elif uses_flash:
-        request_filter = flash_requests.work_list_filter(num_heads, describe(kv_cache.device).num_sms)
+        request_filter = flash_requests.work_list_filter(num_heads, describe_device(kv_cache.device).num_sms)
     work_lists: list[WorkList | None] = []
     for config, block_q, query_lens in zip(configs, tile_queries, query_ranges, strict=True):
         if not query_lens:
@@ -195,7 +195,7 @@ def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
 
 def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
     """Describe how prompts with these heads share the device's multiprocessors."""
-    num_sms = describe(device).num_sms
+    num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
         return ONE_TOKEN_ROUNDS
     request_filter = flash_requests.work_list_filter(num_heads, num_sms)

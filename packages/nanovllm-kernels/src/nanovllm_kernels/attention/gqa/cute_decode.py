@@ -18,7 +18,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention.gqa.cute_decode_kernel import DecodeKernel
 from nanovllm_kernels.attention.gqa.cute_merge import count_slots
 from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, DecodeShape
-from nanovllm_kernels.platform import describe
+from nanovllm_kernels.platform import describe_device
 
 HOPPER = (9, 0)
 LOG2_E = math.log2(math.e)
@@ -59,7 +59,7 @@ def supports_decode(
     """
     is_fp8 = cache_dtype == fp8.DTYPE
     return (
-        describe(device).capability == HOPPER
+        describe_device(device).capability == HOPPER
         and head_dim in (FP8_RING_SIZES if is_fp8 else RING_SIZES)
         and 1 <= group_size <= (TILE_ROWS // 2 if is_fp8 else TILE_ROWS)
         and page_size in PAGE_SIZES
@@ -144,7 +144,7 @@ def compile_decode(shape: DecodeShape, options: str = ""):
 
 def _num_parts(num_kv_heads: int, device: torch.device) -> int:
     """Return the number of parts of a key-value head's work: one CTA per SM, so that all CTAs run at once."""
-    return max(1, describe(device).num_sms // num_kv_heads)
+    return max(1, describe_device(device).num_sms // num_kv_heads)
 
 
 def _make_pointer(dtype, tensor: Tensor, alignment: int):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
-from nanovllm_kernels.platform import kept_directory
+from nanovllm_kernels.platform import make_cache_directory
 
 PAGED_HEAD_DIMS = (64, 96, 128, 256)
 # (key size, value size) of a head, for keys and values in rows instead of pages.
@@ -84,7 +84,7 @@ def attend_to_rows(
 def _import_forward() -> Callable[..., object]:
     """Import FlashAttention's forward function. The public one takes no `out`, and costs twice the host time."""
     # FlashAttention reads these variables once, at import.
-    directory = kept_directory("flash_attention")
+    directory = make_cache_directory("flash_attention")
     if directory is not None:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(directory))

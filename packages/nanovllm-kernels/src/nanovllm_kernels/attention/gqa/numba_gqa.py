@@ -11,14 +11,14 @@ from torch import Tensor
 
 from nanovllm_kernels.numba_jit import (
     OPENMP,
+    compile_region,
     exp,
+    fetch_and_increment,
     from_bf16,
     keep_alive,
     kernel,
-    next_item,
     ordered_kernel,
     pointer,
-    region,
     run_region,
 )
 from nanovllm_kernels.numba_tiles import (
@@ -26,7 +26,7 @@ from nanovllm_kernels.numba_tiles import (
     LINE,
     PANEL,
     TILE_ROWS,
-    TURNED,
+    TRANSPOSED_SIZE,
     UNROLL,
     exp_and_sum,
     largest,
@@ -85,7 +85,7 @@ def paged_attention(
 @kernel
 def _attend(
     openmp,
-    region,
+    region_address,
     q_ptr,
     q_stride,
     cache_ptr,
@@ -125,7 +125,7 @@ def _attend(
     args[_PAGE_SIZE], args[_NUM_TILES], args[_TILE_TOKENS] = page_size, num_tiles, tile_tokens
     args[_SCALE_PTR], args[_TILES_PTR] = np.int64(scales.ctypes.data), np.int64(tiles.ctypes.data)
     args[_NEXT_ITEM] = 0
-    run_region(region, np.int64(args.ctypes.data), num_threads)
+    run_region(region_address, np.int64(args.ctypes.data), num_threads)
     keep_alive(args)
     keep_alive(tiles)
     keep_alive(scales)
@@ -148,7 +148,7 @@ def _attend_items(args_ptr):
     scratch = np.empty(scratch_size + LINE // 4, np.float32)
     scratch_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
     while True:
-        item = next_item(args_ptr + 8 * _NEXT_ITEM)
+        item = fetch_and_increment(args_ptr + 8 * _NEXT_ITEM)
         if item >= num_tiles * num_kv_heads:
             break
         request, token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
@@ -252,9 +252,14 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
         slot = table[(start + i) // page_size] * page_size + (start + i) % page_size
         key_ptr = cache_ptr + slot * 2 * kv_bytes + 2 * kv_head * head_dim
         num_copied = 1
-        if head_dim % TURNED == 0 and i % TURNED == 0 and page_size % TURNED == 0 and i + TURNED <= num_keys:
-            num_copied = TURNED
-            for k in range(0, head_dim, TURNED):
+        if (
+            head_dim % TRANSPOSED_SIZE == 0
+            and i % TRANSPOSED_SIZE == 0
+            and page_size % TRANSPOSED_SIZE == 0
+            and i + TRANSPOSED_SIZE <= num_keys
+        ):
+            num_copied = TRANSPOSED_SIZE
+            for k in range(0, head_dim, TRANSPOSED_SIZE):
                 target_ptr = keys_ptr + 4 * ((i // GROUP * key_dim + k) * GROUP + i % GROUP)
                 transpose_keys(key_ptr + 2 * k, 2 * kv_bytes, target_ptr)
         else:
@@ -384,4 +389,4 @@ def _add_values(num_rows, weights_ptr, values_ptr, num_keys, acc_ptr):
         _add_1(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
 
 
-_REGION = region(_attend_items)
+_REGION = compile_region(_attend_items)

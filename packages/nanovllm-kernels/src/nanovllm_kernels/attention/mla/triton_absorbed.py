@@ -25,7 +25,7 @@ from nanovllm_kernels.attention.triton_split_kv import (
     merge_parts,
     store_tile,
 )
-from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.platform import can_overlap_launches, describe_device
 
 
 def attend_to_latents(
@@ -66,7 +66,7 @@ def _supports_gluon(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor) -> bool:
         and (latent_dim, q_rope.shape[2]) == (512, 64)
         and (q_latent.element_size(), kv_cache.element_size()) == (2, 2)
         and kv_cache.shape[1] in (16, 32, 64)
-        and describe(q_latent.device).capability == (9, 0)
+        and describe_device(q_latent.device).capability == (9, 0)
     )
 
 
