@@ -15,7 +15,7 @@ KINDS = pytest.mark.parametrize("kind", ["fast", "sha256"])
 
 def hashes(hasher: PrefixHasher, tokens: list[int], salt: str = "") -> list[int | bytes]:
     request = Request("a", tokens, cache_salt=salt)
-    hasher.extend(request)
+    hasher.extend_hashes(request)
     return request.block_hashes
 
 
@@ -26,10 +26,10 @@ def test_hashes_do_not_depend_on_when_tokens_became_known(kind):
         tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]
         request = Request("a", tokens[: rng.randrange(1, len(tokens) + 1)])
         while request.num_tokens < len(tokens):
-            hasher.extend(request)
+            hasher.extend_hashes(request)
             known = request.num_tokens
             request.output_ids += tokens[known : known + rng.randrange(1, 10)]
-        hasher.extend(request)
+        hasher.extend_hashes(request)
         assert request.block_hashes == hashes(hasher, tokens)
         assert len(request.block_hashes) == len(tokens) // SIZE
 
@@ -56,13 +56,13 @@ def test_arrays_and_lists_hash_alike(kind):
 
 def test_no_block_of_a_request_is_hashed_twice(monkeypatch):
     cache = CacheManager(8, SIZE, prefix_caching=True, prefix_hash="fast", watermark=0)
-    chain, hashed = cache._hasher._chain, []
+    chain, hashed = cache._hasher._hash_blocks, []
 
     def counting(parent, tokens, block_bytes):
         hashed.extend(found := chain(parent, tokens, block_bytes))
         return found
 
-    monkeypatch.setattr(cache._hasher, "_chain", counting)
+    monkeypatch.setattr(cache._hasher, "_hash_blocks", counting)
     first, second = Request("a", [*range(22)]), Request("b", [*range(50, 72)])
     assert cache.admit(first, keep_watermark=False) == 0
     for _ in range(3):

@@ -8,7 +8,7 @@ from nanovllm_kernels.linear_attention import CHECKPOINT
 
 def manager(num_slots: int, max_running: int) -> CacheManager:
     states = StatePool(num_slots, max_running, 16)
-    return CacheManager(1000, 16, prefix_caching=True, prefix_hash="fast", watermark=0, states=states)
+    return CacheManager(1000, 16, prefix_caching=True, prefix_hash="fast", watermark=0, state_pool=states)
 
 
 def admitted(cache: CacheManager, tokens: list[int]) -> tuple[Request, int]:
@@ -63,7 +63,7 @@ def test_checkpoints_make_room_for_requests_and_the_last_used_stay():
     prompts = [[start + index for index in range(100)] for start in (0, 1000, 2000)]
     for prompt in prompts:
         finish(cache, admitted(cache, prompt)[0])
-    assert cache.states.slots.num_free == 4
+    assert cache.state_pool.slots.num_free == 4
     running = [admitted(cache, prompt) for prompt in (prompts[2], [5000])]
     assert [computed for _, computed in running] == [64, 0]
     assert len({request.state_slot for request, _ in running}) == 2
@@ -79,7 +79,7 @@ def test_with_every_row_taken_there_was_a_slot_for_each():
         assert all(request.state_slot for request, _ in pair)
         for request, _ in pair:
             finish(cache, request)
-    assert cache.states.slots.num_free == 3
+    assert cache.state_pool.slots.num_free == 3
 
 
 def test_a_request_that_ends_early_leaves_nothing_behind():
@@ -87,5 +87,5 @@ def test_a_request_that_ends_early_leaves_nothing_behind():
     request, _ = admitted(cache, list(range(300)))
     assert request.checkpoints
     cache.release(request)
-    assert cache.states.slots.num_free == 8
-    assert cache.states.slots.num_cached == 0
+    assert cache.state_pool.slots.num_free == 8
+    assert cache.state_pool.slots.num_cached == 0

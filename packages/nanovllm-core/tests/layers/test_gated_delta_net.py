@@ -61,7 +61,7 @@ def run(layer, norm, x):
         kv_cache=torch.zeros(1, 128, 2, 8),
         backend="torch",
     )
-    ctx = ForwardContext(attention, torch.arange(len(x)), (), state_caches=(cache,), states=states)
+    ctx = ForwardContext(attention, torch.arange(len(x)), (), state_caches=(cache,), state_batch=states)
     return layer.out_proj(layer.forward(*layer.project(x, norm), ctx))
 
 
@@ -84,7 +84,7 @@ def test_key_heads_that_ranks_cannot_split_are_refused(ranks):
 def test_without_states_there_is_a_clear_error(build):
     layer = loaded(GatedDeltaNet(HIDDEN, SHAPE, 0, build), weights())
     ctx = ForwardContext(None, torch.zeros(1), ())
-    with pytest.raises(ValueError, match="ctx.states is None"):
+    with pytest.raises(ValueError, match="ctx.state_batch is None"):
         layer.forward(torch.zeros(1, 2 * 4 * 8 + 2 * 8 * 16), torch.zeros(1, 16), ctx)
 
 

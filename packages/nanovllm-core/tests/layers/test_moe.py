@@ -18,7 +18,7 @@ from nanovllm_core.layers.moe import (
     SharedExpert,
     SparseMLP,
     TokenGate,
-    runs_among,
+    can_fuse_shared_expert,
 )
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
@@ -174,12 +174,12 @@ def test_a_shared_expert_is_one_more(size, gate, quantization, ranks):
 
 
 def test_a_shared_expert_runs_among_others_that_are_like_it_and_narrow(build, ranks):
-    assert runs_among(512, 512, build, alike=True)
-    assert not runs_among(512, 512, build, alike=False)
-    assert not runs_among(512, 1024, build, alike=True)
-    assert not runs_among(2048, 2048, build, alike=True)
+    assert can_fuse_shared_expert(512, 512, build, same_format=True)
+    assert not can_fuse_shared_expert(512, 512, build, same_format=False)
+    assert not can_fuse_shared_expert(512, 1024, build, same_format=True)
+    assert not can_fuse_shared_expert(2048, 2048, build, same_format=True)
     first, _ = ranks(2)
-    assert runs_among(2048, 2048, first, alike=True)
+    assert can_fuse_shared_expert(2048, 2048, first, same_format=True)
 
 
 def test_a_router_decides_in_float32_on_a_cpu(build):
@@ -210,7 +210,7 @@ def test_random_experts_depend_on_the_seed(build):
 def test_many_experts_are_loaded_in_little_time(build):
     """As many tensors as DeepSeek-R1 has layers and experts, a tenth of them."""
     layers = nn.ModuleList(Experts(256, 2, 2, build, quantization=BlockFP8()) for _ in range(6))
-    slots = [slot for index, layer in enumerate(layers) for slot in layer.slots(str(index))]
+    slots = [slot for index, layer in enumerate(layers) for slot in layer.weight_slots(str(index))]
     assert len(slots) == 6 * 256 * 6
     numbers, scales = torch.zeros(2, 2, dtype=torch.float8_e4m3fn), torch.zeros(1, 1)
     begin = time.perf_counter()

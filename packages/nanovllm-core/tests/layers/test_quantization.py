@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import BlockFP8, quantization_of
+from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.weights import WeightError, fill_random, load_weights
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, dequantize, linear, quantize_blocks
 
@@ -36,7 +36,7 @@ def loaded(layer, tensors):
 
 @pytest.mark.parametrize("sizes", [(256, 128, 128), (192, 64, 64), (96, 40, 40), (300,), (5, 3)])
 def test_parts_keep_their_own_blocks(build, sizes):
-    parts = tuple(Part(f"p{index}", size) for index, size in enumerate(sizes))
+    parts = tuple(LinearPart(f"p{index}", size) for index, size in enumerate(sizes))
     tensors = {name: t for part in parts for name, t in quantized(part.name, part.out_features, 200).items()}
     layer = loaded(ColumnParallelLinear(200, parts, build, quantization=FP8), tensors)
     assert layer.weight.data.dtype == torch.float8_e4m3fn
@@ -45,7 +45,7 @@ def test_parts_keep_their_own_blocks(build, sizes):
 
 @pytest.mark.parametrize("sizes", [(512, 256), (192, 64), (320, 24)])
 def test_ranks_keep_the_scales_of_their_rows(ranks, sizes):
-    parts = tuple(Part(f"p{index}", size, bias=True) for index, size in enumerate(sizes))
+    parts = tuple(LinearPart(f"p{index}", size, bias=True) for index, size in enumerate(sizes))
     tensors = {name: t for part in parts for name, t in quantized(part.name, part.out_features, 130).items()}
     tensors |= {f"{part.name}.bias": torch.randn(part.out_features) for part in parts}
     found = [loaded(ColumnParallelLinear(130, parts, build, quantization=FP8), tensors) for build in ranks(2)]
@@ -119,7 +119,7 @@ def test_a_quantised_tensor_in_a_plain_model_is_refused(build):
 
 
 def test_random_weights_are_normal(build):
-    layer = ColumnParallelLinear(300, (Part("a", 192), Part("b", 64)), build, quantization=FP8)
+    layer = ColumnParallelLinear(300, (LinearPart("a", 192), LinearPart("b", 64)), build, quantization=FP8)
     fill_random(nn.ModuleList([layer]), 1)
     assert layer.weight.block_rows == 64
     assert 0.019 < dequantize(layer.weight).std() < 0.021
@@ -127,10 +127,10 @@ def test_random_weights_are_normal(build):
 
 def test_modules_that_are_kept():
     kept = BlockFP8(("lm_head", "gate", "model.layers.3", "model.layers.1.self_attn.q_proj"))
-    assert quantization_of(None, "model.layers.0.mlp", "up_proj") is None
-    assert quantization_of(kept, "model.layers.0.mlp", "gate_proj", "up_proj") is kept
-    assert quantization_of(kept, "model.layers.30.mlp", "gate_proj", "up_proj") is kept
-    assert quantization_of(kept, "model.layers.3.mlp", "gate_proj", "up_proj") is None
-    assert kept.keeps("model.layers.0.mlp.gate")
+    assert find_quantization(None, "model.layers.0.mlp", "up_proj") is None
+    assert find_quantization(kept, "model.layers.0.mlp", "gate_proj", "up_proj") is kept
+    assert find_quantization(kept, "model.layers.30.mlp", "gate_proj", "up_proj") is kept
+    assert find_quantization(kept, "model.layers.3.mlp", "gate_proj", "up_proj") is None
+    assert kept.excludes("model.layers.0.mlp.gate")
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj is not quantised, but .*k_proj is"):
-        quantization_of(kept, "model.layers.1.self_attn", "q_proj", "k_proj")
+        find_quantization(kept, "model.layers.1.self_attn", "q_proj", "k_proj")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.weights import load_weights
 
 SIZE = 2
@@ -27,7 +27,7 @@ def test_column_parallel_ranks_have_an_even_share_of_every_part(ranks, x):
     q, k, bias = torch.randn(12, 8), torch.randn(4, 8), torch.randn(4)
     outputs = []
     for build in ranks(SIZE):
-        layer = ColumnParallelLinear(8, (Part("q", 12), Part("k", 4, bias=True)), build)
+        layer = ColumnParallelLinear(8, (LinearPart("q", 12), LinearPart("k", 4, bias=True)), build)
         outputs.append(loaded(layer, **{"q.weight": q, "k.weight": k, "k.bias": bias})(x))
     torch.testing.assert_close(torch.cat([out[:, :6] for out in outputs], dim=1), x @ q.T)
     torch.testing.assert_close(torch.cat([out[:, 6:] for out in outputs], dim=1), x @ k.T + bias)
@@ -89,6 +89,6 @@ def test_a_tied_head_shares_the_table_of_its_embedding(build):
 def test_uneven_split_over_ranks_is_refused(ranks):
     build = ranks(3)[0]
     with pytest.raises(ValueError, match="gate_proj"):
-        ColumnParallelLinear(8, (Part("gate_proj", 10),), build)
+        ColumnParallelLinear(8, (LinearPart("gate_proj", 10),), build)
     with pytest.raises(ValueError, match="vocab_size"):
         VocabEmbedding(10, 8, build)

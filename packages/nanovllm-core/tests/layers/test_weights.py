@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.weights import WeightError, fill_random, load_weights
@@ -79,7 +79,7 @@ def test_extra_tensor_is_an_error_unless_ignored(model):
 
 def test_random_weights_depend_on_the_seed_alone(build):
     def made(seed: int) -> tuple[torch.Tensor, torch.Tensor, RMSNorm]:
-        column = ColumnParallelLinear(64, (Part("a", 32), Part("b", 32, bias=True)), build)
+        column = ColumnParallelLinear(64, (LinearPart("a", 32), LinearPart("b", 32, bias=True)), build)
         row, norm = RowParallelLinear(64, 64, build, bias=True), RMSNorm(64, 1e-6, build)
         fill_random(nn.ModuleList([column, row, norm]), seed)
         assert not column.bias.any()

@@ -62,7 +62,7 @@ def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, sparse: 
     if index not in sparse.sparse_layers:
         return LlamaLayer(config, index, build)
     router = Router(config.hidden_size, sparse.num_experts, sparse.routing, build)
-    quantization = STANDARD_NAMES.quantization_of(config.quantization, f"model.layers.{index}.mlp.experts")
+    quantization = STANDARD_NAMES.find_quantization(config.quantization, f"model.layers.{index}.mlp.experts")
     width = sparse.moe_intermediate_size
     experts = Experts(sparse.num_experts, config.hidden_size, width, build, quantization=quantization)
     return LlamaLayer(config, index, build, SparseMLP(router, experts))

@@ -124,7 +124,7 @@ class EngineLoop:
             prefix_caching=config.prefix_caching,
             prefix_hash=config.prefix_hash,
             watermark=config.watermark,
-            states=StatePool(memory.num_slots, config.max_num_seqs, block_size) if memory.num_slots else None,
+            state_pool=StatePool(memory.num_slots, config.max_num_seqs, block_size) if memory.num_slots else None,
         )
         scheduler = Scheduler(
             cache,
@@ -215,7 +215,7 @@ class EngineLoop:
 
     def _stats(self) -> EngineStats:
         """All stats except the number of waiting requests, which the event loop's thread counts."""
-        scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.states
+        scheduler, pool, states = self._scheduler, self._scheduler.cache.pool, self._scheduler.cache.state_pool
         counters, step_times = scheduler.counters, scheduler.step_times
         return EngineStats(
             num_requests_running=scheduler.rows.num_running,

@@ -125,7 +125,9 @@ class PromptScheduler:
         window = list(self._lifecycle.waiting.first(WINDOW))
         if self._blocked is not None and self._blocked not in self._lifecycle.waiting:
             self._blocked = None
-        hits = {request.key: self._cache.count_hits(request, self._hits.get(request.key)) for request in window}
+        hits = {
+            request.key: self._cache.estimate_cached_tokens(request, self._hits.get(request.key)) for request in window
+        }
         self._num_windows += 1
         if self._num_windows % RETRY_STEPS == 0:
             self._needed_blocks.clear()
