@@ -1,4 +1,4 @@
-"""Imports go downward only between the packages and within core, and no modules import one another in a cycle."""
+"""Imports go downward only, between packages and within core and the server, and modules do not import in cycles."""
 
 import subprocess
 import sys

@@ -46,7 +46,7 @@ async def test_distributions_are_close(name, default_model, reference, rounded_r
     tokenizer = load_tokenizer(default_model)
     chats = ([{"role": "user", "content": f"Write a short story about {topic}."}] for topic in TOPICS)
     prompts = [tokenizer.encode(tokenizer.render_chat(chat), add_special_tokens=False).tolist() for chat in chats]
-    config = EngineConfig(device="cuda", dtype=torch.bfloat16, max_num_seqs=8, forbid_sync=True, **settings)
+    config = EngineConfig(device="cuda", dtype="bfloat16", max_num_seqs=8, forbid_sync=True, **settings)
     engine = await AsyncEngine.start(load(default_model), config)
     sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, logprobs=5, ignore_eos=True)
 

@@ -68,7 +68,7 @@ async def test_tokens_equal_those_of_rounded_inputs(checkpoint, settings, device
     path, expected = checkpoint
     config = EngineConfig(
         device=device,
-        dtype=torch.float32,
+        dtype="float32",
         num_blocks=200,
         max_num_seqs=NUM_PROMPTS,
         **{"depth": 2, **SETTINGS[settings]},

@@ -92,7 +92,7 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
 async def test_answers_to_twenty_chats_equal_transformers(
     settings, default_model, prompts, reference, greedy_choices, device
 ):
-    config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
+    config = EngineConfig(device=device, dtype="float32", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)
     sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
@@ -166,7 +166,7 @@ async def test_as_served_it_knows_the_capital_of_france(company, default_model, 
 @pytest.mark.parametrize("settings", ["as served", "chunked, depth 2"])
 async def test_prompt_logprobs_equal_transformers(settings, default_model, prompts, reference, device):
     """Each prompt runs beside one that asks for no log-probabilities."""
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **SETTINGS[settings])
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
 
     async def ask(name: str, prompt: list[int], num_top: int | None) -> RequestOutput:

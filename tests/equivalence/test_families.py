@@ -236,7 +236,7 @@ async def test_a_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, devic
     rng = random.Random(1)
     prompt = [rng.randrange(3, VOCAB) for _ in range(2100)]
     others = [prompt[:2000] + [rng.randrange(3, VOCAB) for _ in range(100)] for _ in range(2)]
-    settings = {"device": device, "dtype": torch.float32, "num_blocks": 600, "max_num_seqs": 4}
+    settings = {"device": device, "dtype": "float32", "num_blocks": 600, "max_num_seqs": 4}
     expected = await ask_in_turn(tmp_path, EngineConfig(prefix_caching=False, **settings), [prompt, *others])
     found = await ask_in_turn(tmp_path, EngineConfig(**settings), [prompt, *others])
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
@@ -262,7 +262,7 @@ async def ask_in_turn(path: Path, config: EngineConfig, prompts: list[list[int]]
 
 
 async def generate(path: Path, device: str, settings: dict, *, preempted: bool = False) -> list[list[int]]:
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **{"depth": 2, **settings})
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     engine = await AsyncEngine.start(load(path), config)
     rng = random.Random(5)
 

@@ -81,7 +81,7 @@ def checkpoint(tmp_path_factory, reference_generate) -> tuple[Path, list[list[in
 
 
 async def generate(path: Path, device: str, settings: dict, *, preempted: bool = False) -> list[list[int]]:
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **{"depth": 2, **settings})
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     engine = await AsyncEngine.start(load(path), config)
     rng = random.Random(5)
 

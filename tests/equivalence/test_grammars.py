@@ -5,7 +5,6 @@ import json
 import re
 
 import pytest
-import torch
 
 from nanovllm_core import AsyncEngine, EngineConfig, GrammarSpec, Request, RequestOutput, SamplingParams
 from nanovllm_models import load, load_tokenizer
@@ -44,7 +43,7 @@ def is_city(text: str) -> bool:
 
 async def test_free_answers_beside_constrained_ones_do_not_change(default_model, device):
     tokenizer = load_tokenizer(default_model)
-    settings = {"device": device, "dtype": torch.float32, "max_model_len": 512, "cpu_cache_gib": 0.5}
+    settings = {"device": device, "dtype": "float32", "max_model_len": 512, "cpu_cache_gib": 0.5}
     engine = await AsyncEngine.start(load(default_model), EngineConfig(**settings, forbid_sync=device == "cuda"))
 
     async def ask(name: str, question: str, grammar: GrammarSpec | None) -> list[RequestOutput]:

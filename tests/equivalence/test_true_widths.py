@@ -100,7 +100,7 @@ def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> Eng
     num_blocks = sum(-(-(len(prompt) + OUTPUT) // BLOCK_SIZE) for prompt in prompts)
     return EngineConfig(
         device=scale.device,
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         max_model_len=scale.whole,
         max_num_batched_tokens=getattr(scale, setting.budget),
         num_blocks=num_blocks + 1,

@@ -6,14 +6,14 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
-from contract import Exchange, check
+from contract import ObservedResponse, check
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class Watched(httpx2.AsyncByteStream):
     """The body of an answer, recorded while the official client reads it."""
 
-    def __init__(self, request: httpx2.Request, response: httpx2.Response, exchanges: list[Exchange]):
+    def __init__(self, request: httpx2.Request, response: httpx2.Response, exchanges: list[ObservedResponse]):
         self._request, self._response, self._exchanges = request, response, exchanges
         self._stream = response.stream
         self._body = bytearray()
@@ -31,14 +31,14 @@ class Watched(httpx2.AsyncByteStream):
         kind = response.headers.get("content-type", "")
         body = bytes(self._body)
         self._exchanges.append(
-            Exchange(self._request.method, url.path, response.status_code, kind, body, self._complete)
+            ObservedResponse(self._request.method, url.path, response.status_code, kind, body, self._complete)
         )
 
 
 @pytest.fixture(autouse=True)
-def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ObservedResponse]]:
     """The answers that the official client got in this test; each must fit OpenAI's schema and ours."""
-    exchanges: list[Exchange] = []
+    exchanges: list[ObservedResponse] = []
     real = httpx2.AsyncHTTPTransport.handle_async_request
 
     async def handle(self: httpx2.AsyncHTTPTransport, request: httpx2.Request) -> httpx2.Response:

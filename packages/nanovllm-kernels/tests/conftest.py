@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.linear_attention import CHECKPOINT, DeltaWeights, StateBatch, plan_states
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, DeltaWeights, StateBatch, plan_states
 from nanovllm_kernels.platform import has_triton
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -298,7 +298,7 @@ def make_states(
             recurrent[slot] = random(*recurrent.shape[1:]) * 0.3
             held = torch.arange(max(0, before - width + 1), before) % width
             conv[slot, held] = random(len(held), channels)
-        reached = range((before // CHECKPOINT + 1) * CHECKPOINT, length + 1, CHECKPOINT)
+        reached = range((before // CHECKPOINT_INTERVAL + 1) * CHECKPOINT_INTERVAL, length + 1, CHECKPOINT_INTERVAL)
         saves.append([(position, free.pop()) for position in reached][-2:])
     weights = DeltaWeights(
         conv=random(width, channels) * 0.5,

@@ -41,11 +41,11 @@ ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM":
 }
 STATES = (
     dict.fromkeys(["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
-    | dict.fromkeys(["conv_weight_ptr", "weight_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "totals_ptr"], FLOAT)
+    | dict.fromkeys(["conv_weight_ptr", "weight_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "log_decays_ptr"], FLOAT)
     | {"recurrent_ptr": FLOAT, "eps": "fp32"}
 )
-DELTA_HEADS = {"HEADS": 32, "GROUP": 2, "K_DIM": 128, "V_DIM": 128}
-DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True}
+DELTA_HEADS = {"HEADS": 32, "GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128}
+DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "OVERLAP": True}
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
 CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
 
@@ -89,64 +89,64 @@ KERNELS = [
         ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP": False},
     ),
     (
-        "linear_attention.triton_step",
-        "_step",
+        "linear_attention.triton_decode",
+        "_decode_requests",
         8,
         STATES,
-        DELTA_STEP | {"BLOCK_V": 128, "BLOCKS": 1, "STAGES": 1},
+        DELTA_STEP | {"BLOCK_V": 128, "NUM_BLOCKS": 1, "STAGES": 1},
     ),
     (
-        "linear_attention.triton_step",
-        "_step",
+        "linear_attention.triton_decode",
+        "_decode_requests",
         2,
         STATES | {"recurrent_ptr": BFLOAT},
-        DELTA_STEP | {"BLOCK_V": 16, "BLOCKS": 8, "STAGES": 4},
+        DELTA_STEP | {"BLOCK_V": 16, "NUM_BLOCKS": 8, "STAGES": 4},
     ),
     (
-        "linear_attention.triton_prepare",
-        "_convolve",
+        "linear_attention.triton_chunks",
+        "_convolve_chunks",
         8,
         STATES,
-        {"GROUP": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "CHANNELS": 8192, "WIDTH": 4},
+        {"GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4},
     ),
     (
-        "linear_attention.triton_prepare",
-        "_keep_inputs",
+        "linear_attention.triton_chunks",
+        "_save_conv_inputs",
         4,
         STATES,
-        {"PER_KEY": 512, "GATES": 256, "CHANNELS": 8192, "WIDTH": 4, "CHANNEL_BLOCK": 1024},
+        {"PER_KEY": 512, "GATES": 256, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "CHANNEL_BLOCK": 1024},
     ),
     (
-        "linear_attention.triton_prepare",
-        "_solve",
+        "linear_attention.triton_chunks",
+        "_solve_chunks",
         4,
         STATES,
-        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192},
+        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "NUM_CHANNELS": 8192},
     ),
     (
-        "linear_attention.triton_chunk",
-        "_scan",
+        "linear_attention.triton_prefill",
+        "_scan_chunks",
         4,
         STATES,
-        DELTA_HEADS | {"PADDED_K": 128, "VALUES": 32, "CHANNELS": 8192},
+        DELTA_HEADS | {"PADDED_K": 128, "BLOCK_V": 32, "NUM_CHANNELS": 8192},
     ),
     (
-        "linear_attention.triton_copy",
+        "linear_attention.triton_copy_states",
         "_copy_states",
         8,
         {"states_ptr": FLOAT, "sources_ptr": INT64, "targets_ptr": INT64, "layer_stride": "i64"},
         {"BLOCK": 4096},
     ),
-    ("linear_attention.triton_chunk", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
+    ("linear_attention.triton_prefill", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
-        "batch.triton_batch",
+        "request_tables.triton_request_tables",
         "_build_inputs",
         4,
         STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64, "last_ptr": INT64},
         {"PAGE_SIZE": 16, "BLOCK": 256},
     ),
-    ("batch.triton_batch", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
-    ("batch.triton_batch", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
     ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT": 1 << 30, "BLOCK": 2048}),
     ("sampling.triton_adjust", "_add_bias", 4, BIAS, {"BLOCK": 128}),
     (
@@ -206,7 +206,7 @@ def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=
 def check_conversions(sass):
     """Assert that conversions to FP8 write whole words, and that none converts a constant.
 
-    The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_one`.
+    The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_matvec`.
     """
     written = {"RZ"}
     for line in sass.splitlines():
@@ -348,7 +348,7 @@ def test_latent_rope_and_cache_compiles(cached):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("num_columns", "width"), [(1024, 3072), (4096, 4096), (14336, 1024)])
 def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_columns, width):
-    from nanovllm_kernels.gemm import tiles, triton_rows
+    from nanovllm_kernels.gemm import tiles, triton_few_rows
 
     config = tiles.rows_config(num_rows, num_columns, width, gated=gated)
     constants = {
@@ -363,7 +363,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
         "GATED": gated,
         "OVERLAP": True,
     }
-    compiled = compile_kernel(triton_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
+    compiled = compile_kernel(triton_few_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
     ptx = compiled.asm["ptx"]
     # Loads have sixteen bytes, and weights are loaded before the wait.
     assert "ld.global.v4" in ptx[: ptx.index("griddepcontrol.wait")]
@@ -372,7 +372,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
 
 @pytest.mark.parametrize("num_rows", [16, 32, 64, 128, 256])
 def test_split_kernel_prefetches_weights_before_waiting(num_rows):
-    from nanovllm_kernels.gemm import tiles, triton_split
+    from nanovllm_kernels.gemm import tiles, triton_split_k
 
     config = tiles.split_config(num_rows)
     constants = {
@@ -387,7 +387,7 @@ def test_split_kernel_prefetches_weights_before_waiting(num_rows):
         "OVERLAP": True,
     }
     types = {"partial_ptr": FLOAT, "counter_ptr": INT32}
-    compiled = compile_kernel(triton_split._project_split, types, constants, config.num_warps, config.num_stages)
+    compiled = compile_kernel(triton_split_k._project_split, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.block_m >= 64 else "mma.sync") in ptx
@@ -446,6 +446,7 @@ def test_quantize_groups_compiles():
         shape = {"K": groups * 128, "GROUPS": groups, "TOGETHER": 1 << (groups - 1).bit_length(), "NORM": norm}
         compiled = compile_kernel(triton_block_fp8._quantize_groups, types, sizes | shape, num_warps=8)
         assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+        assert "div.rn.f32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(("slots", "rows"), [(16, 1), (4, 8)])
@@ -516,7 +517,7 @@ def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
 
 ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "partial_ptr"], FLOAT) | (
     dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
-    | dict.fromkeys(["counts_ptr", "ranks_ptr", "begins_ptr"], INT32)
+    | dict.fromkeys(["counts_ptr", "ranks_ptr", "first_rows_ptr"], INT32)
 )
 
 
@@ -532,7 +533,7 @@ def test_route_compiles(groups, shared):
     kinds = {"SIGMOID": num_groups > 1, "BIAS": num_groups > 1, "RENORMALIZE": True, "OVERLAP": True}
     kinds["GATED"] = shared == "gated"
     types = ROUTED | {"logits_ptr": FLOAT, "bias_ptr": FLOAT, "scale": "fp32"}
-    compile_kernel(triton_route._route, types, sizes | kinds | {"LEAST_SUM": 1e-20}, num_warps=1)
+    compile_kernel(triton_route._route, types, sizes | kinds | {"SCORE_SUM_EPS": 1e-20}, num_warps=1)
 
 
 @pytest.mark.parametrize(
@@ -541,16 +542,21 @@ def test_route_compiles(groups, shared):
 )
 @pytest.mark.parametrize("gated", [True, False])
 def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantized):
-    from nanovllm_kernels.moe import tiles, triton_few
+    from nanovllm_kernels.moe import policy, triton_unsorted
 
     hidden_size, width = 2048, 768
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    config = tiles.few_config(rows, num_groups, columns, depth, wide=False, quantized=quantized)
-    constants = {"WIDTH": columns, "K": depth, "TOP_K": top_k, "PADDED_K": 8 if top_k == 8 else 16, "ROWS": rows}
+    config = policy.unsorted_config(rows, num_groups, columns, depth, is_float32=False, is_block_fp8=quantized)
+    constants = {"N": columns, "K": depth, "TOP_K": top_k, "PADDED_TOP_K": 8 if top_k == 8 else 16, "ROWS": rows}
     constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages}
-    constants |= {"QUANTIZED": quantized, "SWAPPED": config.swapped, "BY_EXPERT": num_groups == 128, "OVERLAP": True}
+    constants |= {
+        "QUANTIZED": quantized,
+        "SWAPPED": config.swapped,
+        "GRID_BY_EXPERT": num_groups == 128,
+        "OVERLAP": True,
+    }
     constants |= {} if gated else {"RESIDUAL": True}
-    kernel = triton_few._few_gate_up if gated else triton_few._few_down
+    kernel = triton_unsorted._gate_up if gated else triton_unsorted._down
     types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     # Two programs must fit an SM to hide the latency of loads.
@@ -558,34 +564,36 @@ def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantize
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.swapped else "mma.sync") in ptx
     assert ("e4m3.e4m3" in ptx) == quantized
+    assert ("div.rn.f32" in ptx) == quantized
     assert "cp.async" in ptx
 
 
 @pytest.mark.parametrize(
     ("name", "columns", "depth", "top_k"),
     [
-        ("_one_gate_up", 512, 2048, 11),
-        ("_one_gate_up", 1536, 3072, 8),
-        ("_one_gate_up", 2048, 7168, 9),
-        ("_one_down", 2048, 512, 11),
-        ("_one_down", 2048, 768, 8),
-        ("_one_down", 7168, 2048, 9),
+        ("_gate_up", 512, 2048, 11),
+        ("_gate_up", 1536, 3072, 8),
+        ("_gate_up", 2048, 7168, 9),
+        ("_down", 2048, 512, 11),
+        ("_down", 2048, 768, 8),
+        ("_down", 7168, 2048, 9),
     ],
 )
 def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top_k):
-    from nanovllm_kernels.moe import tiles, triton_one
+    from nanovllm_kernels.moe import policy, triton_matvec
 
     padded_k = 1 << (top_k - 1).bit_length()
-    config = tiles.one_config(depth, padded_k if name == "_one_down" else 2)
-    constants = {"WIDTH": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.groups, "OVERLAP": True}
-    constants |= {"PADDED_K": padded_k, "RESIDUAL": False} if name == "_one_down" else {}
+    config = policy.matvec_config(depth, padded_k if name == "_down" else 2)
+    constants = {"N": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.num_groups, "OVERLAP": True}
+    constants |= {"PADDED_TOP_K": padded_k, "RESIDUAL": False} if name == "_down" else {}
     types = ROUTED | {"weight_ptr": FP8}
-    compiled = compile_kernel(vars(triton_one)[name], types, constants, config.num_warps, multiples=("k",))
+    compiled = compile_kernel(vars(triton_matvec)[name], types, constants, config.num_warps, multiples=("k",))
     ptx = compiled.asm["ptx"]
     # Loads have sixteen elements.
     assert "ld.global.v4.b32" in ptx
     # Memory that the previous kernel reads or writes is not accessed before it has ended.
     assert not re.search(r"(ld|st|prefetch)\.global", ptx[: ptx.index("griddepcontrol.wait")])
+    assert "div.rn.f32" in ptx
     # No load is masked out at compile time, because the assembler miscompiles known zeros.
     assert not re.search(r"mov\.pred\s+%p\d+, 0;", ptx)
     # Values are rounded to FP8, so that `check_conversions` has checked them.
@@ -593,10 +601,12 @@ def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top
 
 
 def grouped_configs():
-    from nanovllm_kernels.moe import tiles
+    from nanovllm_kernels.moe import policy
 
-    plain = [(config, False) for config in (*tiles.GROUPED.values(), tiles.MANY)]
-    return plain + [(config, True) for config in (*tiles.GROUPED_FP8.values(), tiles.MANY_FP8)]
+    plain = [(config, False) for config in (*policy.GROUPED_BY_MAX_ROWS.values(), policy.GROUPED_OF_MORE_ROWS)]
+    return plain + [
+        (config, True) for config in (*policy.GROUPED_FP8_BY_MAX_ROWS.values(), policy.GROUPED_FP8_OF_MORE_ROWS)
+    ]
 
 
 @pytest.mark.parametrize(("config", "quantized"), grouped_configs())
@@ -605,7 +615,7 @@ def test_grouped_experts_compile(gated, config, quantized):
     from nanovllm_kernels.moe import triton_grouped
 
     columns, depth = (768, 2048) if gated else (2048, 768)
-    constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "GATED": gated, "QUANTIZED": quantized, "OVERLAP": True}
+    constants = {"N": columns, "K": depth, "TOP_K": 8, "GATED": gated, "QUANTIZED": quantized, "OVERLAP": True}
     constants |= {"SWAPPED": config.swapped, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     constants |= {"BLOCK_K": config.block_k, "STAGES": config.num_stages}
     types = ROUTED | ({"x_ptr": FP8, "weight_ptr": FP8} if quantized else {})
@@ -615,6 +625,7 @@ def test_grouped_experts_compile(gated, config, quantized):
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert ("e4m3.e4m3" in ptx) == quantized
+    assert ("div.rn.f32" in ptx) == (quantized and gated)
     assert "cp.async" in ptx
 
 
@@ -624,18 +635,19 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     from nanovllm_kernels.moe import gluon_grouped as kernels
 
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    constants = {"WIDTH": columns, "K": depth, "GATED": gated, "STAGES": kernels.STAGES, "OVERLAP": True}
-    constants |= {"GROUP_REGISTERS": kernels.GROUP_REGISTERS, "FETCH_REGISTERS": kernels.FETCH_REGISTERS}
+    constants = {"N": columns, "K": depth, "GATED": gated, "STAGES": kernels.STAGES, "OVERLAP": True}
+    constants |= {"MULTIPLY_REGISTERS": kernels.MULTIPLY_REGISTERS, "COPY_REGISTERS": kernels.COPY_REGISTERS}
     types = ROUTED | ({"out_ptr": FP8} if gated else {})
-    for name, rows in (("x_desc", kernels.HALF), ("weight_desc", kernels.COLUMNS)):
-        types[name] = f"tensordesc<fp8e4nv[{rows}, {kernels.DEPTH}],{kernels.SHARED!r}>"
+    for name, rows in (("x_desc", kernels.GROUP_ROWS), ("weight_desc", kernels.BLOCK_COLUMNS)):
+        types[name] = f"tensordesc<fp8e4nv[{rows}, {kernels.STEP_DEPTH}],{kernels.SHARED_LAYOUT!r}>"
     options = {"maxnreg": kernels.LAUNCH_REGISTERS, "launch_pdl": True}
     compiled = compile_kernel(kernels._grouped_product, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
+    assert ("div.rn.f32" in compiled.asm["ptx"]) == gated
     sass = compiled.asm["sass"]
     # Sums stay in registers, each half of the rows has one product, and results are stored by sixteen bytes.
     assert not re.search(r"\b(STL|LDL)\b", sass)
-    assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.DEPTH // 32
+    assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.STEP_DEPTH // 32
     assert "UTMALDG" in sass
     assert "STG.E.128" in sass
 
@@ -677,8 +689,10 @@ def test_gather_of_rows_compiles():
 def test_sort_of_pairs_has_barrier_before_counting(alone):
     from nanovllm_kernels.moe import triton_sort
 
-    sizes = {"PADDED": 1024, "BLOCK": triton_sort.ALONE if alone else triton_sort.PART, "OVERLAP": True}
-    counting, rest = triton_sort._count_pairs, {"PARTS": triton_sort.COUNTED_AT_ONCE, "ALONE": alone, "BLOCK_M": 64}
+    sizes = {"PADDED_EXPERTS": 1024, "OVERLAP": True}
+    sizes["BLOCK"] = triton_sort.MAX_SINGLE_PART_PAIRS if alone else triton_sort.SMALL_PART_PAIRS
+    counting, rest = triton_sort._count_pairs, {"SINGLE_PART": alone, "BLOCK_M": 64}
+    rest["PARTS_PER_LOAD"] = triton_sort.PARTS_PER_LOAD
     sorting = compile_kernel(triton_sort._sort_pairs, ROUTED, sizes | rest, num_warps=8)
     if not alone:
         assert "atom.global" not in sorting.asm["ptx"]
@@ -690,5 +704,5 @@ def test_sort_of_pairs_has_barrier_before_counting(alone):
 def test_sum_of_experts_compiles():
     from nanovllm_kernels.moe import triton_grouped
 
-    sizes = {"WIDTH": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
+    sizes = {"N": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
     compile_kernel(triton_grouped._sum_pairs, {}, sizes, num_warps=4)

@@ -12,7 +12,7 @@ import nanovllm_models
 from nanovllm_core.layers.weights import WeightError
 from nanovllm_core.model import PagedSpec, StateSpec
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, dequantize
-from nanovllm_kernels.linear_attention import CHECKPOINT
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 from nanovllm_models.errors import ModelError
 
 TOLERANCE = 2e-4
@@ -40,21 +40,23 @@ def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, ses
     spec = nanovllm_models.load(tmp_path)
     prompt = PROMPTS[1]
     ours = session(spec)
-    ours.saves[0] = CHECKPOINT
+    ours.saves[0] = CHECKPOINT_INTERVAL
     expected = ours.step([prompt])[0]
     following = ours.step([[3]])[0]
     ours.rewind(0)
-    torch.testing.assert_close(ours.step([prompt[CHECKPOINT:]])[0], expected[CHECKPOINT:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        ours.step([prompt[CHECKPOINT_INTERVAL:]])[0], expected[CHECKPOINT_INTERVAL:], atol=1e-5, rtol=1e-5
+    )
     torch.testing.assert_close(ours.step([[3]])[0], following, atol=1e-5, rtol=1e-5)
     # Here a step of one token saves the state.
     ours = session(spec)
-    ours.saves[0] = CHECKPOINT
-    ours.step([prompt[: CHECKPOINT - 1]])
-    ours.step([prompt[CHECKPOINT - 1 : CHECKPOINT]])
-    ours.step([prompt[CHECKPOINT:]])
+    ours.saves[0] = CHECKPOINT_INTERVAL
+    ours.step([prompt[: CHECKPOINT_INTERVAL - 1]])
+    ours.step([prompt[CHECKPOINT_INTERVAL - 1 : CHECKPOINT_INTERVAL]])
+    ours.step([prompt[CHECKPOINT_INTERVAL:]])
     ours.rewind(0)
-    found = ours.step([prompt[CHECKPOINT:]])[0]
-    torch.testing.assert_close(found, expected[CHECKPOINT:], atol=TOLERANCE, rtol=TOLERANCE)
+    found = ours.step([prompt[CHECKPOINT_INTERVAL:]])[0]
+    torch.testing.assert_close(found, expected[CHECKPOINT_INTERVAL:], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_cache_specs_of_each_layer(tmp_path, session):

@@ -9,30 +9,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import Exchange, check
+from contract import ObservedResponse, check
 from hypercorn.typing import ASGIFramework
 from numpy.typing import NDArray
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from nanovllm_core.engine.engine import Engine
+from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.status import EngineInfo
-from nanovllm_core.request import GrammarError, GrammarSpec, PromptLogprobs, Request, StepOutputs, TokenLogprobs
+from nanovllm_core.errors import GrammarError
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.outputs import PromptLogprobs, StepOutputs, TokenLogprobs
+from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
-from nanovllm_server.chat.detokenizing import TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.admission import AdmissionControl
 from nanovllm_server.http.app import create_app
 from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.shared_counters import SharedCounters, allocate_counters
+from nanovllm_server.parsing.detokenizing import TextVocabulary
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.processes.server import bind
-from nanovllm_server.processes.shared_counters import SharedCounters, allocate_counters
-from nanovllm_server.processes.worker import http_config
+from nanovllm_server.processes.worker import hypercorn_config
 
 EOS = 259
 VOCAB_SIZE = 320
@@ -101,7 +104,7 @@ class ScriptedEngine(Engine):
                 kv_cache_bytes=1 << 20,
                 prefix_caching=True,
                 attention_backend="torch",
-                grammars=True,
+                supports_grammars=True,
             )
         )
         self.reply: list[int] = [*b"Hello"]
@@ -116,6 +119,7 @@ class ScriptedEngine(Engine):
         self.compiled: list[GrammarSpec] = []
         self.num_compiling = 0
         self.requests: list[Request] = []
+        self.keys: list[int] = []
         self.aborted: list[int] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -129,13 +133,14 @@ class ScriptedEngine(Engine):
     async def stop(self) -> None:
         self._die("stopped")
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, key: int, request: Request) -> None:
         if self.crash is not None:
             raise self.crash
         self.requests.append(request)
-        task = asyncio.get_running_loop().create_task(self._run(request))
-        self._tasks[request.key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request.key, None))
+        self.keys.append(key)
+        task = asyncio.get_running_loop().create_task(self._run(key, request))
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def compile(self, spec: GrammarSpec) -> None:
         self.num_compiling += 1
@@ -149,14 +154,14 @@ class ScriptedEngine(Engine):
         self.compiled.append(spec)
 
     def refuse_grammar(self, key: int, reason: str) -> None:
-        self._streams.dispatch(StepOutputs(failures=[(key, reason)]))
+        self._output_buffers.dispatch(StepOutputs(failures=[(key, reason)]))
 
     def _abort(self, key: int) -> None:
         self.aborted.append(key)
         if key in self._tasks:
             self._tasks[key].cancel()
 
-    def _tell(self, request: Request) -> list[tuple[int, PromptLogprobs]]:
+    def _tell(self, key: int, request: Request) -> list[tuple[int, PromptLogprobs]]:
         """Log-probabilities in which each prompt token is the second likeliest, after the token with the next id."""
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
@@ -165,9 +170,9 @@ class ScriptedEngine(Engine):
         top_ids = tokens[:, None] + np.array([1, 0, *range(2, 20)], np.int32)[:num_top]
         top_logprobs = np.broadcast_to(np.float32([-0.5, -1.5, *range(-3, -21, -1)])[:num_top], top_ids.shape)
         own = np.full_like(tokens, -1.5, np.float32), np.full_like(tokens, 2)
-        return [(request.key, PromptLogprobs(num_top, *(each.tobytes() for each in (*own, top_ids, top_logprobs))))]
+        return [(key, PromptLogprobs(num_top, *(each.tobytes() for each in (*own, top_ids, top_logprobs))))]
 
-    async def _run(self, request: Request) -> None:
+    async def _run(self, key: int, request: Request) -> None:
         sampling = request.sampling
         tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
         limit = sampling.max_tokens or MAX_MODEL_LEN - request.num_prompt_tokens
@@ -182,8 +187,8 @@ class ScriptedEngine(Engine):
                 made -= len(new) - new.index(stop) - 1
                 new = new[: new.index(stop) + 1]
             reason = "stop" if stop is not None else "length" if made >= limit else None
-            key, top = request.key, sampling.logprobs
-            self._streams.dispatch(
+            top = sampling.logprobs
+            self._output_buffers.dispatch(
                 StepOutputs(
                     keys=[key] * len(new),
                     tokens=new,
@@ -193,9 +198,9 @@ class ScriptedEngine(Engine):
                         (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(top))))
                         for token in new
                     ],
-                    begins=[(key, self.num_cached_tokens)] if made == len(new) else [],
-                    ends=[(key, reason, stop)] if reason is not None else [],
-                    prompt_logprobs=self._tell(request) if made == len(new) else [],
+                    starts=[(key, self.num_cached_tokens)] if made == len(new) else [],
+                    finishes=[(key, reason, stop)] if reason is not None else [],
+                    prompt_logprobs=self._tell(key, request) if made == len(new) else [],
                 )
             )
             if reason is not None:
@@ -249,7 +254,7 @@ class Witness:
 
     def __init__(self, app: ASGIFramework):
         self._app = app
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[ObservedResponse] = []
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
@@ -271,7 +276,9 @@ class Witness:
             await self._app(scope, receive, send_and_see)
         finally:
             if status:
-                self.exchanges.append(Exchange(scope["method"], scope["path"], status, kind, bytes(body), complete))
+                self.exchanges.append(
+                    ObservedResponse(scope["method"], scope["path"], status, kind, bytes(body), complete)
+                )
 
 
 @pytest.fixture
@@ -301,14 +308,14 @@ def post(client) -> Callable[..., Any]:
 
 
 @contextlib.asynccontextmanager
-async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, stalled_s: float = 60) -> AsyncIterator[str]:
+async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
     (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
-    config = http_config()
+    config = hypercorn_config()
     config.graceful_timeout = 1
     config.keep_alive_timeout = keep_alive_s
     closing = asyncio.Event()
-    task = asyncio.create_task(serve(app, listener, config, closing.wait, stalled_s=stalled_s))
+    task = asyncio.create_task(serve(app, listener, config, closing.wait, write_timeout_s=write_timeout_s))
     await asyncio.sleep(0)
     yield f"http://127.0.0.1:{port}"
     closing.set()

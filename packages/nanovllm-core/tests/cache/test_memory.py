@@ -17,7 +17,8 @@ from nanovllm_core.cache.memory import (
     plan_cache,
 )
 from nanovllm_core.cache.state_pool import NULL_SLOT
-from nanovllm_core.config import ConfigError, EngineConfig, resolve
+from nanovllm_core.config import EngineConfig, resolve
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.model import CacheSpec, MLASpec, PagedSpec, StateSpec
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def test_fp8_holds_about_twice_as_many_blocks(head_dim, gain):
     num_blocks = {}
     for kind in ("auto", "fp8"):
         config = resolve(EngineConfig(kv_cache_dtype=kind, max_num_seqs=4096), **FACTS)
-        layout = layout_of(*specs, kv_cache_dtype=config.kv_cache_dtype)
+        layout = layout_of(*specs, kv_cache_dtype=config.torch_kv_cache_dtype)
         num_blocks[kind] = plan_cache(config, layout, 8 << 30).num_blocks
     assert num_blocks["auto"] > 1000
     assert num_blocks["fp8"] / num_blocks["auto"] > gain
@@ -60,16 +61,17 @@ def test_fp8_is_refused_where_it_cannot_be_read():
     with pytest.raises(ConfigError, match="attention_backend 'flash': use 'fastest'"):
         resolve(flash, has_flash_attention=True, **FACTS)
     resolve(replace(flash, kv_cache_dtype="auto"), has_flash_attention=True, **FACTS)
-    assert resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), **FACTS).kv_cache_dtype == torch.float8_e4m3fn
+    on_cpu = resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), **FACTS)
+    assert on_cpu.torch_kv_cache_dtype == torch.float8_e4m3fn
 
 
 def test_a_model_may_prefer_a_dtype_on_a_gpu():
     def dtype(config: EngineConfig) -> torch.dtype:
-        return resolve(config, cuda_dtype=torch.float16, **FACTS).dtype
+        return resolve(config, cuda_dtype=torch.float16, **FACTS).torch_dtype
 
     assert dtype(EngineConfig()) == torch.float16
     assert dtype(EngineConfig(device="cpu")) == torch.bfloat16
-    assert dtype(EngineConfig(dtype=torch.float32)) == torch.float32
+    assert dtype(EngineConfig(dtype="float32")) == torch.float32
 
 
 def num_blocks(free_bytes: int, **settings) -> int:

@@ -15,7 +15,8 @@ from nanovllm_core.execution import runner as runner_module
 from nanovllm_core.execution.forward import ForwardOutput
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, StepGraphs
 from nanovllm_core.execution.token_choice import CAPTURED_OPS
-from nanovllm_core.request import Budget, TokenLogprobs
+from nanovllm_core.outputs import TokenLogprobs
+from nanovllm_core.sampling_params import ReasoningBudget
 
 OUTPUT = 24
 PLAIN = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}]
@@ -23,11 +24,11 @@ SPECIAL = [
     {"temperature": 0.0, "repetition_penalty": 3.0},
     {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"temperature": 0.0, "logit_bias": {3: 4.0, 40: -100.0}},
-    {"temperature": 0.8, "forbidden": (*((token,) for token in range(20, 60)), (5, 6), (7, 8, 9))},
+    {"temperature": 0.8, "forbidden_sequences": (*((token,) for token in range(20, 60)), (5, 6), (7, 8, 9))},
     {"temperature": 0.0, "logprobs": 3},
     {"temperature": 1.0, "top_k": 5, "logprobs": 0},
-    {"temperature": 0.0, "budget": Budget(7, (11, 12, 13))},
-    {"temperature": 0.7, "frequency_penalty": 1.0, "budget": Budget(4, (14,)), "logprobs": 2},
+    {"temperature": 0.0, "reasoning_budget": ReasoningBudget(7, (11, 12, 13))},
+    {"temperature": 0.7, "frequency_penalty": 1.0, "reasoning_budget": ReasoningBudget(4, (14,)), "logprobs": 2},
 ]
 
 Answer = tuple[list[int], list[TokenLogprobs]]

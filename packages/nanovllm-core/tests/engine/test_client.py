@@ -34,7 +34,7 @@ async def collect(engine: EngineClient, request: Request) -> list[int]:
 
 
 def pid_of(engine: EngineClient) -> int:
-    return engine._owned.pid
+    return engine._owned_process.pid
 
 
 async def test_the_same_answers_through_the_wire(toy_spec, oracle):
@@ -61,7 +61,7 @@ async def test_the_same_answers_through_the_wire(toy_spec, oracle):
         assert engine.stats.generation_tokens >= 120
     finally:
         await engine.stop()
-    assert engine.dead == "the engine was stopped"
+    assert engine.death_reason == "the engine was stopped"
 
 
 async def test_killed_engine_fails_open_requests(toy_spec):
@@ -80,7 +80,7 @@ async def test_a_failing_step_tells_why(toy_spec):
     engine = await EngineClient.launch(toy_spec("failing"), CONFIG)
     with pytest.raises(EngineDeadError, match="a poisoned token"):
         await collect(engine, greedy("a", [96], 2))
-    assert "a poisoned token" in engine.dead
+    assert "a poisoned token" in engine.death_reason
     await engine.stop()
 
 
@@ -115,7 +115,7 @@ INFO = EngineInfo(
     kv_cache_bytes=1,
     prefix_caching=True,
     attention_backend="torch",
-    grammars=True,
+    supports_grammars=True,
 )
 
 
@@ -145,7 +145,7 @@ async def test_a_message_that_cannot_be_read_fails_all_readers(tmp_path, caplog,
             for waiting in (reading, compiling):
                 with pytest.raises(EngineDeadError, match=f"messages can't be read: ({reason})"):
                     await waiting
-        assert client.dead is not None
+        assert client.death_reason is not None
         assert "engine client failed" in caplog.text
         with pytest.raises(EngineDeadError):
             await collect(client, greedy("b", [1], 1))

@@ -158,7 +158,7 @@ async def test_penalties_and_biases_reach_the_sampler(engine, oracle):
 async def test_options_of_a_rows_last_request_are_cleared(engine, oracle):
     """One request of the batch has such options, so the step reads the tables of all rows."""
     prompt = prompts(1)[0]
-    options = {"logit_bias": {42: 100.0}, "forbidden": (tuple(oracle(prompt, 1)),)}
+    options = {"logit_bias": {42: 100.0}, "forbidden_sequences": (tuple(oracle(prompt, 1)),)}
     await asyncio.gather(*(collect(engine, greedy(f"a{index}", prompt, 3, **options)) for index in range(8)))
     one, *others = await asyncio.gather(
         collect(engine, greedy("b", prompt, 20, **options)),
@@ -174,7 +174,7 @@ async def test_forbidden_sequences_never_come(engine, oracle, seed):
     expected = oracle(prompt, 30)
     # The first one goes into its prompt, where it doesn't count.
     forbidden = ((prompt[-1], expected[0]), tuple(expected[1:3]), tuple(expected[6:10]), (expected[15],))
-    found = await collect(engine, greedy("a", prompt, 30, forbidden=forbidden))
+    found = await collect(engine, greedy("a", prompt, 30, forbidden_sequences=forbidden))
     assert found[:2] == expected[:2]
     assert found != expected
     for sequence in forbidden:
@@ -194,7 +194,7 @@ async def test_logprobs_are_of_the_models_own_distribution(engine):
 
 
 async def test_closing_a_stream_frees_everything(engine, monkeypatch):
-    monkeypatch.setattr(loop, "STATS_SECONDS", 0)
+    monkeypatch.setattr(loop, "STATS_INTERVAL_S", 0)
     stream = engine.generate(greedy("a", list(range(60)), 150))
     await anext(stream)
     assert engine.stats.num_free_blocks < engine.stats.num_blocks
@@ -250,10 +250,10 @@ async def test_duplicate_request_id_is_refused_without_affecting_others(engine, 
         ("logit_bias", Request("x", [1], SamplingParams(logit_bias={97: 1.0}))),
         ("logit_bias", Request("x", [1], SamplingParams(logit_bias={1: float("inf")}))),
         ("stop_token_ids", Request("x", [1], SamplingParams(stop_token_ids=(99,)))),
-        ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,), (2, 97))))),
-        ("forbidden", Request("x", [1], SamplingParams(forbidden=((),)))),
-        ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,) * 17,)))),
-        ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,),) * 257))),
+        ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((1,), (2, 97))))),
+        ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((),)))),
+        ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((1,) * 17,)))),
+        ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((1,),) * 257))),
         ("logprobs", Request("x", [1], SamplingParams(logprobs=21))),
         ("prompt_logprobs", Request("x", [1], SamplingParams(prompt_logprobs=21))),
         ("prompt_logprobs", Request("x", [1], SamplingParams(prompt_logprobs=-1))),
@@ -278,7 +278,7 @@ async def test_a_failing_step_fails_everyone_with_the_reason(toy_spec, caplog):
         await good
     with pytest.raises(EngineDeadError):
         await collect(engine, greedy("late", [1], 2))
-    assert "a poisoned token" in engine.dead
+    assert "a poisoned token" in engine.death_reason
     assert "the engine failed" in caplog.text
     await engine.stop()
 

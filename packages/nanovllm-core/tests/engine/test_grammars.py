@@ -11,12 +11,12 @@ from grammars import CHECKS, EBNF, JSON, REGEX, SLOW, TAG, text_of, toy_compiler
 
 from nanovllm_core import (
     AsyncEngine,
-    Budget,
     EngineClient,
     EngineConfig,
     EngineDeadError,
     GrammarError,
     GrammarSpec,
+    ReasoningBudget,
     Request,
     RequestError,
     RequestOutput,
@@ -191,18 +191,18 @@ async def test_budget_closes_an_overlong_first_part(depth, toy_spec, oracle):
     prompt = [7, 8, 9]
     free = oracle(prompt, 40)
 
-    async def ask(name: str, budget: Budget) -> list[int]:
-        asked = request(name, prompt, None, temperature=0, ignore_eos=True, max_tokens=40, budget=budget)
+    async def ask(name: str, budget: ReasoningBudget) -> list[int]:
+        asked = request(name, prompt, None, temperature=0, ignore_eos=True, max_tokens=40, reasoning_budget=budget)
         return tokens_of(await collect(engine, asked))
 
     absent = [token for token in range(toy_model.VOCAB) if token not in free][:3]
     try:
         found, begun, early, late, alone = await asyncio.gather(
-            ask("a", Budget(10, tuple(absent))),
-            ask("b", Budget(10, (free[9], *absent))),
-            ask("c", Budget(10, tuple(free[3:6]))),
-            ask("d", Budget(40, tuple(absent))),
-            ask("e", Budget(0, (absent[0],))),
+            ask("a", ReasoningBudget(10, tuple(absent))),
+            ask("b", ReasoningBudget(10, (free[9], *absent))),
+            ask("c", ReasoningBudget(10, tuple(free[3:6]))),
+            ask("d", ReasoningBudget(40, tuple(absent))),
+            ask("e", ReasoningBudget(0, (absent[0],))),
         )
     finally:
         await engine.stop()
@@ -216,7 +216,10 @@ async def test_budget_closes_an_overlong_first_part(depth, toy_spec, oracle):
 
 async def test_a_budget_goes_through_the_grammar(engine, compiler):
     end = tuple(toy_model.toy_vocabulary().tokens.index(piece) for piece in (b"</t", b"hink>"))
-    asked = [request(f"r{seed}", [seed], TAG, seed=seed, budget=Budget(12, end), max_tokens=120) for seed in range(6)]
+    asked = [
+        request(f"r{seed}", [seed], TAG, seed=seed, reasoning_budget=ReasoningBudget(12, end), max_tokens=120)
+        for seed in range(6)
+    ]
     answers = await asyncio.gather(*(collect(engine, each) for each in asked))
     for outputs in answers:
         check(compiler, TAG, outputs)
@@ -225,7 +228,7 @@ async def test_a_budget_goes_through_the_grammar(engine, compiler):
         assert len(thought) <= 3 * 12
     assert any(outputs[-1].finish_reason == "stop" for outputs in answers)
     # It allows no such end: the grammar wins.
-    outputs = await collect(engine, request("b", [1], REGEX, budget=Budget(2, end)))
+    outputs = await collect(engine, request("b", [1], REGEX, reasoning_budget=ReasoningBudget(2, end)))
     check(compiler, REGEX, outputs)
 
 
@@ -276,7 +279,7 @@ async def test_failing_grammar_fails_only_its_request(engine, monkeypatch, oracl
     with pytest.raises(GrammarError, match="takes too long to follow"):
         await collect(engine, request("b", [1], EBNF))
     assert tokens_of(await free) == oracle([5, 6], OUTPUT)
-    assert engine.dead is None
+    assert engine.death_reason is None
 
 
 async def test_without_a_vocabulary_there_are_no_grammars(toy_spec):
@@ -303,7 +306,15 @@ async def test_the_same_through_the_wire(toy_spec, compiler, oracle):
         free = request("f", [5, 6], None, temperature=0, ignore_eos=True)
         alone = oracle([5, 6], OUTPUT)
         end = next(token for token in range(toy_model.VOCAB) if token not in alone)
-        cut = request("c", [5, 6], None, temperature=0, max_tokens=11, ignore_eos=True, budget=Budget(10, (end,)))
+        cut = request(
+            "c",
+            [5, 6],
+            None,
+            temperature=0,
+            max_tokens=11,
+            ignore_eos=True,
+            reasoning_budget=ReasoningBudget(10, (end,)),
+        )
         assert tokens_of(await collect(engine, cut)) == [*alone[:10], end]
         work = [request(f"h{index}", [index], spec, seed=index) for index, spec in enumerate([*CHECKS] * 2)]
         found, *answers = await asyncio.gather(collect(engine, free), *(collect(engine, each) for each in work))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
-from nanovllm_core.engine.async_engine import build_loop
+from nanovllm_core.engine.build import build_loop
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.runner import Runner
@@ -68,13 +68,12 @@ async def test_request_that_arrives_during_a_launch_is_in_the_next_step(toy_spec
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=2))
     loop._runner.is_asynchronous = True
     first, second = request(), request()
-    first.key, second.key = 1, 2
     launch = loop._runner.launch
     begun: list[list[int]] = []
 
     def launching(plan):
         if not begun:
-            loop.submit(second)
+            loop.submit(2, second)
         begun.append([len(row.token_ids) for row in plan.new_rows])
         return launch(plan)
 
@@ -83,7 +82,7 @@ async def test_request_that_arrives_during_a_launch_is_in_the_next_step(toy_spec
             loop.stop()
 
     monkeypatch.setattr(loop._runner, "launch", launching)
-    loop.submit(first)
+    loop.submit(1, first)
     async with asyncio.timeout(10):
         await loop.run(emit)
     assert begun[:2] == [[len(PROMPT)]] * 2
@@ -96,9 +95,7 @@ async def test_the_thread_ends_with_the_loop_whatever_ended_that(toy_spec):
         if outputs.tokens:
             raise RuntimeError("nobody takes this")
 
-    asked = request()
-    asked.key = 1
-    loop.submit(asked)
+    loop.submit(1, request())
     with pytest.raises(RuntimeError, match="nobody takes this"):
         await loop.run(emit)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nanovllm-engine")]
@@ -157,11 +154,10 @@ async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothin
 
     monkeypatch.setattr(slow_loop._runner, "launch", launching)
     long = Request("long", [3] * 250, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-    long.key = 1
-    slow_loop.submit(long)
+    slow_loop.submit(1, long)
 
     def emit(outputs, _):
-        if outputs.ends:
+        if outputs.finishes:
             slow_loop.stop()
 
     async with asyncio.timeout(20):
@@ -172,7 +168,9 @@ async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothin
 
 async def test_a_request_that_comes_while_a_long_step_runs_is_in_the_step_behind_it(slow_loop, monkeypatch):
     runner, launched = slow_loop._runner, []
-    monkeypatch.setattr(slow_loop._scheduler.step_times, "predict", lambda work: 0.05 if work.prompt_pairs else 0.0)
+    monkeypatch.setattr(
+        slow_loop._scheduler.step_time_model, "predict", lambda work: 0.05 if work.prompt_pairs else 0.0
+    )
     launch = runner.launch
 
     def launching(plan):
@@ -183,14 +181,12 @@ async def test_a_request_that_comes_while_a_long_step_runs_is_in_the_step_behind
     requests = [
         Request(name, [3] * length, SamplingParams(max_tokens=1)) for name, length in (("long", 250), ("short", 5))
     ]
-    for key, asked in enumerate(requests, 1):
-        asked.key = key
-    slow_loop.submit(requests[0])
+    slow_loop.submit(1, requests[0])
     running = asyncio.create_task(slow_loop.run(lambda outputs, stats: None))
     async with asyncio.timeout(20):
         while len(launched) < 3:
             await asyncio.sleep(0.001)
-        slow_loop.submit(requests[1])
+        slow_loop.submit(2, requests[1])
         while not (with_short := [index for index, (_, lengths) in enumerate(launched) if lengths == [5]]):
             await asyncio.sleep(0.001)
     slow_loop.stop()
@@ -204,8 +200,7 @@ async def test_an_abort_of_a_lone_long_prompt_takes_effect_within_two_steps(slow
     launch, launched = slow_loop._runner.launch, []
     monkeypatch.setattr(slow_loop._runner, "launch", lambda plan: launched.append(plan) or launch(plan))
     long = Request("long", [3] * 250, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-    long.key = 1
-    slow_loop.submit(long)
+    slow_loop.submit(1, long)
     running = asyncio.create_task(slow_loop.run(lambda outputs, stats: None))
     async with asyncio.timeout(20):
         while len(launched) < 3:
@@ -230,9 +225,8 @@ async def test_outputs_of_a_finished_step_come_out_although_the_next_launch_fail
         return launch(plan)
 
     monkeypatch.setattr(slow_loop._runner, "launch", failing)
-    asked, tokens = request(), []
-    asked.key = 1
-    slow_loop.submit(asked)
+    tokens = []
+    slow_loop.submit(1, request())
     with pytest.raises(RuntimeError, match="this launch fails"):
         await slow_loop.run(lambda outputs, _: tokens.extend(outputs.tokens))
     assert len(tokens) == 1
@@ -256,15 +250,12 @@ async def test_stats_count_waiting_and_running_requests_during_a_long_step(toy_s
                 await asyncio.sleep(0.005)
 
     serving = asyncio.create_task(loop.run(lambda _, stats: told.append(stats) if stats is not None else None))
-    asked = [request() for _ in range(3)]
-    for key, one in enumerate(asked):
-        one.key = key
     try:
-        loop.submit(asked[0])
+        loop.submit(0, request())
         await asyncio.to_thread(computing.wait, 20)
         await tell_within(0.2, running=1, waiting=0)
-        loop.submit(asked[1])
-        loop.submit(asked[2])
+        loop.submit(1, request())
+        loop.submit(2, request())
         await tell_within(0.2, running=1, waiting=2)
         loop.abort(1)
         await tell_within(0.2, running=1, waiting=1)
@@ -278,7 +269,7 @@ async def test_stats_count_waiting_and_running_requests_during_a_long_step(toy_s
         go_on.set()
         loop.stop()
         await serving
-    assert loop._scheduler.counters.steps == 1
+    assert loop._scheduler.counters.num_steps == 1
 
 
 async def test_an_engine_at_rest_says_nothing(toy_spec):
@@ -306,10 +297,10 @@ async def test_spinning_is_controlled_while_the_engine_is_there(fails, toy_spec,
         def close(self) -> None:
             done.append("close")
 
-    monkeypatch.setattr("nanovllm_core.engine.loop.SpinControl", Spins)
-    monkeypatch.setattr("nanovllm_core.engine.loop.can_limit", lambda: True)
+    monkeypatch.setattr("nanovllm_core.engine.build.SpinControl", Spins)
+    monkeypatch.setattr("nanovllm_core.engine.build.can_limit", lambda: True)
     if fails:
-        monkeypatch.setattr("nanovllm_core.engine.loop.calibrate", lambda *_: 1 / 0)
+        monkeypatch.setattr("nanovllm_core.engine.build.calibrate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
     else:

@@ -9,9 +9,9 @@ from toy_model import toy_spec
 
 from nanovllm_core import EngineClient, EngineConfig, Request, SamplingParams
 from nanovllm_core.engine import wire
-from nanovllm_core.engine.process import split_by_client
-from nanovllm_core.engine.streams import Backlog, RequestStreams
-from nanovllm_core.request import PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.engine.output_buffers import OutputBuffer, OutputBuffers
+from nanovllm_core.engine.server import split_by_client
+from nanovllm_core.outputs import PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
 
 CONFIG = EngineConfig(device="cpu", num_blocks=128, max_num_seqs=8)
 
@@ -64,7 +64,7 @@ async def test_each_client_gets_its_own_in_one_message_a_step(oracle, monkeypatc
     finally:
         await other.stop()
         await owner.stop()
-    assert other.dead == owner.dead == "the engine was stopped"
+    assert other.death_reason == owner.death_reason == "the engine was stopped"
 
 
 async def test_a_client_that_leaves_leaves_the_engine_to_the_others(oracle):
@@ -99,55 +99,55 @@ async def test_a_killed_client_frees_everything_it_held(oracle):
 async def test_every_client_hears_that_the_engine_is_gone():
     owner = await EngineClient.launch(toy_spec("failing"), CONFIG)
     other = await EngineClient.connect(owner.address)
-    owner._owned.kill()
+    owner._owned_process.kill()
     async with asyncio.timeout(5):
-        while owner.dead is None or other.dead is None:
+        while owner.death_reason is None or other.death_reason is None:
             await asyncio.sleep(0.01)
-    assert owner.dead == "the engine process died (exit code -9)"
-    assert other.dead == "the engine process died"
+    assert owner.death_reason == "the engine process died (exit code -9)"
+    assert other.death_reason == "the engine process died"
     await other.stop()
     await owner.stop()
 
 
-class Bell:
-    """A sink that counts."""
+class CountingListener:
+    """A listener that counts its wake-ups."""
 
     def __init__(self) -> None:
-        self.rung = 0
+        self.num_wakes = 0
         self.failure: str | None = None
 
     def wake(self) -> None:
-        self.rung += 1
+        self.num_wakes += 1
 
     def fail(self, reason: str) -> None:
         self.failure = reason
 
 
-def test_a_backlog_is_one_output_whatever_came():
-    streams, bell = RequestStreams(), Bell()
-    backlog = Backlog(Request("a", [1, 2, 3], SamplingParams(logprobs=0)), bell)
-    streams.open(9, backlog)
+def test_unread_outputs_are_taken_as_one():
+    buffers, listener = OutputBuffers(), CountingListener()
+    buffer = OutputBuffer(Request("a", [1, 2, 3], SamplingParams(logprobs=0)), listener)
+    buffers.open(9, buffer)
     logprobs = [TokenLogprobs(-0.5, ()), TokenLogprobs(-0.25, ()), TokenLogprobs(-1.0, ()), TokenLogprobs(-2.0, ())]
-    assert backlog.take() is None
-    streams.dispatch(StepOutputs([9], [7], [(9, logprobs[0])], begins=[(9, 2)]))
-    assert bell.rung == 1
+    assert buffer.take() is None
+    buffers.dispatch(StepOutputs([9], [7], [(9, logprobs[0])], starts=[(9, 2)]))
+    assert listener.num_wakes == 1
     # Two tokens of one request, and one of somebody whom nobody listens to.
-    streams.dispatch(StepOutputs([9, 8, 9], [8, 1, 9], [(9, logprobs[1]), (8, logprobs[0]), (9, logprobs[2])]))
-    assert backlog.take() == RequestOutput("a", (7, 8, 9), 3, 2, 3, tuple(logprobs[:3]))
-    assert backlog.take() is None
-    streams.dispatch(StepOutputs([9], [5], [(9, logprobs[3])], ends=[(9, "stop", 5)]))
-    streams.dispatch(StepOutputs([9], [6]))
-    assert backlog.take() == RequestOutput("a", (5,), 3, 2, 4, (logprobs[3],), "stop", 5)
-    assert backlog.take() is None
-    assert not streams.close(9), "its last output had come"
-    streams.fail_all("gone")
-    assert bell.failure is None
+    buffers.dispatch(StepOutputs([9, 8, 9], [8, 1, 9], [(9, logprobs[1]), (8, logprobs[0]), (9, logprobs[2])]))
+    assert buffer.take() == RequestOutput("a", (7, 8, 9), 3, 2, 3, tuple(logprobs[:3]))
+    assert buffer.take() is None
+    buffers.dispatch(StepOutputs([9], [5], [(9, logprobs[3])], finishes=[(9, "stop", 5)]))
+    buffers.dispatch(StepOutputs([9], [6]))
+    assert buffer.take() == RequestOutput("a", (5,), 3, 2, 4, (logprobs[3],), "stop", 5)
+    assert buffer.take() is None
+    assert not buffers.close(9), "its last output had come"
+    buffers.fail_all("gone")
+    assert listener.failure is None
 
 
 def test_prompt_logprobs_come_once_with_the_first_token():
-    streams, bell = RequestStreams(), Bell()
-    backlog = Backlog(Request("a", [1, 2, 3], SamplingParams(prompt_logprobs=1)), bell)
-    streams.open(9, backlog)
+    buffers, listener = OutputBuffers(), CountingListener()
+    buffer = OutputBuffer(Request("a", [1, 2, 3], SamplingParams(prompt_logprobs=1)), listener)
+    buffers.open(9, buffer)
     parts = [
         PromptLogprobs(1, *(np.array(column).tobytes() for column in columns))
         for columns in (
@@ -156,14 +156,14 @@ def test_prompt_logprobs_come_once_with_the_first_token():
         )
     ]
     for part in parts:
-        streams.dispatch(StepOutputs(prompt_logprobs=[(9, part)]))
-    assert (bell.rung, backlog.take()) == (0, None)
-    streams.dispatch(StepOutputs([9], [7]))
-    told = backlog.take().prompt_logprobs
+        buffers.dispatch(StepOutputs(prompt_logprobs=[(9, part)]))
+    assert (listener.num_wakes, buffer.take()) == (0, None)
+    buffers.dispatch(StepOutputs([9], [7]))
+    told = buffer.take().prompt_logprobs
     assert [*told] == [(-0.5, 1, ((2, -0.5),)), (-3.0, 7, ((4, -0.25),))]
     assert (len(told), told.num_top) == (2, 1)
-    streams.dispatch(StepOutputs([9], [8]))
-    assert backlog.take().prompt_logprobs is None
+    buffers.dispatch(StepOutputs([9], [8]))
+    assert buffer.take().prompt_logprobs is None
 
 
 def test_a_steps_outputs_are_cut_by_client():

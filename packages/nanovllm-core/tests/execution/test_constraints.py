@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanovllm_core import Budget, SamplingParams
+from nanovllm_core import ReasoningBudget, SamplingParams
 from nanovllm_core.execution import constraints as constraints_module
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.host_copy import HostCopySlot
@@ -77,8 +77,9 @@ class CountingGrammar:
         return CountingMatcher(self.breaks_after, self.calls)
 
 
-def new_row(row: int, budget: Budget | None, grammar: CountingGrammar | None = None) -> NewRow:
-    return NewRow(row, as_token_ids([1, 2]), 2, 0, SamplingParams(budget=budget), seed=0, stop_ids=(), compiled=grammar)
+def new_row(row: int, budget: ReasoningBudget | None, grammar: CountingGrammar | None = None) -> NewRow:
+    sampling = SamplingParams(reasoning_budget=budget)
+    return NewRow(row, as_token_ids([1, 2]), 2, 0, sampling, seed=0, stop_ids=(), compiled_grammar=grammar)
 
 
 def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bool] | None = None) -> StepPlan:
@@ -112,7 +113,9 @@ def test_masks_of_an_earlier_step_apply_to_no_row():
 def test_a_step_waits_only_when_a_mask_depends_on_the_step_before():
     constraints = Constraints(4, VOCAB, torch.device("cpu"))
     rows = [3, 0, 2]
-    assert not constraints.begin_step(plan(rows, [new_row(3, None), new_row(0, Budget(2, (7, 68))), new_row(2, None)]))
+    assert not constraints.begin_step(
+        plan(rows, [new_row(3, None), new_row(0, ReasoningBudget(2, (7, 68))), new_row(2, None)])
+    )
     events = []
     for tokens in ([1, 5, 1], [1, 7, 1]):
         made, event = handle(tokens)
@@ -137,7 +140,7 @@ def test_a_step_waits_only_when_a_mask_depends_on_the_step_before():
 
 def test_skipped_and_reassigned_rows_are_not_advanced():
     constraints = Constraints(2, VOCAB, torch.device("cpu"))
-    budget = Budget(0, (9,))
+    budget = ReasoningBudget(0, (9,))
     assert not constraints.begin_step(plan([0, 1], [new_row(0, budget), new_row(1, None)], [False, True]))
     assert constraints.begin_step(plan([1, 0]))
     which, bits = constraints.fill_masks(np.arange(2))
@@ -146,7 +149,7 @@ def test_skipped_and_reassigned_rows_are_not_advanced():
     constraints.end_step(made)
     event.over = True
     # The request has ended meanwhile, and the next one has its row.
-    assert constraints.begin_step(plan([1, 0], [new_row(0, Budget(0, (10,)))]))
+    assert constraints.begin_step(plan([1, 0], [new_row(0, ReasoningBudget(0, (10,)))]))
     which, bits = constraints.fill_masks(np.arange(2))
     assert (which.tolist(), allowed(bits)) == ([1], [[10]])
     assert not constraints.begin_step(plan([1], [new_row(0, None)]))
@@ -158,7 +161,7 @@ def test_grammars_are_followed_in_one_call_and_one_that_breaks_harms_no_other():
         new_row(0, None, CountingGrammar(calls)),
         new_row(1, None),
         new_row(2, None, CountingGrammar(calls, breaks_after=2)),
-        new_row(3, Budget(1, (2,)), CountingGrammar(calls)),
+        new_row(3, ReasoningBudget(1, (2,)), CountingGrammar(calls)),
     ]
     assert constraints.begin_step(plan(rows, new_rows))
     for step, others in enumerate([[0, 2, 3], [0, 2, 3], [0, 2, 3], [0, 3]]):

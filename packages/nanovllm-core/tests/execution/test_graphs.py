@@ -9,7 +9,8 @@ import torch
 import toy_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm_core.config import ConfigError, EngineConfig, resolve
+from nanovllm_core.config import EngineConfig, resolve
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution import graphs as graphs_module
 from nanovllm_core.execution import runner as runner_module
 from nanovllm_core.execution.forward import ForwardOutput
@@ -24,7 +25,7 @@ from nanovllm_core.execution.graphs import (
 from nanovllm_core.execution.request_table import SamplingOps
 from nanovllm_core.execution.runner import start_runner
 from nanovllm_core.execution.token_choice import CAPTURED_OPS, select_graph
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 

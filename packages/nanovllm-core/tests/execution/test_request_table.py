@@ -7,7 +7,7 @@ import torch
 from counting import calls
 
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, NewState, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 

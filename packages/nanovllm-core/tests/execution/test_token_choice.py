@@ -12,7 +12,7 @@ from nanovllm_core.execution.request_table import RequestTable, SamplingOps, Ste
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.execution.token_choice import CAPTURED_OPS, choose_tokens, compute_logprobs, gather_columns
 from nanovllm_core.layers import compilation
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 from nanovllm_kernels.sampling import IN_PROMPT
@@ -60,8 +60,14 @@ OPTIONS = [
     {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"temperature": 0.0, "logit_bias": {3: 50.0, 9: -5.0}},
     {"temperature": 1.0, "logit_bias": {3: -50.0}},
-    {"temperature": 0.0, "forbidden": ((1,), (2,), (7, 8))},
-    {"temperature": 0.9, "top_k": 9, "repetition_penalty": 0.8, "forbidden": ((4, 5, 6),), "logit_bias": {1: 1.0}},
+    {"temperature": 0.0, "forbidden_sequences": ((1,), (2,), (7, 8))},
+    {
+        "temperature": 0.9,
+        "top_k": 9,
+        "repetition_penalty": 0.8,
+        "forbidden_sequences": ((4, 5, 6),),
+        "logit_bias": {1: 1.0},
+    },
 ]
 
 

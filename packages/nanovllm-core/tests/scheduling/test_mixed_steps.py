@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.plan import StepResults
-from nanovllm_core.scheduling.policy import MAX_BYPASSES
-from nanovllm_core.scheduling.prompts import WINDOW
-from nanovllm_core.scheduling.result_applier import ScheduledStep
+from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
+from nanovllm_core.scheduling.prompt_scheduler import MAX_BYPASSES, MAX_WAITING_CANDIDATES
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepWork
 from nanovllm_kernels.attention.rounds import AttentionRounds, attention_pairs
@@ -24,9 +24,10 @@ def make_scheduler(
     return Scheduler(cache, max_num_seqs=max_num_seqs, limits=StepLimits(budget), max_model_len=8192, eos_token_ids=[1])
 
 
-def add(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2, priority: int = 0) -> Request:
-    request = Request(f"r{key}", [token] * num_tokens, SamplingParams(ignore_eos=True), priority=priority)
-    request.key, request.arrival_time = key, float(key)
+def add(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2, priority: int = 0) -> RequestState:
+    sampling = SamplingParams(ignore_eos=True)
+    client_request = Request(f"r{key}", [token] * num_tokens, sampling, priority=priority, arrival_time=float(key))
+    request = RequestState(key, client_request)
     scheduler.add(request)
     return request
 
@@ -70,7 +71,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_has_begun():
 def test_a_prompt_with_little_left_to_compute_goes_before_one_with_fewer_tokens():
     scheduler = make_scheduler(16, budget=200, prefix_caching=True)
     add(scheduler, 0, 1600)
-    while scheduler.rows.num_tokens[0] - scheduler.rows.num_computed[0] > 1 or not scheduler.running:
+    while scheduler.rows.num_tokens[0] - scheduler.rows.num_computed_tokens[0] > 1 or not scheduler.running_requests:
         step(scheduler)
     add(scheduler, 1, 300, token=3)
     add(scheduler, 2, 1650)
@@ -88,10 +89,10 @@ def test_the_oldest_prompt_gets_a_quarter_of_the_steps_beside_endless_short_ones
         planned = scheduler.schedule()
         served.append(0 in scheduler.rows.keys[planned.plan.scheduled.rows].tolist())
         finish(scheduler, planned)
-        for request in scheduler.running:
-            if request.key and scheduler.rows.num_known[request.row] > request.num_prompt_tokens:
+        for request in scheduler.running_requests:
+            if request.key and scheduler.rows.num_host_tokens[request.row] > request.num_prompt_tokens:
                 scheduler.abort(request.key)
-        if not scheduler.rows.running[0]:
+        if not scheduler.rows.is_running[0]:
             break
     waits = np.diff(np.flatnonzero(served))
     assert waits.max() <= 4
@@ -108,7 +109,7 @@ def test_a_burst_larger_than_the_window_begins_in_as_few_steps_as_its_tokens_nee
     scheduler = make_scheduler(256)
     for key in range(256):
         add(scheduler, key, 64)
-    assert WINDOW < 128
+    assert MAX_WAITING_CANDIDATES < 128
     assert [step(scheduler) for _ in range(4)] == [[64] * 128, [1] * 128 + [64] * 126, [1] * 254 + [64] * 2, [1] * 256]
 
 
@@ -176,11 +177,11 @@ ROUNDS = AttentionRounds(tile_tokens=32, num_tiles=16)
 
 def fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> Scheduler:
     scheduler = make_scheduler(16)
-    scheduler.limits = scheduler._prompts._limits = limits
+    scheduler.limits = scheduler._prompt_scheduler._limits = limits
     for num_tokens, start in ((100, 0), (1000, 0), (1000, 5000), (200, 8000)):
         pairs = attention_pairs(start, num_tokens)
-        scheduler.step_times.observe(StepWork(num_tokens, 0, pairs), per_token * num_tokens + per_pair * pairs)
-    scheduler.step_times.forget_error()
+        scheduler.step_time_model.observe(StepWork(num_tokens, 0, pairs), per_token * num_tokens + per_pair * pairs)
+    scheduler.step_time_model.reset_errors()
     return scheduler
 
 
@@ -218,7 +219,7 @@ def test_a_step_that_mostly_attends_is_not_cut_to_the_padded_size_below():
     counts = [step(scheduler)[0] for _ in range(6)]
     assert any(512 < count < 760 for count in counts)
     for count, start in zip(counts, np.cumsum([0, *counts]), strict=False):
-        seconds = 1e-5 * limits.padded(count) + 2e-8 * attention_pairs(int(start), count)
+        seconds = 1e-5 * limits.pad(count) + 2e-8 * attention_pairs(int(start), count)
         assert seconds <= 0.05
     assert request.num_prompt_tokens == LONG
 

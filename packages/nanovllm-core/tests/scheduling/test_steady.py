@@ -5,10 +5,12 @@ import pytest
 from counting import calls
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import StepResults
-from nanovllm_core.scheduling.result_applier import COMMITTED_TOKENS
+from nanovllm_core.scheduling.result_applier import COMMIT_INTERVAL_TOKENS
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE, LONGEST, EOS = 16, 256, 1
@@ -22,8 +24,7 @@ def decoding(count: int, *, prefix_caching: bool) -> Scheduler:
     )
     for key in range(count):
         request = Request(f"r{key}", [2 + key] * 36, SamplingParams(stop_token_ids=(0,)))
-        request.key = key
-        scheduler.add(request)
+        scheduler.add(RequestState(key, request))
     step(scheduler, count)
     return scheduler
 
@@ -70,8 +71,7 @@ def held_by_need(num_blocks: int, num_steps: int) -> tuple[list[int], list[int]]
     )
     requests = [Request(f"r{key}", [2] * (33 + key), SamplingParams(ignore_eos=True)) for key in range(count)]
     for key, request in enumerate(requests):
-        request.key = key
-        scheduler.add(request)
+        scheduler.add(RequestState(key, request))
     step(scheduler, count)
     grown: list[int] = []
     for _ in range(num_steps):
@@ -79,7 +79,9 @@ def held_by_need(num_blocks: int, num_steps: int) -> tuple[list[int], list[int]]
         grown.append(len(planned.plan.new_blocks.rows))
         scheduler.complete(planned, StepResults(np.full(count, 7, np.int32), ()))
     # The last token has been made, but not computed.
-    return grown, [len(request.block_ids) - -(-(request.num_tokens - 1) // BLOCK_SIZE) for request in scheduler.running]
+    return grown, [
+        len(request.block_ids) - -(-(request.num_tokens - 1) // BLOCK_SIZE) for request in scheduler.running_requests
+    ]
 
 
 def test_plenty_of_blocks_are_given_to_all_in_one_step():
@@ -101,11 +103,10 @@ def test_no_request_gets_a_block_beyond_its_maximum_length():
     # The first needs a block at once, the other's is enough for all of its answer.
     for key, (length, max_tokens) in enumerate(((16, 10), (20, 13))):
         request = Request(f"r{key}", [2] * length, SamplingParams(ignore_eos=True, max_tokens=max_tokens))
-        request.key = key
-        scheduler.add(request)
+        scheduler.add(RequestState(key, request))
     step(scheduler, 2)
     step(scheduler, 2)
-    assert [len(request.block_ids) for request in scheduler.running] == [2, 2]
+    assert [len(request.block_ids) for request in scheduler.running_requests] == [2, 2]
 
 
 def test_steps_of_the_same_requests_are_scheduled_alike():
@@ -117,30 +118,28 @@ def test_steps_of_the_same_requests_are_scheduled_alike():
     scheduler.abort(1)
     # Its key is free, and so is its row, once the step in flight has ended.
     assert scheduler.complete(second, tokens).keys == [0]
-    newcomer = Request("r1", [9], SamplingParams())
-    newcomer.key = 1
+    newcomer = RequestState(1, Request("r1", [9], SamplingParams()))
     scheduler.add(newcomer)
     mixed = scheduler.schedule()
-    assert scheduler.complete(mixed, tokens).begins == [(1, 0)]
+    assert scheduler.complete(mixed, tokens).starts == [(1, 0)]
     third = scheduler.schedule()
     assert third.plan.scheduled.rows.tolist() == first.plan.scheduled.rows.tolist()
     assert third.plan.scheduled is not first.plan.scheduled
     assert scheduler.complete(third, tokens).keys == [0, 1]
-    assert newcomer.known_ids().tolist() == [9, 8, 8]
+    assert newcomer.token_ids().tolist() == [9, 8, 8]
 
 
 def test_blocks_of_an_answer_are_found_some_at_a_time_and_at_its_end_all():
     cache = CacheManager(100, BLOCK_SIZE, prefix_caching=True, prefix_hash="fast", watermark=0)
     scheduler = Scheduler(cache, max_num_seqs=1, limits=StepLimits(1024), max_model_len=LONGEST, eos_token_ids=[EOS])
-    request = Request("r", [2] * 40, SamplingParams(max_tokens=100, ignore_eos=True))
-    request.key = 0
+    request = RequestState(0, Request("r", [2] * 40, SamplingParams(max_tokens=100, ignore_eos=True)))
     scheduler.add(request)
     committed: list[int] = []
     for _ in range(100):
         step(scheduler, 1)
         committed.append(request.num_committed_blocks)
     # By the tokens that are computed: 40 to 138. What a request holds no more is not counted as its own.
-    some = max(COMMITTED_TOKENS, BLOCK_SIZE)
+    some = max(COMMIT_INTERVAL_TOKENS, BLOCK_SIZE)
     assert committed == [max(2, computed // some * (some // BLOCK_SIZE)) for computed in range(40, 139)] + [0]
-    again = Request("again", request.known_ids(), SamplingParams())
+    again = RequestState(1, Request("again", request.token_ids(), SamplingParams()))
     assert cache.admit(again, keep_watermark=False) == 138 // BLOCK_SIZE * BLOCK_SIZE

@@ -9,10 +9,11 @@ import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.execution.graphs import mixed_sizes
-from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.plan import StepResults
-from nanovllm_core.scheduling.result_applier import ScheduledStep
+from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
 from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds, attention_pairs
@@ -66,13 +67,13 @@ class Engine:
             limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.rounds, PADDED),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[1],
-            step_times=model,
+            step_time_model=model,
         )
 
     def add(self, key: int, num_tokens: int, max_tokens: int = 4) -> None:
-        request = Request(f"r{key}", [2] * num_tokens, SamplingParams(ignore_eos=True, max_tokens=max_tokens))
-        request.key, request.arrival_time = key, self.now
-        self.scheduler.add(request)
+        sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens)
+        request = Request(f"r{key}", [2] * num_tokens, sampling, arrival_time=self.now)
+        self.scheduler.add(RequestState(key, request))
 
     def step(self) -> bool:
         """Fill the device, then wait for its oldest step; False when there is nothing to do."""
@@ -88,7 +89,7 @@ class Engine:
         self.scheduler.observe(planned, self.steps[len(self.steps) - len(self.in_flight) - 1][1])
         count = int(planned.plan.scheduled.samples.sum())
         outputs = self.scheduler.complete(planned, StepResults(np.full(count, 7, np.int32), ()))
-        for key, _ in outputs.begins:
+        for key, _ in outputs.starts:
             self.first_token_at[key] = self.now
         return True
 
@@ -119,7 +120,7 @@ def test_random_arrivals_keep_every_step_within_its_limit_and_all_finish(seed):
             engine.add(len(engine.first_token_at) * 1000 + len(arrivals), length, rng.choice([1, 20, 200]))
     assert len(engine.first_token_at) == 120
     assert engine.excess() <= MODEL_ERROR
-    assert engine.scheduler.step_times.error < 0.15
+    assert engine.scheduler.step_time_model.mean_error < 0.15
     assert engine.deepest <= engine.depth
 
 
@@ -172,9 +173,9 @@ def test_priorities_rule_between_classes():
     engine = Engine(3)
     engine.add(0, 20_000, 1)
     engine.step()
-    urgent = Request("urgent", [2] * 60_000, SamplingParams(ignore_eos=True, max_tokens=1), priority=-1)
-    urgent.key, urgent.arrival_time = 1, engine.now
-    engine.scheduler.add(urgent)
+    sampling = SamplingParams(ignore_eos=True, max_tokens=1)
+    urgent = Request("urgent", [2] * 60_000, sampling, priority=-1, arrival_time=engine.now)
+    engine.scheduler.add(RequestState(1, urgent))
     while engine.step():
         pass
     assert engine.first_token_at[1] < engine.first_token_at[0]
@@ -207,7 +208,7 @@ def test_decodes_that_take_the_whole_target_leave_prompts_a_block():
 
 def test_without_a_target_a_slow_decode_step_raises_the_limit():
     limits = StepLimits(8192, None, 0.06, 0.05)
-    assert limits.seconds(3, 0.002) == 0.05
-    assert limits.seconds(3, 0.03) == pytest.approx(0.12)
-    assert limits.seconds(0, 0.03) == 0.06
-    assert StepLimits(8192, 0.025, 0.06, 0.05).seconds(3, 0.03) == 0.025
+    assert limits.time_limit_s(3, 0.002) == 0.05
+    assert limits.time_limit_s(3, 0.03) == pytest.approx(0.12)
+    assert limits.time_limit_s(0, 0.03) == 0.06
+    assert StepLimits(8192, 0.025, 0.06, 0.05).time_limit_s(3, 0.03) == 0.025

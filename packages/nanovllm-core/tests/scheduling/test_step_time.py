@@ -35,12 +35,12 @@ def test_steps_of_linear_cost_are_predicted(fitted):
     for _ in range(100):
         work = random_work(rng)
         assert fitted.predict(work) == pytest.approx(linear_seconds(work), rel=0.02)
-    assert fitted.error < 0.02
+    assert fitted.mean_error < 0.02
 
 
 def test_a_chunk_sized_for_some_seconds_takes_them(fitted):
     for start in (0, 1000, 90_000):
-        tokens = fitted.chunk_tokens(start, 0.04)
+        tokens = fitted.max_chunk_tokens(start, 0.04)
         assert fitted.chunk_seconds(start, int(tokens)) == pytest.approx(0.04, rel=0.01)
 
 
@@ -77,11 +77,11 @@ def test_long_decoding_does_not_make_prompts_forgotten(fitted):
 def test_before_any_observation_time_limits_nothing():
     model = StepTimeModel()
     assert model.predict(StepWork(8192, 0, 10**9)) == 0
-    assert model.chunk_tokens(0, 0.01) == math.inf
+    assert model.max_chunk_tokens(0, 0.01) == math.inf
 
 
 def test_without_a_limit_a_fitted_model_limits_nothing(fitted):
-    assert fitted.chunk_tokens(0, math.inf) == math.inf
+    assert fitted.max_chunk_tokens(0, math.inf) == math.inf
 
 
 @pytest.mark.parametrize("seconds_a_token", [2e-6, 1e-4, 1e-2])
@@ -102,17 +102,17 @@ def test_calibration_is_short_and_finds_the_cost_of_prompts(seconds_a_token):
 
 def test_only_steps_that_take_longer_than_predicted_count_as_excess(fitted):
     work = StepWork(1000, 0, attention_pairs(0, 1000))
-    before = fitted.excess
+    before = fitted.mean_excess
     fitted.observe(work, 0.8 * fitted.predict(work))
-    assert fitted.excess < before
+    assert fitted.mean_excess < before
     fitted.observe(work, 1.2 * fitted.predict(work))
-    assert fitted.excess > before
-    fitted.forget_error()
-    assert fitted.excess == fitted.error == 0
+    assert fitted.mean_excess > before
+    fitted.reset_errors()
+    assert fitted.mean_excess == fitted.mean_error == 0
 
 
 def test_a_model_that_was_only_calibrated_expects_some_excess():
     model = StepTimeModel()
     calibrate(model, lambda num_tokens, _: 1e-3 + 1e-5 * num_tokens, 8192, 8192)
-    assert model.error == 0
-    assert 0.01 <= model.excess <= 0.05
+    assert model.mean_error == 0
+    assert 0.01 <= model.mean_excess <= 0.05

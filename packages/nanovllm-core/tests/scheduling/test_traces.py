@@ -11,9 +11,12 @@ import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
-from nanovllm_core.request import PromptLogprobs, Request, RequestStatus, SamplingParams
+from nanovllm_core.outputs import PromptLogprobs
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState, RequestStatus
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.plan import NewRow, NewState, PromptPart, StepPlan, StepResults
+from nanovllm_core.scheduling.plan import NewRow, NewState, PromptLogprobsRange, StepPlan, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 VOCAB = 50
@@ -46,10 +49,10 @@ class Device:
 
     def restore(self, new_rows: Sequence[NewRow]) -> None:
         assert self.states is not None
-        kept = {new.state.origin: self.states[new.state.origin] for new in new_rows if new.state.origin}
+        kept = {new.state.source_slot: self.states[new.state.source_slot] for new in new_rows if new.state.source_slot}
         for new in new_rows:
-            assert bool(new.state.origin) == bool(new.num_computed_tokens)
-            self.states[new.state.slot] = kept[new.state.origin] if new.state.origin else 1
+            assert bool(new.state.source_slot) == bool(new.num_computed_tokens)
+            self.states[new.state.slot] = kept[new.state.source_slot] if new.state.source_slot else 1
             self.state_of[new.row] = new.state
 
     def take_in(self, row: int, before: int, after: int, position: int) -> None:
@@ -92,19 +95,19 @@ class Device:
                 sampled.append(next_token(state, self.eos_rate))
                 self.tokens[row].append(sampled[-1])
         return StepResults(
-            np.array(sampled, np.int32), (), (), [self.score(part, seen) for part in plan.prompt_logprobs]
+            np.array(sampled, np.int32), (), (), [self.score(part, seen) for part in plan.prompt_logprobs_ranges]
         )
 
-    def score(self, part: PromptPart, seen: list[tuple[int, int, int]]) -> PromptLogprobs:
+    def score(self, part: PromptLogprobsRange, seen: list[tuple[int, int, int]]) -> PromptLogprobs:
         """Where log-probabilities would be, what they would be made of: a token, and all that the device saw before."""
         ranks = []
-        for row, position, state in seen[part.at : part.at + part.num_tokens]:
+        for row, position, state in seen[part.first_logits_index : part.first_logits_index + part.num_tokens]:
             assert (row, position) == (part.row, part.start + len(ranks) - 1), "another's hidden state"
             ranks.append(digest(state, self.tokens[row][position + 1]))
         return PromptLogprobs(part.num_top, b"", np.array(ranks, np.int64).tobytes(), b"", b"")
 
 
-def expected_output(request: Request, limit: int, eos_rate: int) -> list[int]:
+def expected_output(request: RequestState, limit: int, eos_rate: int) -> list[int]:
     state, output = 1, []
     for token in request.prompt_ids.tolist():
         state = digest(state, token)
@@ -116,11 +119,11 @@ def expected_output(request: Request, limit: int, eos_rate: int) -> list[int]:
     return output
 
 
-def expected_scores(request: Request) -> list[int]:
+def expected_scores(request: RequestState) -> list[int]:
     return [*accumulate(request.prompt_ids.tolist(), digest, initial=1)][2:]
 
 
-def check_ownership(scheduler: Scheduler, requests: list[Request]) -> None:
+def check_ownership(scheduler: Scheduler, requests: list[RequestState]) -> None:
     held = Counter(block for request in requests for block in request.block_ids)
     pool = scheduler.cache.pool
     for block in range(1, pool.num_blocks + 1):
@@ -184,7 +187,7 @@ class Trace:
         self.prefixes = [
             [rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(1 if recurrent else 2)
         ]
-        self.requests: list[Request] = []
+        self.requests: list[RequestState] = []
         self.aborted: set[int] = set()
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
@@ -199,7 +202,7 @@ class Trace:
         if self.device.states is not None and rng.random() < 0.7:
             shared = min(length, rng.choice([70, 130]))
         prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(VOCAB) for _ in range(length - shared)]
-        request = Request(
+        client_request = Request(
             id=f"r{len(self.requests)}",
             token_ids=prompt,
             sampling=SamplingParams(
@@ -211,7 +214,7 @@ class Trace:
             priority=rng.choice([0, 0, 0, -1, 1]),
             arrival_time=float(len(self.requests)),
         )
-        request.key = len(self.requests)
+        request = RequestState(len(self.requests), client_request)
         self.requests.append(request)
         self.outputs[request.key] = []
         self.scores[request.key] = []
@@ -223,8 +226,8 @@ class Trace:
             rows = scheduler.rows
             decodes = {
                 request.row
-                for request in scheduler.running
-                if rows.num_tokens[request.row] - rows.num_computed[request.row] == 1
+                for request in scheduler.running_requests
+                if rows.num_tokens[request.row] - rows.num_computed_tokens[request.row] == 1
                 and rows.num_tokens[request.row] < request.max_total_tokens
             }
             step = scheduler.schedule()
@@ -235,7 +238,7 @@ class Trace:
                 (request,) = scheduler.rows.requests_of(np.array([new.row]))
                 if 0 < len(self.scores[request.key]) < request.num_prompt_tokens - 1:
                     self.num_resumed_midway += 1
-                self.num_restored += new.state.origin > 0
+                self.num_restored += new.state.source_slot > 0
             self.in_flight.append((step, self.device.run(step.plan)))
         if self.in_flight:
             outputs = scheduler.complete(*self.in_flight.popleft())
@@ -246,9 +249,9 @@ class Trace:
             for key, token in zip(outputs.keys, outputs.tokens, strict=True):
                 assert key not in self.aborted
                 assert key not in self.reasons, "an output after the last one"
-                assert (key in dict(outputs.begins)) == (not self.outputs[key])
+                assert (key in dict(outputs.starts)) == (not self.outputs[key])
                 self.outputs[key].append(token)
-            for key, reason, stop_token in outputs.ends:
+            for key, reason, stop_token in outputs.finishes:
                 assert stop_token == (self.outputs[key][-1] if reason == "stop" else None)
                 self.reasons[key] = reason
         check_ownership(scheduler, self.requests)
@@ -277,7 +280,7 @@ class Trace:
     def check_end(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
         assert not scheduler.has_requests
-        assert not scheduler.running
+        assert not scheduler.running_requests
         assert scheduler.num_waiting == 0
         assert pool.num_free == pool.num_blocks
         assert pool.num_cached <= pool.num_free
@@ -309,8 +312,8 @@ def test_everyone_finishes_and_nothing_is_lost(block_of_seeds: int):
             trace.run()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        preemptions += trace.scheduler.counters.preemptions
-        hits += trace.scheduler.counters.prefix_hits
+        preemptions += trace.scheduler.counters.num_preemptions
+        hits += trace.scheduler.counters.num_cached_tokens
         midway += trace.num_resumed_midway
         restored += trace.num_restored
     # Otherwise the traces would not have been where it is difficult.

@@ -14,6 +14,8 @@ import torch
 # Compute capability (major) on which FlashAttention is known to work: Hopper.
 FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)
+# Number of SMs that launches are planned for without a GPU, in the interpreter.
+INTERPRETER_SMS = 8
 # Most rows that every CPU computes in float32, see `gemm`.
 FEW_ROWS = 8
 # Below this hidden size decoding is bound by launches, so that a float32 residual stream costs nothing.
@@ -177,7 +179,7 @@ def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
         return f"{name}, {capability} (torch)"
     in_float32 = f"float32 from bfloat16 weights, {capability} (torch)"
     if has_numba():
-        from nanovllm_kernels.jit import INSTRUCTIONS
+        from nanovllm_kernels.numba_jit import INSTRUCTIONS
 
         in_float32 = f"float32 from bfloat16 weights, {INSTRUCTIONS} (Numba)"
     if not can_pack_bf16():

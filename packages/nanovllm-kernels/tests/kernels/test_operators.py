@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, moe, sampling
+from nanovllm_kernels import attention, elementwise, gemm, linear_attention, moe, request_tables, sampling
 from nanovllm_kernels.attention import flash_prefill, mla, work_list
 
 MODULES = (
@@ -11,7 +11,7 @@ MODULES = (
     mla,
     work_list,
     flash_prefill,
-    batch,
+    request_tables,
     elementwise,
     gemm,
     gemm.block_fp8,

@@ -27,9 +27,9 @@ class TokenBytes:
         # SentencePiece puts a space before every text, which its decoder removes.
         self.strips_leading_space = "Strip" in decoders
 
-    def of(self, token: int) -> bytes:
-        """Return the bytes of `token`; for a special token its name in UTF-8, for an unknown id b""."""
-        text = self._backend.id_to_token(token)
+    def get(self, token_id: int) -> bytes:
+        """Return the bytes of a token; for a special token its name in UTF-8, for an unknown id b""."""
+        text = self._backend.id_to_token(token_id)
         return b"" if text is None else self._bytes(text)
 
     def _bytes(self, text: str) -> bytes:

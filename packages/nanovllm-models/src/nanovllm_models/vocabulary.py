@@ -19,7 +19,7 @@ def read_vocabulary(path: Path, end_ids: tuple[int, ...]) -> Vocabulary:
     """
     backend = load_tokenizer(path).backend
     token_bytes = TokenBytes(backend)
-    tokens = [token_bytes.of(token) for token in range(backend.get_vocab_size(with_added_tokens=True))]
+    tokens = [token_bytes.get(token) for token in range(backend.get_vocab_size(with_added_tokens=True))]
     words = _format_words()
     for token, added in backend.get_added_tokens_decoder().items():
         if token in end_ids or (added.special and added.content not in words):

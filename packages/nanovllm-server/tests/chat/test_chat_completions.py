@@ -132,8 +132,8 @@ async def test_stop_string_ends_the_answer(post, engine, service):
     assert choice["message"]["content"] == "Hell"
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "oHe")
     assert body["usage"]["completion_tokens"] == 7
-    assert engine.aborted == [engine.requests[0].key]
-    assert service.admission.active == 0
+    assert engine.aborted == [engine.keys[0]]
+    assert service.admission.num_active == 0
 
 
 async def test_stop_strings_have_no_effect_before_min_tokens(post, engine):

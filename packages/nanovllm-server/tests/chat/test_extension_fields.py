@@ -102,7 +102,7 @@ async def test_truncation_keeps_as_many_tokens_as_fit(post, engine, fields, kept
 
 async def test_bad_words_reach_the_engine_in_both_spellings(post, engine):
     await post(bad_words=["the", " the", "he"])
-    forbidden = engine.requests[0].sampling.forbidden
+    forbidden = engine.requests[0].sampling.forbidden_sequences
     assert forbidden == ((ord("t"), 256), (257, 256), (256,), (ord(" "), 256))
 
 

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import pick_format
-from nanovllm_server.chat.detokenizing import TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
 from nanovllm_server.chat.rendering import Renderer
+from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ReasoningText
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.messages import Message, PastToolCall
 
 pytestmark = pytest.mark.slow
@@ -91,7 +91,7 @@ async def test_a_call_of_the_history_is_what_the_parser_reads(model, backend):
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
     # Where one begins to reason and the other to call, both have the brackets of their tags.
     same -= asked[:same].endswith("<")
-    parser = model_format.parser(asked[:same], {"get_weather": SCHEMA})
+    parser = model_format.make_parser(asked[:same], {"get_weather": SCHEMA})
     events = parser.push(answered[same:]) + parser.finish()
     names = [event.name for event in events if isinstance(event, CallBegun)]
     assert names == ([] if name in NO_HISTORY else ["get_weather"])

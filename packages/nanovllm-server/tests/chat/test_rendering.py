@@ -134,7 +134,7 @@ async def test_a_value_that_the_template_can_not_be_given_is_refused_by_its_fiel
 
     renderer = Renderer(Reserved(None))
     with pytest.raises(ApiError) as refused:
-        await renderer.render(CONVERSATION, None, TemplateOptions(values={"tokenize": True}))
+        await renderer.render(CONVERSATION, None, TemplateOptions(variables={"tokenize": True}))
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
     renderer.close()
 

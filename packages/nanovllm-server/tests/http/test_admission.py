@@ -31,19 +31,19 @@ async def test_right_api_key_is_accepted(post, client, service):
 async def test_full_queue_is_a_429(post, engine, service):
     engine.delay = 0.02
     first = [asyncio.create_task(post(n=4)), asyncio.create_task(post(n=4))]
-    while service.admission.active < 8:
+    while service.admission.num_active < 8:
         await asyncio.sleep(0.001)
     refused = await post()
     assert refused.status_code == 429
     assert int(refused.headers["Retry-After"]) >= 1
     assert (await refused.get_json())["error"]["code"] == "queue_full"
     assert [(await task).status_code for task in first] == [200, 200]
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
     assert (await post()).status_code == 200
 
 
 async def test_draining_server_is_a_503(post, client, service):
-    service.admission.closed = "the server is shutting down"
+    service.admission.shutdown_reason = "the server is shutting down"
     response = await post()
     assert response.status_code == 503
     assert "Retry-After" in response.headers
@@ -80,7 +80,7 @@ async def test_engine_dies_in_the_middle(post, engine, service, stream):
     else:
         assert response.status_code == 503
     assert b"out of memory" in data
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,7 +93,7 @@ async def test_bug_is_a_500_with_the_id_of_the_log(post, engine, service, stream
     assert b"secret detail" not in data
     engine.crash = None
     assert (await post()).status_code == 200
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
 
 
 async def test_request_id_is_echoed_or_made(post):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from nanovllm_models.chat_formats import HERMES, THINK, ChatFormat
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat
 
 LEAVERS = 300
 AT_ONCE = 30
@@ -80,10 +80,10 @@ async def test_disconnected_clients_leave_no_tasks_or_requests(url, talkative, e
 
     await asyncio.gather(*(one(rng.random()) for _ in range(LEAVERS)))
     async with asyncio.timeout(20):
-        while asyncio.all_tasks() - before or talkative.admission.active or talkative.running or engine.num_active:
+        while asyncio.all_tasks() - before or talkative.admission.num_active or talkative.running or engine.num_active:
             await asyncio.sleep(0.02)
-    assert talkative.admission.empty.is_set()
-    finished = talkative.metrics.finished
+    assert talkative.admission.idle.is_set()
+    finished = talkative.metrics.finish_reasons
     assert all(finished[reason] for reason in ("tool_calls", "abort"))
-    codes = {status for (_, status), count in talkative.metrics.http.items() if count}
+    codes = {status for (_, status), count in talkative.metrics.http_exchanges.items() if count}
     assert {200, 400, 499, 504} <= codes <= {200, 400, 429, 499, 504}

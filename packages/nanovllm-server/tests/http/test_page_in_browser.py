@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat
 
 # The first test that runs may have to fetch the browser.
 pytestmark = pytest.mark.timeout(180)
@@ -104,7 +104,7 @@ async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer,
     assert await texts(tab, ".note") == ["stopped"]
     assert await tab.value("$('send').textContent") == "Send"
     async with asyncio.timeout(5):
-        while service.admission.active or engine.num_active:
+        while service.admission.num_active or engine.num_active:
             await asyncio.sleep(0.01)
     # What there is of it stays part of the conversation.
     engine.endless = False

@@ -91,8 +91,8 @@ async def test_timeout_before_the_first_token_is_a_504(post, engine, service, st
     error = (await response.get_json())["error"]
     assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
     assert "0.1 s" in error["message"]
-    assert engine.aborted == [engine.requests[0].key]
-    assert service.admission.active == 0
+    assert engine.aborted == [engine.keys[0]]
+    assert service.admission.num_active == 0
     assert service.running == set()
 
 
@@ -104,14 +104,14 @@ async def test_timeout_in_mid_stream_is_an_error_event(post, engine, service):
     assert error.startswith("event: error\ndata: ")
     assert json.loads(error.split("data: ")[1])["error"]["code"] == "deadline_exceeded"
     assert done == "data: [DONE]"
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
     assert engine.num_active == 0
 
 
 async def test_timeout_of_a_complete_answer_is_a_504(post, engine, service):
     engine.delay, engine.endless = 0.01, True
     assert (await post(timeout=0.2)).status_code == 504
-    assert service.metrics.finished["abort"] == 1
+    assert service.metrics.finish_reasons["abort"] == 1
 
 
 async def test_unexpired_timeout_changes_nothing(post):
@@ -120,7 +120,7 @@ async def test_unexpired_timeout_changes_nothing(post):
 
 async def test_client_that_does_not_read_is_dropped(app, service, engine, serve_at):
     engine.endless, engine.burst, engine.delay = True, 40, 0.001
-    async with serve_at(app, stalled_s=0.3) as url:
+    async with serve_at(app, write_timeout_s=0.3) as url:
         parts = urlsplit(url)
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -131,10 +131,10 @@ async def test_client_that_does_not_read_is_dropped(app, service, engine, serve_
             sock, raw(stream=True, logprobs=True, top_logprobs=20, max_tokens=10**8)
         )
         await until(lambda: engine.requests)
-        await until(lambda: service.admission.active == 0)
+        await until(lambda: service.admission.num_active == 0)
         assert engine.num_active == 0
-        assert engine.aborted == [engine.requests[0].key]
-        assert service.metrics.http["/v1/chat/completions", 499] == 1
+        assert engine.aborted == [engine.keys[0]]
+        assert service.metrics.http_exchanges["/v1/chat/completions", 499] == 1
         sock.setblocking(True)
         sock.settimeout(5)
 
@@ -200,7 +200,7 @@ async def test_a_stream_outlasts_the_keep_alive(app, engine, serve_at):
 
 async def test_unfinished_body_is_a_408(app, service, serve_at, monkeypatch):
     app.config["BODY_TIMEOUT"] = 0.2
-    monkeypatch.setattr("nanovllm_server.observability.exchange.LINGER_S", 0.2)
+    monkeypatch.setattr("nanovllm_server.observability.http_exchange.LINGER_S", 0.2)
     async with serve_at(app) as url:
         reader, writer = await connect(url)
         writer.write(raw()[:-10])
@@ -209,7 +209,7 @@ async def test_unfinished_body_is_a_408(app, service, serve_at, monkeypatch):
         assert data.startswith(b"HTTP/1.1 408")
         assert b'"error"' in data
         writer.close()
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
 
 
 @pytest.mark.parametrize(("length", "alone"), [(40, True), (5, False)])
@@ -240,7 +240,7 @@ async def test_disconnect_before_other_choices_start_frees_everything(url, engin
     writer.write(raw(stream=True, n=4, messages=[{"role": "user", "content": "x" * 40}]))
     await until(lambda: len(engine.requests) == (1 if when == "before" else 4))
     writer.close()
-    await until(lambda: service.admission.active == 0, seconds=1)
+    await until(lambda: service.admission.num_active == 0, seconds=1)
     assert engine.num_active == 0
     assert len(engine.aborted) == len(engine.requests)
 
@@ -279,7 +279,7 @@ async def test_http_2_upgrades_are_ignored(app, serve_at, sent):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives up on what nobody takes")
 async def test_kernel_drops_a_client_that_acknowledges_nothing(monkeypatch):
-    monkeypatch.setattr("nanovllm_server.processes.server.STALLED_S", 1)
+    monkeypatch.setattr("nanovllm_server.processes.server.ACKNOWLEDGE_TIMEOUT_S", 1)
     (listener,) = bind("127.0.0.1", 0, 1)
     listener.listen()
     loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ import pytest
 from loopback import connect, until
 
 from nanovllm_server.chat import generation as generation_module
-from nanovllm_server.observability.exchange import Exchange
+from nanovllm_server.observability.http_exchange import HttpExchange
 from nanovllm_server.protocol.request import parse_chat_request
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -100,11 +100,11 @@ async def test_disconnect_aborts_at_once(url, engine, service, stream, n):
     if stream:
         await reader.readuntil(b"content")
     writer.close()
-    await until(lambda: service.admission.active == 0, seconds=1)
-    assert sorted(engine.aborted) == sorted(request.key for request in engine.requests)
+    await until(lambda: service.admission.num_active == 0, seconds=1)
+    assert sorted(engine.aborted) == sorted(engine.keys)
     assert engine.num_active == 0
-    assert service.metrics.http["/v1/chat/completions", 499] == 1
-    assert service.metrics.finished["abort"] == n
+    assert service.metrics.http_exchanges["/v1/chat/completions", 499] == 1
+    assert service.metrics.finish_reasons["abort"] == n
     assert service.running == set()
 
 
@@ -115,7 +115,7 @@ async def test_disconnect_before_the_first_token(url, engine, service):
     await until(lambda: engine.requests)
     writer.close()
     await until(lambda: engine.aborted, seconds=1)
-    await until(lambda: service.admission.active == 0, seconds=1)
+    await until(lambda: service.admission.num_active == 0, seconds=1)
 
 
 async def test_reset_in_the_middle_of_a_body(url, service, sdk):
@@ -123,19 +123,19 @@ async def test_reset_in_the_middle_of_a_body(url, service, sdk):
     writer.write(request_bytes()[:-20])
     await asyncio.sleep(0.05)
     writer.transport.abort()
-    await until(lambda: service.metrics.http["/v1/chat/completions", 499] == 1)
+    await until(lambda: service.metrics.http_exchanges["/v1/chat/completions", 499] == 1)
     assert (await sdk.chat.completions.create(model="scripted", messages=MESSAGES)).choices
 
 
 async def test_slow_reader_gets_more_at_a_time(engine, service):
     engine.reply, engine.delay = [*b"x" * 100], 0.001
-    exchange = Exchange(None, "/")
+    exchange = HttpExchange(None, "/")
     chat = parse_chat_request(
         json.dumps({"model": "scripted", "messages": MESSAGES}).encode(), service.limits, service.defaults
     )
-    generation = await service.begin(chat, exchange)
+    generation = await service.start_generation(chat, exchange)
     texts = []
-    async with aclosing(generation.deltas()) as batches:
+    async with aclosing(generation.stream_deltas()) as batches:
         async for (delta,) in batches:
             texts.append(delta.text)
             await asyncio.sleep(0.03)
@@ -147,8 +147,8 @@ async def test_slow_reader_gets_missed_tokens_in_one_event(url, engine, service)
     engine.reply = [*"Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. ".encode() * 7]
     fields = {"logprobs": True, "top_logprobs": 5}
     chat = parse_chat_request(request_bytes(**fields).split(b"\r\n\r\n")[1], service.limits, service.defaults)
-    generation = await service.begin(chat, Exchange(None, "/"))
-    async with aclosing(generation.deltas()) as batches:
+    generation = await service.start_generation(chat, HttpExchange(None, "/"))
+    async with aclosing(generation.stream_deltas()) as batches:
         whole = [delta async for (delta,) in batches]
     num_tokens = generation.usage.completion_tokens
     assert num_tokens == len(engine.reply) + 1
@@ -177,7 +177,7 @@ async def test_slow_reader_gets_missed_tokens_in_one_event(url, engine, service)
 
 
 async def test_idle_stream_is_kept_alive(url, engine, monkeypatch):
-    monkeypatch.setattr(generation_module.Generation.deltas, "__defaults__", (0.02,))
+    monkeypatch.setattr(generation_module.Generation.stream_deltas, "__defaults__", (0.02,))
     engine.delay = 0.15
     engine.reply = [*b"x"]
     reader, writer = await connect(url)
@@ -227,4 +227,4 @@ async def test_many_simultaneous_requests_are_answered(sdk, service):
         *(sdk.chat.completions.create(model="scripted", messages=MESSAGES) for _ in range(50))
     )
     assert {answer.choices[0].message.content for answer in answers} == {"Hello"}
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0

@@ -92,7 +92,7 @@ def test_dropped_messages_change_no_ids():
 def test_a_malformed_message_is_logged_and_left_out(message):
     first, second = pair()
     second._logger = log = Mock()
-    first._own.write(message)
+    first._own_ring.write(message)
     first.publish({"next": ids(3)})
     assert second.receive() == {"next": ids(3)}
     assert [call.args for call in log.warning.call_args_list] == [("malformed encodings from a worker",)]
@@ -129,8 +129,8 @@ def test_messages_are_bounded_and_segments_that_exceed_one_are_not_sent():
     first, second = pair(1 << 14)
     largest = 1 << 13
     sizes: list[int] = []
-    write = first._own.write
-    first._own.write = lambda payload: (sizes.append(len(payload)), write(payload))
+    write = first._own_ring.write
+    first._own_ring.write = lambda payload: (sizes.append(len(payload)), write(payload))
     small = {f"{index} 東京": ids(*range(200)) for index in range(15)}
     first.publish({"x" * largest: ids(1), **small, "東" * (largest // 4): ids(2)})
     assert second.receive() == small

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import jsonschema_rs
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from nanovllm_server.protocol.openapi import document
+from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import Limits, SamplingDefaults
 
 Text = Annotated[str, Field(min_length=1)]
@@ -186,7 +186,7 @@ class Health(Strict):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ObservedResponse:
     """An answer. complete: it was received to its end."""
 
     method: str
@@ -197,7 +197,7 @@ class Exchange:
     complete: bool
 
 
-SERVED = document(("any",), Limits(1024, 1024, 8), SamplingDefaults(), needs_key=False)
+SERVED = openapi_document(("any",), Limits(1024, 1024, 8), SamplingDefaults(), needs_key=False)
 MODELS: dict[str, type[BaseModel]] = {
     "ChatCompletion": ChatCompletion,
     "ChatCompletionChunk": Chunk,
@@ -223,7 +223,7 @@ def check_body(name: str, data: bytes | str) -> Any:
     return body
 
 
-def check(exchange: Exchange) -> None:
+def check(exchange: ObservedResponse) -> None:
     """Checks a response against the contract. Raises ValueError or AssertionError if it violates the contract."""
     streamed = exchange.content_type.startswith("text/event-stream")
     if exchange.method == "HEAD" or not (exchange.complete or streamed):
@@ -272,3 +272,17 @@ def check_stream(data: bytes, *, complete: bool) -> None:
                 if choice["finish_reason"] is not None:
                     ended.add(index)
     assert len(envelopes) <= 1
+
+
+async def check_refusal(response: Any, status: int, param: str | None = None) -> dict[str, Any]:
+    """The error in `response`. Raises AssertionError if it is not a complete error with this status and param."""
+    assert response.status_code == status
+    assert response.headers["Content-Type"] == "application/json"
+    error = (await response.get_json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["message"]
+    assert len(error["message"]) < 400
+    assert isinstance(error["type"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error

@@ -19,7 +19,7 @@ from nanovllm_models import Tokenizer, default_model_path, load_tokenizer
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.processes.encoding_exchange import RingEncodingExchange, allocate_rings
 from nanovllm_server.processes.rings import RingMemory
-from nanovllm_server.processes.worker_main import NUM_ENCODING_THREADS, give_memory_back
+from nanovllm_server.processes.worker_main import NUM_ENCODING_THREADS, return_freed_memory
 from nanovllm_server.protocol.messages import Message
 
 NUM_MESSAGES = 80
@@ -80,7 +80,7 @@ async def serve(tokenizer: Tokenizer, orders: Connection) -> None:
 
 
 def work(memory: RingMemory | None, index: int, orders: Connection) -> None:
-    give_memory_back()
+    return_freed_memory()
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
     import uvloop
 

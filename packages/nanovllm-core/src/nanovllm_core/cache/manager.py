@@ -7,7 +7,7 @@ from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.prefix import PrefixHasher
 from nanovllm_core.cache.state_pool import NULL_SLOT, StatePool
 from nanovllm_core.config import PrefixHash
-from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
 
 
 class BlockShortage(NamedTuple):
@@ -39,7 +39,7 @@ class CacheManager:
         self._hasher = PrefixHasher(prefix_hash, block_size) if prefix_caching else None
         self._watermark_blocks = int(num_blocks * watermark)
 
-    def admit(self, request: Request, *, keep_watermark: bool) -> int | BlockShortage:
+    def admit(self, request: RequestState, *, keep_watermark: bool) -> int | BlockShortage:
         """Allocate blocks for all known tokens of a request without blocks, using cached blocks of its prefix.
 
         keep_watermark: leave the watermark's share of blocks free.
@@ -47,9 +47,9 @@ class CacheManager:
         counts as cached, because its logits are needed. Nor do tokens whose successor's log-probability is needed.
         """
         cached_blocks = self._find_cached_blocks(request)
-        num_shared_blocks, origin = len(cached_blocks), NULL_SLOT
+        num_shared_blocks, source_slot = len(cached_blocks), NULL_SLOT
         if self.state_pool is not None:
-            num_usable_blocks, origin = self.state_pool.find_checkpoint(request.block_hashes[:num_shared_blocks])
+            num_usable_blocks, source_slot = self.state_pool.find_checkpoint(request.block_hashes[:num_shared_blocks])
             del cached_blocks[num_usable_blocks:]
         num_new_blocks = -(-request.num_tokens // self.block_size) - len(cached_blocks)
         num_free_cached_blocks = sum(1 for block in cached_blocks if self.pool.count_holders(block) == 0)
@@ -65,14 +65,14 @@ class CacheManager:
         if self.state_pool is not None:
             self.state_pool.allocate(
                 request,
-                origin,
+                source_slot,
                 num_computed=num_computed,
                 num_shared=num_shared_blocks * self.block_size,
                 leaves_checkpoints=self.prefix_caching,
             )
         return num_computed
 
-    def grow(self, requests: Sequence[Request]) -> list[int] | None:
+    def grow(self, requests: Sequence[RequestState]) -> list[int] | None:
         """Allocate one more block for each of `requests`, in order.
 
         Returns None, without any change, if too few blocks are free.
@@ -84,7 +84,7 @@ class CacheManager:
             request.block_ids.append(block)
         return blocks
 
-    def commit(self, request: Request, num_computed: int) -> None:
+    def commit(self, request: RequestState, num_computed: int) -> None:
         """Register full blocks and checkpoints within the first `num_computed` tokens, so that later prompts find them.
 
         The step that computed these tokens must have finished.
@@ -99,7 +99,7 @@ class CacheManager:
         if self.state_pool is not None:
             self.state_pool.commit(request, num_computed)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: RequestState) -> None:
         """Release all blocks and the state slot of `request`."""
         # The last block first, so that it is evicted first: later prompts match from the front.
         self.pool.release(reversed(request.block_ids))
@@ -108,12 +108,12 @@ class CacheManager:
         if self.state_pool is not None:
             self.state_pool.release(request)
 
-    def hash_prompt(self, request: Request) -> None:
+    def hash_prompt(self, request: RequestState) -> None:
         """Hash the full blocks of a new request. This takes a millisecond for 16,000 tokens."""
         if self._hasher is not None:
             self._hasher.extend_hashes(request)
 
-    def estimate_cached_tokens(self, request: Request, last_estimate: int | None) -> int:
+    def estimate_cached_tokens(self, request: RequestState, last_estimate: int | None) -> int:
         """Estimate the number of cached tokens at the start of a waiting request.
 
         last_estimate: result of the last call for this request; None for the first call. These tokens are not searched
@@ -129,13 +129,13 @@ class CacheManager:
             return num_usable_blocks * self.block_size
         return last_estimate
 
-    def _find_cached_blocks(self, request: Request, start: int = 0) -> list[int]:
+    def _find_cached_blocks(self, request: RequestState, start: int = 0) -> list[int]:
         """The cached blocks with which `request` begins, from block `start` on."""
         cached_blocks: list[int] = []
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
-        max_cached_tokens = request.num_scored if request.num_to_score else request.num_tokens - 1
+        max_cached_tokens = request.num_scored_tokens if request.num_unscored_tokens else request.num_tokens - 1
         for block_hash in request.block_hashes[start : max_cached_tokens // self.block_size]:
             block = self.pool.lookup(block_hash)
             if block is None:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.cache.state_pool import NULL_SLOT
-from nanovllm_core.config import GIB, PAGE_SIZES, ConfigError, ResolvedConfig
+from nanovllm_core.config import BLOCK_SIZES, GIB, ResolvedConfig
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.model import CacheSpec, MLASpec, PagedSpec, StateCache, StateSpec
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
-from nanovllm_kernels.linear_attention import CHECKPOINT, copy_states
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
 # Maximum number of checkpoint slots per row: a prompt of 8,192 tokens leaves this many checkpoints.
 MAX_CHECKPOINTS_PER_ROW = 8
@@ -61,7 +62,12 @@ class CacheLayout:
             )
         block_size = choose_block_size(config, attention, has_states=bool(state_specs))
         return cls(
-            attention_specs, state_specs, block_size, config.kv_cache_dtype, config.state_dtype, conv_dtype=config.dtype
+            attention_specs,
+            state_specs,
+            block_size,
+            config.torch_kv_cache_dtype,
+            config.torch_state_dtype,
+            conv_dtype=config.torch_dtype,
         )
 
     @property
@@ -154,16 +160,17 @@ def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *,
     attention: cache spec of the model's attention layers.
     Raises ConfigError if a block would be longer than the distance of state checkpoints.
     """
-    min_size = min(PAGE_SIZES)
+    min_size = min(BLOCK_SIZES)
     if config.block_size is not None:
-        if has_states and config.block_size > CHECKPOINT:
+        if has_states and config.block_size > CHECKPOINT_INTERVAL:
             raise ConfigError(
-                f"block_size is {config.block_size}, but must be at most {CHECKPOINT} for a model with recurrent layers"
+                f"block_size is {config.block_size}, but must be at most {CHECKPOINT_INTERVAL} for a model with "
+                "recurrent layers"
             )
         return config.block_size
     if has_states or isinstance(attention, MLASpec):
         return min_size
-    fastest_size = best_page_size(attention.head_dim, config.kv_cache_dtype, config.attention_backend)
+    fastest_size = best_page_size(attention.head_dim, config.torch_kv_cache_dtype, config.attention_backend)
     return fastest_size if config.max_num_seqs + fastest_size <= config.max_num_batched_tokens else min_size
 
 
@@ -187,7 +194,7 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
         num_blocks = config.num_blocks
     if num_blocks >= blocks_per_request:
         return CacheSize(num_blocks, num_slots, config.max_model_len)
-    if config.may_shorten and num_blocks >= 2:
+    if config.may_shorten_context and num_blocks >= 2:
         return CacheSize(num_blocks, num_slots, num_blocks * layout.block_size)
     raise ConfigError(
         f"the KV cache holds {num_blocks * layout.block_size} tokens, fewer than max_model_len "

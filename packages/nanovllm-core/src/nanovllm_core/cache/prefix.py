@@ -6,7 +6,7 @@ from collections.abc import Callable
 from struct import pack
 
 from nanovllm_core.config import PrefixHash
-from nanovllm_core.request import BlockHash, Request
+from nanovllm_core.request_state import BlockHash, RequestState
 
 _TOKEN_BYTES = 4
 # (hash of the previous block, tokens as bytes, bytes per block) -> hashes of the full blocks among the tokens.
@@ -42,12 +42,12 @@ class PrefixHasher:
         # A random secret per engine, so that clients cannot compute hashes.
         self._secret = secrets.token_bytes(32)
 
-    def extend_hashes(self, request: Request) -> None:
+    def extend_hashes(self, request: RequestState) -> None:
         """Append the missing hashes of full blocks of known tokens to `request.block_hashes`."""
         hashes, start = request.block_hashes, len(request.block_hashes) * self._block_size
         if start + self._block_size > request.num_tokens:
             return
-        previous_hash = hashes[-1] if hashes else self._root_hash(request.cache_salt)
+        previous_hash = hashes[-1] if hashes else self._root_hash(request.client_request.cache_salt)
         hashes += self._hash_blocks(previous_hash, _token_bytes(request, start), self._block_size * _TOKEN_BYTES)
 
     def _root_hash(self, salt: str) -> BlockHash:
@@ -55,7 +55,7 @@ class PrefixHasher:
         return digest if self._kind == "sha256" else hash(digest)
 
 
-def _token_bytes(request: Request, start: int) -> bytes:
+def _token_bytes(request: RequestState, start: int) -> bytes:
     """The known tokens from `start` on, as bytes of int32."""
     outputs = request.output_ids[max(start - request.num_prompt_tokens, 0) :]
     # For the 64 outputs that decodes convert at a time, struct takes half the time of numpy and array.

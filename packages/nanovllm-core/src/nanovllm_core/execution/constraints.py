@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from nanovllm_core.execution.inputs import MaskBuffer, Masks
 from nanovllm_core.execution.step_handle import StepHandle
-from nanovllm_core.request import Budget, CompiledGrammar, GrammarMatcher
+from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
+from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
 # Limit on the seconds that matching may take for one request: a constant plus a number per output token. All requests
@@ -46,7 +47,7 @@ class Constraint:
     row: int
     grammar: CompiledGrammar | None
     matcher: GrammarMatcher | None
-    budget: Budget | None
+    budget: ReasoningBudget | None
     num_launched_outputs: int = 0
     output_ids: list[int] = field(default_factory=list[int])
     match_s: float = 0.0
@@ -55,7 +56,7 @@ class Constraint:
     @classmethod
     def from_row(cls, new: NewRow) -> "Constraint | None":
         """The constraint of a new row, advanced by the row's earlier outputs; None for an unconstrained row."""
-        grammar, budget = new.compiled, new.sampling.budget
+        grammar, budget = new.compiled_grammar, new.sampling.reasoning_budget
         if grammar is None and budget is None:
             return None
         constraint = cls(new.row, grammar, None if grammar is None else grammar.start(), budget)

@@ -13,8 +13,8 @@ from nanovllm_core.model import CausalLM, ForwardContext, LaunchAttention, MLASp
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
 from nanovllm_kernels.attention.mla import plan_latent_batch
-from nanovllm_kernels.batch import BatchInputs, build_inputs
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
+from nanovllm_kernels.request_tables import BatchInputs, build_inputs
 
 
 class BatchBounds(NamedTuple):
@@ -114,7 +114,7 @@ class ForwardPass:
             num_heads=self._num_heads,
             kv_cache=self._cache.kv_caches[0],
             backend=self._config.attention_backend,
-            dtype=self._config.dtype,
+            dtype=self._config.torch_dtype,
             num_tokens=bounds.num_tokens,
             whole=bounds.whole,
         )

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from nanovllm_core.cache.memory import order_slot_copies
 from nanovllm_core.execution.inputs import DeviceRows, Int32Array, StepBuffer, upload
-from nanovllm_core.request import (
-    MAX_CHECKPOINTS,
-    MAX_FORBIDDEN,
-    MAX_FORBIDDEN_LENGTH,
+from nanovllm_core.request_state import MAX_CHECKPOINTS
+from nanovllm_core.sampling_params import (
+    MAX_FORBIDDEN_SEQUENCE_TOKENS,
+    MAX_FORBIDDEN_SEQUENCES,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKENS,
     SamplingParams,
@@ -116,7 +116,7 @@ class RequestTable:
         self.bias_ids = zeros(num_rows, num_biases)
         self.bias_values = zeros(num_rows, num_biases, dtype=torch.float32)
         self.bias_until = zeros(num_rows, num_biases)
-        self.forbidden = zeros(num_rows, MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH).fill_(-1)
+        self.forbidden = zeros(num_rows, MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS).fill_(-1)
         self.num_prompt = zeros(num_rows)
         self.state_slots = zeros(num_rows)
         self.checkpoints = zeros(num_rows, MAX_CHECKPOINTS, 2)
@@ -160,7 +160,7 @@ class RequestTable:
             if state.checkpoints:
                 saves[index, : len(state.checkpoints)] = state.checkpoints
         # A checkpoint that the pool evicted for one request may be the origin of an earlier one in the same plan.
-        pairs = order_slot_copies([(state.origin, state.slot) for state in states if state.origin])
+        pairs = order_slot_copies([(state.source_slot, state.slot) for state in states if state.source_slot])
         copies = np.array(pairs, np.int64).reshape(-1, 2)
         rows, slots, saved, sources, targets = upload(
             [
@@ -252,11 +252,11 @@ class RequestTable:
                 self.forbidden[new.row].fill_(-1)
 
     def _write_forbidden(self, new: NewRow) -> None:
-        sequences = np.full((MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH), -1, np.int32)
-        for index, tokens in enumerate(new.sampling.forbidden):
+        sequences = np.full((MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS), -1, np.int32)
+        for index, tokens in enumerate(new.sampling.forbidden_sequences):
             sequences[index, -len(tokens) :] = tokens
         (uploaded,) = upload([sequences.reshape(-1)], self.device)
-        self.forbidden[new.row] = uploaded.view(MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH)
+        self.forbidden[new.row] = uploaded.view(MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS)
         self.num_prompt[new.row].fill_(new.num_prompt_tokens)
 
     def _write_counts(self, new: NewRow) -> None:
@@ -290,6 +290,6 @@ def _find_ops(sampling: SamplingParams) -> SamplingOps:
         ops |= SamplingOps.PENALTY
     if sampling.logit_bias or sampling.min_tokens:
         ops |= SamplingOps.BIAS
-    if sampling.forbidden:
+    if sampling.forbidden_sequences:
         ops |= SamplingOps.FORBID
     return ops

@@ -20,8 +20,8 @@ from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.execution.token_choice import SamplingGraphs, TokenChooser
 from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
-from nanovllm_core.request import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptPart, ScheduledRows, StepPlan
+from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
 from nanovllm_kernels.attention import SMALLEST_ROUNDS, attention_rounds, whole_prompt_tokens
 from nanovllm_kernels.platform import describe
 
@@ -79,7 +79,7 @@ class Runner:
         raises.
         """
         device = torch.device(config.device)
-        model = spec.build(BuildContext(device, config.dtype, ParallelContext(), config.compile))
+        model = spec.build(BuildContext(device, config.torch_dtype, ParallelContext(), config.compile))
         return cls(model, spec, config, device)
 
     @torch.inference_mode()
@@ -168,21 +168,21 @@ class Runner:
     ) -> tuple[ForwardOutput, SamplingGraphs | None, Sequence[PromptScores]]:
         """Run the forward pass. Returns its output, the sampling graphs if it was replayed, and scores of prompts."""
         forward = self._forward
-        captured = self.graphs.dispatch(plan.shape, allows_graph=not plan.prompt_logprobs)
+        captured = self.graphs.dispatch(plan.shape, allows_graph=not plan.prompt_logprobs_ranges)
         if captured is not None:
             captured.replay(
                 plan.shape.num_tokens, lambda output: forward.replan_attention(output, step.device_rows, plan)
             )
             return captured.output, captured.sampling_graphs, ()
         hidden, batch = forward.run(step.device_rows, BatchBounds.from_plan(plan))
-        prompt_scores = [self._score_prompt(part, hidden) for part in plan.prompt_logprobs]
+        prompt_scores = [self._score_prompt(part, hidden) for part in plan.prompt_logprobs_ranges]
         logits = forward.last_logits(hidden, batch) if step.sampling_indices.size else hidden[:0]
         return ForwardOutput(logits, batch.seq_lens, batch.block_tables), None, prompt_scores
 
-    def _score_prompt(self, part: PromptPart, hidden: Tensor) -> PromptScores:
+    def _score_prompt(self, part: PromptLogprobsRange, hidden: Tensor) -> PromptScores:
         # A copy is aligned, as the kernels expect of its chunks.
         tokens = self._table.tokens[part.row, part.start : part.start + part.num_tokens].clone()
-        hidden = hidden[part.at : part.at + part.num_tokens]
+        hidden = hidden[part.first_logits_index : part.first_logits_index + part.num_tokens]
         return score_prompt_tokens(hidden, tokens, part.num_top, self._model.compute_logits)
 
     def _forward_padded(
@@ -206,19 +206,24 @@ class Runner:
             even_length = -(-(budget - sum(lengths)) // (num_rows - len(lengths)))
             lengths.append(min(even_length, config.max_model_len, budget - sum(lengths)))
         sampling = SamplingParams(
-            top_k=50, top_p=0.9, min_p=0.1, presence_penalty=1.0, forbidden=((0, 0),), logprobs=MAX_TOP_LOGPROBS
+            top_k=50,
+            top_p=0.9,
+            min_p=0.1,
+            presence_penalty=1.0,
+            forbidden_sequences=((0, 0),),
+            logprobs=MAX_TOP_LOGPROBS,
         )
         lengths.sort()
         # Prompt tokens are scored in chunks, so one long part takes as much memory as several parts.
         last_row = len(lengths) - 1
-        part = PromptPart(last_row, 1, lengths[last_row] - 1, MAX_TOP_LOGPROBS, sum(lengths[:last_row]))
+        part = PromptLogprobsRange(last_row, 1, lengths[last_row] - 1, MAX_TOP_LOGPROBS, sum(lengths[:last_row]))
         self._run_dummy_step(lengths, sampling, [part] if part.num_tokens else [])
 
     def _run_dummy_step(
         self,
         lengths: list[int],
         sampling: SamplingParams,
-        prompt_parts: Sequence[PromptPart] = (),
+        prompt_parts: Sequence[PromptLogprobsRange] = (),
         *,
         context_len: int = 0,
     ) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.prompt_scores import PromptScores
 from nanovllm_core.execution.request_table import StepInputs
-from nanovllm_core.request import PromptLogprobs, TokenLogprobs
+from nanovllm_core.outputs import PromptLogprobs, TokenLogprobs
 from nanovllm_core.scheduling.plan import StepResults
 from nanovllm_kernels.sampling import Logprobs
 
@@ -23,7 +23,7 @@ class StepHandle:
     logprobs: log-probabilities of the requests that asked for them; None if no request asked.
     host_slot: on CUDA the buffer for the tokens; read them before `depth` later steps have begun. None on a CPU.
     failures: requests without a token, as pairs (index among the requests that sample, reason).
-    prompt_scores: one entry per `PromptPart` of the plan.
+    prompt_scores: one entry per `PromptLogprobsRange` of the plan.
 
     Every step on CUDA records an event at its end, even if no request samples: `wait` bounds the number of steps in
     flight, and copies on other streams wait for the event.

@@ -15,7 +15,7 @@ from nanovllm_core.execution.request_table import RequestTable, SamplingOps, Ste
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.layers.compilation import compile_for_rows
 from nanovllm_core.scheduling.plan import StepPlan
-from nanovllm_kernels.batch import commit_tokens
+from nanovllm_kernels.request_tables import commit_tokens
 from nanovllm_kernels.sampling import (
     Logprobs,
     apply_bias_,
@@ -68,7 +68,7 @@ class TokenChooser:
         output: result of the forward pass; with graphs, the tensors from which the graphs were captured.
         host_slot: the buffer for the tokens; None on a CPU.
         graphs: captured sampling graphs for the step's shape; None to launch the kernels.
-        prompt_scores: one entry per `PromptPart` of the plan, for the handle.
+        prompt_scores: one entry per `PromptLogprobsRange` of the plan, for the handle.
         This waits for the previous step if masks depend on its tokens.
         """
         constraints, ops = self._constraints, step.sampling_ops

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.bounded_strings import BoundedStrings
 from nanovllm_core.grammar.json_termination import JsonTerminator, JsonTokenClasses
-from nanovllm_core.request import GrammarError, GrammarMatcher, GrammarSpec
+from nanovllm_core.grammar_types import GrammarMatcher, GrammarSpec
 
 if TYPE_CHECKING:
     import xgrammar

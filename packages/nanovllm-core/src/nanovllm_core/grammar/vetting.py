@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nanovllm_core.request import GrammarError, GrammarSpec
+from nanovllm_core.errors import GrammarError
+from nanovllm_core.grammar_types import GrammarSpec
 
 if TYPE_CHECKING:
     from nanovllm_core.model import Vocabulary

@@ -19,7 +19,7 @@ from nanovllm_core.model import BuildContext
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import PackedWeight, linear, logits, split_float32
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
-from nanovllm_kernels.moe import Routing, fused_experts, pack_experts, route
+from nanovllm_kernels.moe import ChosenExperts, Routing, fused_experts, pack_experts, route
 
 __all__ = [
     "STANDARD_NAMES",
@@ -166,7 +166,7 @@ class Experts(WeightedModule):
         super().__init__(build)
         self._parallel = build.parallel
         self._names = names
-        self._width_per_rankd = shared
+        self._shared_expert = shared
         num_experts += shared is not None
         self._shape = (intermediate_size, hidden_size)
         self._width_per_rank = build.parallel.split_evenly(intermediate_size, "the width of an expert")
@@ -194,7 +194,7 @@ class Experts(WeightedModule):
         """
         # Every rank holds the residual. It is added on one rank only, because the ranks' results are summed.
         own_residual = residual if self._parallel.rank == 0 else None
-        partial_sum = fused_experts(x, self.weights, weights, ids, own_residual)
+        partial_sum = fused_experts(x, self.weights, ChosenExperts(weights, ids), own_residual)
         return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
@@ -204,8 +204,8 @@ class Experts(WeightedModule):
         width, hidden_size = self._shape
         up_shape, down_shape = (width, hidden_size), (hidden_size, width)
         module_names = [f"{name}.{expert}" for expert in range(w2.shape[0])]
-        if self._width_per_rankd is not None:
-            module_names[-1] = f"{name[: name.rfind('.') + 1]}{self._width_per_rankd.name}"
+        if self._shared_expert is not None:
+            module_names[-1] = f"{name[: name.rfind('.') + 1]}{self._shared_expert.name}"
         for expert, module_name in enumerate(module_names):
             gate, up, down = (f"{module_name}.{linear_name}.weight" for linear_name in self._names)
             yield gate, self._make_slot(up_shape, gate_and_up, (expert, 0), 0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.jit import (
+from nanovllm_kernels.numba_jit import (
     OPENMP,
     exp,
     from_bf16,
@@ -21,7 +21,7 @@ from nanovllm_kernels.jit import (
     region,
     run_region,
 )
-from nanovllm_kernels.jit_tiles import (
+from nanovllm_kernels.numba_tiles import (
     GROUP,
     LINE,
     PANEL,

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.jit import (
+from nanovllm_kernels.numba_jit import (
     OPENMP,
     inverse_rms,
     keep_alive,

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.elementwise.triton_rope import inverse_scales, scale_exponents
 from nanovllm_kernels.platform import can_overlap_launches
+from nanovllm_kernels.triton_fp8 import inverse_scales, scale_exponents
 
 # Query heads per program: only the end of each head is read, 128 bytes with DeepSeek's sizes.
 HEADS = 16

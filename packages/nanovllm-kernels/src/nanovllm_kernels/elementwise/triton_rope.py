@@ -7,15 +7,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels import fp8
 from nanovllm_kernels.platform import can_overlap_launches
+from nanovllm_kernels.triton_fp8 import inverse_scales, scale_exponents
 
 # Heads per program: enough bytes in flight for one program, and enough programs for a decode.
 HEADS = 8
-# Constants of `fp8.quantize`, which this kernel repeats.
-LARGEST_EXPONENT = tl.constexpr(fp8.LARGEST_EXPONENT)
-BEYOND_LARGEST = tl.constexpr(fp8.BEYOND_LARGEST)
-LEAST_EXPONENT = tl.constexpr(fp8.LEAST_EXPONENT)
 
 
 def rope_and_cache(
@@ -240,16 +236,3 @@ def _rotate_heads(
         tl.store(source_ptr + places + HALF, rotated_second.to(dtype), mask=mask)
         if NORM and 2 * HALF < HEAD_DIM:
             tl.store(source_ptr + rest_places, rest.to(dtype), mask=kept)
-
-
-@triton.jit
-def scale_exponents(top):
-    """Return biased exponents of the scales of heads with largest magnitudes `top`, as `fp8.quantize` chooses them."""
-    exponents = ((top.to(tl.int32, bitcast=True) + BEYOND_LARGEST) >> 23) - LARGEST_EXPONENT
-    return tl.maximum(exponents, LEAST_EXPONENT)
-
-
-@triton.jit
-def inverse_scales(exponents):
-    """Return the exact inverses of scales with these biased exponents."""
-    return ((254 - exponents) << 23).to(tl.float32, bitcast=True)

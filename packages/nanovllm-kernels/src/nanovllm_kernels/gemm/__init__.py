@@ -279,11 +279,11 @@ def _project_rows_op(
     Adds `bias`, gates if `gated` ([M, N / 2]), adds `residual`, and rounds once, to the dtype of `residual`, else of
     `weight` (`float32_out`: float32). `x` and `residual` may be float32 with any weight.
     """
-    from nanovllm_kernels.gemm import triton_rows
+    from nanovllm_kernels.gemm import triton_few_rows
 
     out = _empty_rows(x, weight, residual, gated, float32_out)
     rows = x if x.stride(1) == 1 else x.contiguous()
-    triton_rows.project_rows(rows, norm_weight, eps, weight, bias, residual, out, gated=gated)
+    triton_few_rows.project_rows(rows, norm_weight, eps, weight, bias, residual, out, gated=gated)
     return out
 
 
@@ -309,11 +309,11 @@ def _project_split_op(
     Adds `bias` and `residual`, and rounds once, to the dtype of `residual` (float32 or x's), else of `x`. `counters`
     are zeros before and after.
     """
-    from nanovllm_kernels.gemm import triton_split
+    from nanovllm_kernels.gemm import triton_split_k
 
     out = _empty_split(x, weight, residual)
     rows = x if x.stride(1) == 1 else x.contiguous()
-    triton_split.project_split(rows, weight, bias, residual, counters, out)
+    triton_split_k.project_split(rows, weight, bias, residual, counters, out)
     return out
 
 

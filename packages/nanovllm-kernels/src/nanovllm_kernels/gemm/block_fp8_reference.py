@@ -9,9 +9,6 @@ from torch import Tensor
 from nanovllm_kernels import fp8
 
 GROUP = 128
-LARGEST = 448.0
-# Minimum magnitude, so that a group of zeros has a scale too.
-LEAST = 1e-10
 # Weight elements converted to float32 at once: they fit a core's cache.
 WIDE_ELEMENTS = 1 << 19
 
@@ -24,7 +21,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     if width % GROUP:
         wide = torch.nn.functional.pad(wide, (0, groups * GROUP - width))
     wide = wide.reshape(num_rows, groups, GROUP)
-    largest = wide.abs().amax(-1).clamp_(min=LEAST)
+    largest = wide.abs().amax(-1).clamp_(min=fp8.MIN_GROUP_MAGNITUDE)
     inverse, scales = _scales(largest)
     numbers = (wide * inverse.unsqueeze(-1)).to(fp8.DTYPE).view(num_rows, groups * GROUP)
     return numbers[:, :width].contiguous(), scales.t().contiguous().t()
@@ -35,7 +32,7 @@ def _scales(largest: Tensor) -> tuple[Tensor, Tensor]:
 
     Each is rounded once: with a scalar operand torch would divide in two steps.
     """
-    limit = torch.full_like(largest, LARGEST)
+    limit = torch.full_like(largest, fp8.MAX_E4M3)
     return limit / largest, largest / limit
 
 
@@ -44,7 +41,7 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -width % GROUP, 0, -rows % GROUP))
     blocks = padded.view(padded.shape[0] // GROUP, GROUP, -1, GROUP)
-    largest = blocks.abs().amax((1, 3)).clamp_(min=LEAST)
+    largest = blocks.abs().amax((1, 3)).clamp_(min=fp8.MIN_GROUP_MAGNITUDE)
     inverse, scales = _scales(largest)
     numbers = (blocks * inverse[:, None, :, None]).to(fp8.DTYPE).view(padded.shape)
     return numbers[:rows, :width].contiguous(), scales

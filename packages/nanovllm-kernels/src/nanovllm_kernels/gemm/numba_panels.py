@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.jit import (
+from nanovllm_kernels.numba_jit import (
     LANES,
     OPENMP,
     from_bf16,
@@ -22,7 +22,7 @@ from nanovllm_kernels.jit import (
     thread_count,
     thread_index,
 )
-from nanovllm_kernels.jit_tiles import (
+from nanovllm_kernels.numba_tiles import (
     GROUP,
     LINE,
     NUM_GROUPS,

@@ -2,7 +2,7 @@
 
 Few rows without a norm are quantised inside the product: each CTA repeats this, hidden behind the loads of the weight.
 Tensor cores sum within a group; sums across groups are float32, because the tensor cores' accumulators are narrower.
-Weights with few columns are split along K as in `triton_split`.
+Weights with few columns are split along K as in `triton_split_k`.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_kernels import triton_fp8
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm.block_fp8_reference import GROUP
 from nanovllm_kernels.gemm.tiles import BlockFP8Config
@@ -120,16 +121,6 @@ def project(
     )
 
 
-@triton.jit
-def _quantize(x, axis: tl.constexpr):
-    """Round float32 `x` to e4m3, at most 448, and return its groups' scales too. Groups lie along `axis`."""
-    largest = tl.maximum(tl.max(tl.abs(x), axis), 1e-10)
-    # `div_rn` rounds like the reference's divisions.
-    inverse = tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest)
-    scales = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-    return (x * tl.expand_dims(inverse, axis)).to(tl.float8e4nv), scales
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_groups(
     x_ptr,
@@ -156,7 +147,7 @@ def _quantize_groups(
     if NORM:
         factor = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / K + eps)
         x *= factor * tl.load(norm_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
-    numbers, scales = _quantize(x, 1)
+    numbers, scales = triton_fp8.quantize_groups(x, 1)
     tl.store(numbers_ptr + row * K + ks, numbers, mask=ks < K)
     tl.store(scales_ptr + groups.to(tl.int64) * num_rows + row, scales, mask=groups < GROUPS)
 
@@ -185,7 +176,7 @@ def _load_rows(x_ptr, x_scales_ptr, line, is_row, K: tl.constexpr, QUANTIZED: tl
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
     else:
-        tile, scales = _quantize(tile.to(tl.float32), 1)
+        tile, scales = triton_fp8.quantize_groups(tile.to(tl.float32), 1)
     return tile, scales
 
 

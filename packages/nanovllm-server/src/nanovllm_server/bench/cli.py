@@ -19,7 +19,7 @@ from nanovllm_server.bench.flag_types import (
 )
 from nanovllm_server.bench.interference import flags as interference_flags
 from nanovllm_server.bench.workload import Lengths, WorkloadShape
-from nanovllm_server.cli import GRAPH_MODES, STATE_DTYPES
+from nanovllm_server.engine_flags import add_engine_flags, engine_config
 
 if TYPE_CHECKING:
     from nanovllm_core import EngineConfig
@@ -222,27 +222,8 @@ def _grammars(options: argparse.Namespace) -> None:
 
 
 def _engine_config(options: argparse.Namespace) -> "EngineConfig":
-    import torch
-
-    from nanovllm_core import EngineConfig
-
-    return EngineConfig(
-        device=None if options.device == "auto" else options.device,
-        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        cpu_cache_gib=options.cpu_cache_gib,
-        kv_cache_dtype=options.kv_cache_dtype,
-        state_dtype=options.state_dtype,
-        # Random prompts share only this prefix; without one, lookups in the cache would cost time.
-        prefix_caching=options.program == "throughput" and options.prefix_len > 0,
-        depth=options.depth,
-        graph_mode=None if options.graph_mode == "auto" else options.graph_mode,
-        compile=False if options.no_compile else None,
-        trace=options.trace,
-    )
+    # Random prompts share only this prefix; without one, lookups in the cache would cost time.
+    return engine_config(options, prefix_caching=options.program == "throughput" and options.prefix_len > 0)
 
 
 def _peer(options: argparse.Namespace, model: Path) -> "Peer | None":
@@ -299,26 +280,27 @@ def _add_shape(program: argparse.ArgumentParser, inputs: Lengths, outputs: Lengt
 def _add_engine(program: argparse.ArgumentParser, *, temperature: float) -> None:
     """Adds the flags of all programs that run an engine, ours or a peer."""
     _add_common(program, temperature=temperature, repeat=3)
-    add = program.add_argument_group("engine, and peer").add_argument
+    shared = program.add_argument_group("engine, and peer")
+    add = shared.add_argument
     add("model", nargs="?", type=Path, help="checkpoint directory; without it, the default model")
     add(
         "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, needs only config.json"
     )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="dtype")
     add("--threads", type=positive, help="threads of torch")
-    add("--max-model-len", type=positive, help="most tokens of a request; without it, each engine's choice")
-    add("--max-num-seqs", type=positive, help="most requests that run at once; without it, each engine's choice")
-    add("--max-num-batched-tokens", type=positive, help="most tokens computed in a step; without it, likewise")
-    add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
-    add("--state-dtype", choices=STATE_DTYPES, default="float32", help="dtype of recurrent states")
-    ours = program.add_argument_group("engine").add_argument
-    ours("--cpu-cache-gib", type=float, default=2.0, help="size of the KV cache on a CPU, in GiB")
-    ours("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
-    ours("--depth", type=int, choices=(1, 2), help="steps in flight; by default 2 on a GPU")
-    ours("--graph-mode", choices=("auto", *GRAPH_MODES), default="auto", help="steps replayed from CUDA graphs")
-    ours("--no-compile", action="store_true", help="no torch.compile between attention operators")
-    ours("--trace", type=Path, metavar="FILE", help="write times of steps to FILE, for the program trace or Perfetto")
+    add_engine_flags(
+        shared.add_argument,
+        (
+            "device",
+            "dtype",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "gpu_memory_utilization",
+            "state_dtype",
+        ),
+    )
+    names = ("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode", "compile", "trace")
+    add_engine_flags(program.add_argument_group("engine").add_argument, names)
     peer = program.add_argument_group("peer").add_argument
     peer("--peer", choices=PEERS, default="none", help="engine to compare to in the same call")
     peer("--peer-python", type=Path, default=Path(sys.executable), metavar="PATH", help="interpreter that has the peer")

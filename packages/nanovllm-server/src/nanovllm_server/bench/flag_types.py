@@ -4,23 +4,11 @@ Each function parses one value and raises what argparse reports to the user.
 """
 
 import argparse
-from collections.abc import Callable
 
 from nanovllm_server.bench.workload import Lengths
+from nanovllm_server.flag_types import integer_from
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
-
-
-def integer_from(low: int) -> Callable[[str], int]:
-    """A parser of integers that are at least `low`."""
-
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}")
-        return value
-
-    return integer
 
 
 non_negative, positive, at_least_two = integer_from(0), integer_from(1), integer_from(2)
@@ -41,14 +29,6 @@ def rate(text: str) -> float | None:
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")
     return None if value == float("inf") else value
-
-
-def seconds(text: str) -> float:
-    """A finite number above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a finite number above 0")
-    return value
 
 
 def assignment(text: str) -> tuple[str, str]:

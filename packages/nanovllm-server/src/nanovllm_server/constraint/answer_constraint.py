@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import orjson
 
-from nanovllm_core.request import GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_models.chat_formats import ToolCallFormat
-from nanovllm_server.chat.model_format import ModelFormat, Opening
 from nanovllm_server.constraint.call_grammar import MAX_CALLS, Callee, begins, calls, is_bare, text_with_calls
 from nanovllm_server.constraint.structure import (
     Part,
@@ -20,6 +19,7 @@ from nanovllm_server.constraint.structure import (
     regex,
     sequence,
 )
+from nanovllm_server.parsing.model_format import ModelFormat, ReasoningState
 from nanovllm_server.protocol.answer import Answer, ChoiceAnswer, GrammarAnswer, JsonAnswer, RegexAnswer, TagAnswer
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import JSON
@@ -51,9 +51,9 @@ class AnswerConstraint:
 
 
 def constrain(
-    answer: Answer | None, tools: Toolbox | None, model_format: ModelFormat, opening: Opening
+    answer: Answer | None, tools: Toolbox | None, model_format: ModelFormat, reasoning_state: ReasoningState
 ) -> AnswerConstraint | None:
-    """The constraint on the answer; None for a free answer. opening: see `ModelFormat.opening`.
+    """The constraint on the answer; None for a free answer. reasoning_state: see `ModelFormat.reasoning_state`.
 
     Raises ApiError (400) for parameters that the format of calls can't write, and for too large grammars.
     """
@@ -61,7 +61,7 @@ def constrain(
     if tools is None or form is None or not (tools.constrains or answer is not None):
         if answer is None:
             return None
-        if opening == "over":
+        if reasoning_state == "closed":
             return _checked(
                 AnswerConstraint(_own_spec(answer), ((answer.path, _own_spec(answer)),), calls_only_at_start=False)
             )
@@ -75,7 +75,7 @@ def constrain(
         parts = [(callee.path, _json_spec(callee.schema)) for callee in callees]
         if answer is not None and tools.mode == "auto":
             parts.append((answer.path, _own_spec(answer)))
-    answer_grammar = sequence(*_reasoning(model_format, opening, form), content)
+    answer_grammar = sequence(*_reasoning(model_format, reasoning_state, form), content)
     return _checked(AnswerConstraint(_tag_spec(answer_grammar), tuple(parts), calls_only_at_start))
 
 
@@ -95,14 +95,16 @@ def _content(
             return either([calls(form, callees, most), _part(answer)]), True
 
 
-def _reasoning(model_format: ModelFormat, opening: Opening, calls_form: ToolCallFormat | None) -> Iterator[Part]:
+def _reasoning(
+    model_format: ModelFormat, reasoning_state: ReasoningState, calls_form: ToolCallFormat | None
+) -> Iterator[Part]:
     form = model_format.chat_format.reasoning
-    if form is None or opening == "over":
+    if form is None or reasoning_state == "closed":
         return
     # A call within reasoning would end the reasoning and escape the constraint.
     ends = begins(calls_form) if calls_form is not None and calls_form.ends_reasoning else ()
     body = sequence(any_text((form.end, *ends)), literal(form.end), GAP)
-    yield body if opening == "begun" else optional(sequence(literal(form.begin), body))
+    yield body if reasoning_state == "open" else optional(sequence(literal(form.begin), body))
 
 
 def _part(answer: Answer) -> Part:
@@ -115,8 +117,8 @@ def _part(answer: Answer) -> Part:
             return either([literal(choice) for choice in choices])
         case GrammarAnswer(grammar=grammar):
             return ebnf(grammar)
-        case TagAnswer(form=form):
-            return form
+        case TagAnswer(tag_format=tag_format):
+            return tag_format
 
 
 def _own_spec(answer: Answer) -> GrammarSpec:

@@ -9,8 +9,9 @@ from nanovllm_server.protocol.json import JSON, show
 class ApiError(Exception):
     """An error response.
 
-    param: path of the field that caused it; None if no field did.
-    code: a fixed word that programs compare; None if the status says enough.
+    kind: OpenAI's `type` of the error.
+    param: path of the field that caused the error; None if no field did.
+    code: fixed identifier that programs compare; None if the status is specific enough.
     """
 
     def __init__(
@@ -37,12 +38,12 @@ class ApiError(Exception):
 
 
 def bad_field(path: str, expected: str, value: JSON) -> ApiError:
-    """A 400 for the field at `path`. expected: description of the values that it may have, after "must be"."""
+    """A 400 for the field at `path`. expected: the allowed values, as they follow "must be"."""
     return ApiError(400, f"{path} must be {expected}, not {show(value)}", param=path, code="invalid_value")
 
 
 def unsupported(path: str, message: str) -> ApiError:
-    """A 400 for the field at `path`, which requests a feature that the server does not have."""
+    """A 400 for the field at `path`, which requests a feature that the server lacks."""
     return ApiError(400, message, param=path, code="unsupported_parameter")
 
 
@@ -63,5 +64,5 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def internal_error(request_id: str) -> ApiError:
-    """A 500 that contains only the id under which the log has the details."""
+    """A 500. Its message has only the id of the request, under which the log has the details."""
     return ApiError(500, f"internal server error; the log has it as {request_id}", kind="server_error", code="internal")

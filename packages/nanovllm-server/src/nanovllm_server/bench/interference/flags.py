@@ -6,8 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_server.bench.flag_types import DEFAULT_URL, at_least_two, positive, seconds
+from nanovllm_server.bench.flag_types import DEFAULT_URL, at_least_two, positive
 from nanovllm_server.bench.interference.sizes import CASES, Sizes
+from nanovllm_server.flag_types import seconds
 
 if TYPE_CHECKING:
     from nanovllm_server.bench.interference.program import InterferenceJob
