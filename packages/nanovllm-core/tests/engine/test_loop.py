@@ -130,7 +130,7 @@ class SlowHostCopyRing:
         self._size = size
         self.ends: list[SlowEvent] = []
 
-    def take(self) -> HostCopySlot:
+    def next_slot(self) -> HostCopySlot:
         tokens = torch.zeros(self._size, dtype=torch.int32)
         self.ends.append(SlowEvent(0.05))
         return HostCopySlot(tokens, tokens.numpy(), SlowEvent(0.0), self.ends[-1], None)

@@ -16,15 +16,7 @@ from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.layers.compilation import compile_for_rows
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels.request_tables import commit_tokens
-from nanovllm_kernels.sampling import (
-    Logprobs,
-    apply_bias_,
-    apply_masks_,
-    apply_penalties,
-    forbid_,
-    logprobs,
-    sample,
-)
+from nanovllm_kernels.sampling import Logprobs, apply_bias_, apply_masks_, apply_penalties, forbid_, logprobs, sample
 
 # Sampling graphs of one shape, least work first: by `SamplingOps`, the graph and the tensor that holds its tokens.
 SamplingGraphs = Mapping[int, tuple[torch.cuda.CUDAGraph, Tensor]]
