@@ -16,7 +16,7 @@ def test_every_import_contract_holds():
     assert "0 broken" in done.stdout
 
 
-@pytest.mark.parametrize("package", ["nanovllm_core", "nanovllm_models", "nanovllm_server"])
+@pytest.mark.parametrize("package", ["nanovllm_kernels", "nanovllm_core", "nanovllm_models", "nanovllm_server"])
 def test_no_modules_import_one_another_in_a_cycle(package):
     graph = grimp.build_graph(package, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

@@ -229,7 +229,7 @@ def test_kernel_compiles(module, name, num_warps, types, constants):
 def attention_constants(config, head_dim, group):
     return {
         "NUM_KV_HEADS": 8,
-        "GROUP": group,
+        "GROUP_SIZE": group,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": 1 << (head_dim - 1).bit_length(),
         "PAGE_SIZE": 16,
@@ -254,16 +254,19 @@ def compile_tile(kernel, types, constants, config):
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("dtype", "cached"), [(BFLOAT, BFLOAT), (FLOAT, FLOAT), (BFLOAT, FP8), (FLOAT, FP8)])
 def test_attention_fits_registers_and_shared_memory(head_dim, wide, dtype, cached):
-    from nanovllm_kernels.attention import tiles, triton_gqa
+    from nanovllm_kernels.attention.gqa import triton_gqa
+    from nanovllm_kernels.attention.plan import tile_configs
 
     group = 4
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
-    config = tiles.tile_config(head_dim, tiles.number_size(sizes[dtype], sizes[cached]), group, wide=wide)
+    config = tile_configs.gqa_tile_config(
+        head_dim, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), group, is_wide=wide
+    )
     types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
     types |= {"q_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
-    types |= {"out_ptr": dtype, "partial_ptr": FLOAT, "lse_ptr": FLOAT}
+    types |= {"out_ptr": dtype, "partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT}
     constants = attention_constants(config, head_dim, group) | {"QUANTIZED": cached == FP8, "OVERLAP": True}
-    constants |= {"BLOCK_Q": config.block_m // group, "FULL_BLOCKS": wide}
+    constants |= {"BLOCK_Q": config.block_m // group, "UNMASKED_LOOP": wide}
     compiled = compile_tile(triton_gqa._attend, types, constants, config)
     if dtype == BFLOAT:
         assert ("wgmma.mma_async" if wide else "mma.sync") in compiled.asm["ptx"]
@@ -273,7 +276,7 @@ def test_attention_fits_registers_and_shared_memory(head_dim, wide, dtype, cache
         assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
 
 
-LATENTS = {"LATENT": 512, "PADDED_LATENT": 512, "ROPE": 64, "PADDED_ROPE": 64, "PAGE_SIZE": 64}
+LATENTS = {"LATENT_DIM": 512, "PADDED_LATENT_DIM": 512, "ROPE_DIM": 64, "PADDED_ROPE_DIM": 64, "PAGE_SIZE": 64}
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -282,32 +285,36 @@ LATENTS = {"LATENT": 512, "PADDED_LATENT": 512, "ROPE": 64, "PADDED_ROPE": 64, "
     [(16, BFLOAT, BFLOAT), (128, BFLOAT, BFLOAT), (16, BFLOAT, FP8), (128, BFLOAT, FP8), (16, FLOAT, FLOAT)],
 )
 def test_latent_attention_compiles(num_heads, wide, dtype, cached):
-    from nanovllm_kernels.attention import tiles, triton_mla
+    from nanovllm_kernels.attention.mla import triton_absorbed
+    from nanovllm_kernels.attention.plan import tile_configs
 
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
-    config = tiles.latent_config(num_heads, tiles.number_size(sizes[dtype], sizes[cached]), wide=wide)
-    tile_heads = tiles.latent_tile_heads(num_heads, config)
+    config = tile_configs.latent_tile_config(
+        num_heads, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), is_wide=wide
+    )
+    tile_heads = tile_configs.latent_tile_heads(num_heads, config)
     types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
     types |= {"q_latent_ptr": dtype, "q_rope_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
-    types |= {"out_ptr": dtype, "partial_ptr": FLOAT, "lse_ptr": FLOAT}
+    types |= {"out_ptr": dtype, "partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT}
     constants = LATENTS | {"NUM_HEADS": num_heads, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     constants |= {"TILE_HEADS": tile_heads, "BLOCK_Q": config.block_m // tile_heads, "OVERLAP": True}
     constants["QUANTIZED"] = cached == FP8
-    compiled = compile_tile(triton_mla._attend_latents, types, constants, config)
+    compiled = compile_tile(triton_absorbed._attend_latents, types, constants, config)
     if dtype == BFLOAT:
         assert ("mma.sync" if config.block_m < 64 else "wgmma.mma_async") in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, 2), (FLOAT, 4)])
 def test_latent_attention_of_whole_prompts_compiles(dtype, size):
-    from nanovllm_kernels.attention import tiles, triton_mla_plain
+    from nanovllm_kernels.attention.mla import triton_expanded
+    from nanovllm_kernels.attention.plan import tile_configs
 
-    config = tiles.PLAIN_LATENT[size]
-    constants = {"NUM_HEADS": 16, "TOKEN_STRIDE": 16 * 256, "KEY_DIM": 128, "PADDED_KEY": 128, "ROPE": 64}
-    constants |= {"PADDED_ROPE": 64, "VALUE_DIM": 128, "PADDED_VALUE": 128}
+    config = tile_configs.EXPANDED_TILES[size]
+    constants = {"NUM_HEADS": 16, "TOKEN_STRIDE": 16 * 256, "KEY_DIM": 128, "PADDED_KEY_DIM": 128, "ROPE_DIM": 64}
+    constants |= {"PADDED_ROPE_DIM": 64, "VALUE_DIM": 128, "PADDED_VALUE_DIM": 128}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     types = LENGTHS | dict.fromkeys(["q_ptr", "kv_ptr", "k_rope_ptr", "out_ptr"], dtype) | {"scale_log2": "fp32"}
-    kernel = triton_mla_plain._attend_whole_prompts
+    kernel = triton_expanded._attend_whole_prompts
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
     assert dtype == FLOAT or "wgmma.mma_async" in compiled.asm["ptx"]
@@ -316,13 +323,13 @@ def test_latent_attention_of_whole_prompts_compiles(dtype, size):
 @pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, 2), (FLOAT, 4)])
 @pytest.mark.parametrize(("depth", "columns", "turned"), [(128, 512, False), (512, 128, True)])
 def test_head_projections_compile(dtype, size, depth, columns, turned):
-    from nanovllm_kernels.attention import tiles, triton_mla_heads
+    from nanovllm_kernels.attention.mla import triton_head_projection
 
-    tile = tiles.HEADS_TILE[size]
-    constants = {"K": depth, "COLUMNS": columns, "weight_stride_k" if turned else "weight_stride_n": 1}
+    tile = triton_head_projection.PRODUCT_TILES[size]
+    constants = {"K": depth, "N": columns, "weight_stride_k" if turned else "weight_stride_n": 1}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    types = dict.fromkeys(["x_ptr", "weight_ptr", "out_ptr"], dtype) | {"count_ptr": INT32}
-    kernel = triton_mla_heads._project_heads
+    types = dict.fromkeys(["x_ptr", "weight_ptr", "out_ptr"], dtype) | {"num_projected_ptr": INT32}
+    kernel = triton_head_projection._project_heads
     compiled = compile_kernel(kernel, types, constants, tile.num_warps, tile.num_stages)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert dtype == FLOAT or "wgmma.mma_async" in compiled.asm["ptx"]
@@ -330,14 +337,14 @@ def test_head_projections_compile(dtype, size, depth, columns, turned):
 
 @pytest.mark.parametrize("cached", [BFLOAT, FP8])
 def test_latent_rope_and_cache_compiles(cached):
-    from nanovllm_kernels.attention import triton_mla_plain
+    from nanovllm_kernels.attention.mla import triton_expanded
     from nanovllm_kernels.elementwise import triton_latent
 
     types = LENGTHS | {"kv_ptr": cached, "scales_ptr": BYTES}
     constants = {"WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cached == FP8}
-    compile_kernel(triton_mla_plain._gather_latents, types, constants, num_warps=2)
-    constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "ROPE": 64, "PADDED_HEADS": 16, "PADDED_ROPE": 64}
-    compile_kernel(triton_mla_plain._spread_key_parts, {}, constants, num_warps=4)
+    compile_kernel(triton_expanded._gather_latents, types, constants, num_warps=2)
+    constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "ROPE_DIM": 64, "PADDED_HEADS": 16, "PADDED_ROPE_DIM": 64}
+    compile_kernel(triton_expanded._copy_key_parts, {}, constants, num_warps=4)
     types = ROPE | {"kv_cache_ptr": cached, "kv_scales_ptr": BYTES}
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "LATENT": 512, "PADDED_LATENT": 512, "HALF": 32, "PADDED_HALF": 32}
     constants |= {"HEADS": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}
@@ -451,25 +458,32 @@ def test_quantize_groups_compiles():
 
 @pytest.mark.parametrize(("slots", "rows"), [(16, 1), (4, 8)])
 def test_merge_of_parts_compiles(slots, rows):
-    from nanovllm_kernels.attention import triton_work_list
+    from nanovllm_kernels.attention import triton_split_kv
 
-    types = WORK_LIST | {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "query_start_loc_ptr": INT32}
-    sizes = {"NUM_HEADS": 32, "GROUP": 4, "HEAD_DIM": 80, "PADDED_DIM": 128, "BLOCK_M": 16 * rows, "BLOCK_Q": 4 * rows}
-    sizes |= {"SLOTS": slots, "ROWS": rows, "OVERLAP": True}
-    compile_kernel(triton_work_list._merge_parts, types, sizes, num_warps=4)
+    types = WORK_LIST | {"partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT, "query_start_loc_ptr": INT32}
+    sizes = {
+        "NUM_HEADS": 32,
+        "BLOCK_HEADS": 4,
+        "HEAD_DIM": 80,
+        "PADDED_DIM": 128,
+        "BLOCK_M": 16 * rows,
+        "BLOCK_Q": 4 * rows,
+    }
+    sizes |= {"MERGED_SLOTS": slots, "MERGED_ROWS": rows, "OVERLAP": True}
+    compile_kernel(triton_split_kv._merge_parts, types, sizes, num_warps=4)
 
 
 def test_gather_of_requests_compiles():
-    from nanovllm_kernels.attention import triton_gather_requests
+    from nanovllm_kernels.attention.plan import triton_flash_requests
 
-    kernel = triton_gather_requests._gather_requests
+    kernel = triton_flash_requests._gather_requests
     types = {name: INT32 for name in kernel.arg_names if name.endswith("_ptr")}
-    sizes = {"REQUEST_BLOCK": triton_gather_requests.REQUEST_BLOCK, "PAGE_BLOCK": triton_gather_requests.PAGE_BLOCK}
+    sizes = {"REQUEST_BLOCK": triton_flash_requests.REQUEST_BLOCK, "PAGE_BLOCK": triton_flash_requests.PAGE_BLOCK}
     compile_kernel(kernel, types, sizes, num_warps=4)
 
 
 def test_work_list_planning_compiles():
-    from nanovllm_kernels.attention import triton_work_list
+    from nanovllm_kernels.attention.plan import triton_work_list
 
     kernel = triton_work_list._plan_work
     types = {name: INT32 for name in kernel.arg_names if name.endswith("_ptr")} | WORK_LIST
@@ -499,14 +513,14 @@ def test_cute_decode_of_fp8_cache_compiles(head_dim, group, page_size, dtype, tm
 def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
     import cutlass
 
-    from nanovllm_kernels.attention import cute_decode
-    from nanovllm_kernels.attention.cute_tile import Shape
+    from nanovllm_kernels.attention.gqa import cute_decode
+    from nanovllm_kernels.attention.gqa.cute_tile import DecodeShape
 
-    ring = cute_decode.FP8_RINGS[head_dim] if cached == "Uint8" else cute_decode.RINGS[head_dim]
-    shape = Shape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
+    ring = cute_decode.FP8_RING_SIZES[head_dim] if cached == "Uint8" else cute_decode.RING_SIZES[head_dim]
+    shape = DecodeShape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
     # Rings, barriers, the warps' statistics and places, each rounded up; the system reserves the first KiB.
     slot = shape.slot_bytes + shape.scale_bytes + 8
-    assert shape.warps * (shape.stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
+    assert shape.num_warps * (shape.num_stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
     assert compiled.__cubin__
     ptx = compiled.__ptx__
@@ -654,15 +668,15 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_specialized_latent_attention_does_not_spill(page_size):
-    from nanovllm_kernels.attention import gluon_mla as kernels
+    from nanovllm_kernels.attention.mla import gluon_absorbed as kernels
 
     constants = {"NUM_HEADS": 128, "PAGE_SIZE": page_size, "STAGES": kernels.STAGES, "OVERLAP": True}
-    constants |= {"GROUP_REGISTERS": kernels.GROUP_REGISTERS, "FETCH_REGISTERS": kernels.FETCH_REGISTERS}
-    types = LENGTHS | WORK_LIST | {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "scale_log2": "fp32"}
+    constants |= {"MULTIPLY_REGISTERS": kernels.MULTIPLY_REGISTERS, "COPY_REGISTERS": kernels.COPY_REGISTERS}
+    types = LENGTHS | WORK_LIST | {"partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT, "scale_log2": "fp32"}
     for name, rows in (("q_desc", 64), ("rope_desc", 64), ("kv_desc", page_size), ("out_desc", 64)):
-        types[name] = f"tensordesc<bf16[{rows}, {kernels.BOX}],{kernels.SHARED!r}>"
+        types[name] = f"tensordesc<bf16[{rows}, {kernels.BOX_COLUMNS}],{kernels.SHARED_LAYOUT!r}>"
     options = {"maxnreg": kernels.LAUNCH_REGISTERS, "launch_pdl": True}
-    compiled = compile_kernel(kernels._attend_latent_work, types, constants, num_warps=4, **options)
+    compiled = compile_kernel(kernels._attend_parts, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     sass = compiled.asm["sass"]
     # Results stay in registers, and each product occurs once in the code. Only the copying warp, which waits for

@@ -190,7 +190,7 @@ def test_chunked_prefill_gives_the_same_logits(family, variant, tmp_path, sessio
     ],
     ids=["llama", "deepseek_v3"],
 )
-def test_the_config_as_transformers_4_wrote_it_means_the_same(family, rope, kind, added, tmp_path, session):
+def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, kind, added, tmp_path, session):
     make_checkpoint(tmp_path, family, rope_parameters=rope)
     expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
     file = tmp_path / "config.json"
@@ -215,7 +215,7 @@ def test_the_config_as_transformers_4_wrote_it_means_the_same(family, rope, kind
         ("deepseek_v3", "dense", 0.99, 1),
     ],
 )
-def test_bfloat16_is_near_float32(family, variant, near, share, tmp_path, session):
+def test_bfloat16_logits_are_near_float32_logits(family, variant, near, share, tmp_path, session):
     make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
     spec = nanovllm_models.load(tmp_path)
     exact, coarse = (torch.cat(session(spec, dtype).step(PROMPTS)) for dtype in (torch.float32, torch.bfloat16))

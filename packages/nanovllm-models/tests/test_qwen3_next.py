@@ -98,7 +98,7 @@ def test_a_head_for_multi_token_prediction_is_loaded_and_changes_nothing(tmp_pat
         ("model.layers.3.mlp.shared_expert.down_proj.weight", "[32, 40]"),
     ],
 )
-def test_tensors_that_are_wrong_are_named(name, shape, tmp_path, session):
+def test_invalid_tensors_are_named(name, shape, tmp_path, session):
     make_checkpoint(tmp_path, "qwen3_next")
     tensors = load_file(tmp_path / "model.safetensors")
     extra = name.replace(".layers.", ".layers.1")
@@ -126,7 +126,7 @@ def test_tensors_that_are_wrong_are_named(name, shape, tmp_path, session):
         ({"hidden_act": "gelu"}, "hidden_act .* must be silu"),
     ],
 )
-def test_configs_that_are_wrong_are_refused(changes, message, tmp_path):
+def test_invalid_configs_are_refused(changes, message, tmp_path):
     make_checkpoint(tmp_path, "qwen3_next")
     file = tmp_path / "config.json"
     fields = json.loads(file.read_text()) | changes
@@ -138,7 +138,7 @@ def test_configs_that_are_wrong_are_refused(changes, message, tmp_path):
 
 
 @pytest.mark.parametrize("shared_width", [40, 24], ids=["shared among the others", "beside them"])
-def test_block_fp8_weights_get_to_where_the_float32_twins_are(shared_width, tmp_path, session):
+def test_block_fp8_weights_are_loaded_into_the_rows_of_the_float32_weights(shared_width, tmp_path, session):
     changes = {"mlp_only_layers": [1], "num_hidden_layers": 2, "full_attention_interval": 2, "initializer_range": 0.1}
     model = make_model("qwen3_next", head_dim=128, shared_expert_intermediate_size=shared_width, **changes)
     write_checkpoint(tmp_path / "fp8", model, fp8=True, mtp=True, old_config=True)

@@ -23,7 +23,7 @@ from nanovllm_core.outputs import PromptLogprobs, StepOutputs, TokenLogprobs
 from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
-from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
+from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
@@ -44,7 +44,7 @@ MAX_MODEL_LEN = 512
 
 def make_backend() -> Tokenizer:
     """A vocabulary with one token per byte, and a few merged tokens."""
-    vocab = dict(BYTES_OF_CHARACTERS)
+    vocab = dict(BYTE_BY_CHARACTER)
     vocab["he"] = 256
     vocab["Ġt"] = 257
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("Ġ", "t")]))
@@ -249,8 +249,8 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Te
     service.renderer.close()
 
 
-class Witness:
-    """Wraps the application, and checks every response against the contract."""
+class ResponseRecorder:
+    """Wraps the application, and records every response for the check against the contract."""
 
     def __init__(self, app: ASGIFramework):
         self._app = app
@@ -262,7 +262,7 @@ class Witness:
             return
         status, kind, body, complete = 0, "", bytearray(), False
 
-        async def send_and_see(event) -> None:
+        async def send_and_record(event) -> None:
             nonlocal status, kind, complete
             if event["type"] == "http.response.start":
                 status = event["status"]
@@ -273,7 +273,7 @@ class Witness:
             await send(event)
 
         try:
-            await self._app(scope, receive, send_and_see)
+            await self._app(scope, receive, send_and_record)
         finally:
             if status:
                 self.exchanges.append(
@@ -284,10 +284,10 @@ class Witness:
 @pytest.fixture
 def app(service: Service) -> Iterator[Quart]:
     app = create_app(service)
-    witness = Witness(app.asgi_app)
-    app.asgi_app = witness
+    recorder = ResponseRecorder(app.asgi_app)
+    app.asgi_app = recorder
     yield app
-    for exchange in witness.exchanges:
+    for exchange in recorder.exchanges:
         check(exchange)
 
 
@@ -298,7 +298,7 @@ def client(app: Quart):
 
 @pytest.fixture
 def post(client) -> Callable[..., Any]:
-    """Sends a chat completion; the given fields replace those of a small valid request."""
+    """Sends a chat completion request. `fields` replace the fields of a small valid request."""
 
     async def post(headers: dict[str, str] | None = None, **fields: Any):
         body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -308,7 +308,7 @@ def post(client) -> Callable[..., Any]:
 
 
 @contextlib.asynccontextmanager
-async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
+async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
     (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
     config = hypercorn_config()
@@ -326,11 +326,11 @@ async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout
 @pytest.fixture
 async def url(app: Quart) -> AsyncIterator[str]:
     """The same server behind a real socket."""
-    async with behind_a_socket(app) as url:
+    async with serve_on_socket(app) as url:
         yield url
 
 
 @pytest.fixture
 def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
     """Serves the test's own application, or other settings, behind a real socket."""
-    return behind_a_socket
+    return serve_on_socket

@@ -103,7 +103,7 @@ def resolve_block_size(attention=PAGED, *, has_states=False, **settings) -> int:
 
 @pytest.fixture
 def flash_attention(monkeypatch):
-    monkeypatch.setattr("nanovllm_kernels.attention.has_flash_attention", lambda: True)
+    monkeypatch.setattr("nanovllm_kernels.attention.gqa.has_flash_attention", lambda: True)
 
 
 @pytest.mark.usefixtures("flash_attention")

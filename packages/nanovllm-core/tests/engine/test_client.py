@@ -76,7 +76,7 @@ async def test_killed_engine_fails_open_requests(toy_spec):
     await engine.stop()
 
 
-async def test_a_failing_step_tells_why(toy_spec):
+async def test_a_failing_step_fails_requests_with_the_reason(toy_spec):
     engine = await EngineClient.launch(toy_spec("failing"), CONFIG)
     with pytest.raises(EngineDeadError, match="a poisoned token"):
         await collect(engine, greedy("a", [96], 2))
@@ -84,7 +84,7 @@ async def test_a_failing_step_tells_why(toy_spec):
     await engine.stop()
 
 
-async def test_a_model_that_cannot_be_built_says_so(toy_spec):
+async def test_an_error_while_building_the_model_reaches_the_client(toy_spec):
     with pytest.raises(ConfigError, match="^this model can't be built$"):
         await EngineClient.launch(toy_spec("refusing"), CONFIG)
 

@@ -96,7 +96,7 @@ async def engine(toy_spec):
     await engine.stop()
 
 
-async def test_stopping(engine, oracle):
+async def test_a_stop_token_ends_a_request_and_is_its_last_token(engine, oracle):
     prompt = prompts(1)[0]
     tokens = oracle(prompt, 30)
     stop = tokens[7]
@@ -117,7 +117,7 @@ async def test_min_tokens_suppresses_stop_tokens(engine, oracle):
     assert stop not in tokens[:4]
 
 
-async def test_the_context_ends_a_request(toy_spec):
+async def test_a_request_ends_where_the_context_is_full(toy_spec):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**BASE, max_model_len=50))
     request = Request("a", list(range(40)), SamplingParams(temperature=0, ignore_eos=True))
     output = await last(engine, request)
@@ -135,7 +135,7 @@ async def test_usage_counts_cached_tokens(engine):
     assert (await last(engine, salted)).num_cached_tokens == 0
 
 
-async def test_a_seed_gives_the_same_tokens_in_any_company(engine):
+async def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
     def sampled(name: str, seed: int | None) -> Request:
         return Request(name, [1, 2, 3], SamplingParams(seed=seed, max_tokens=20, ignore_eos=True, top_p=0.95))
 
@@ -160,25 +160,25 @@ async def test_options_of_a_rows_last_request_are_cleared(engine, oracle):
     prompt = prompts(1)[0]
     options = {"logit_bias": {42: 100.0}, "forbidden_sequences": (tuple(oracle(prompt, 1)),)}
     await asyncio.gather(*(collect(engine, greedy(f"a{index}", prompt, 3, **options)) for index in range(8)))
-    one, *others = await asyncio.gather(
+    with_options, *others = await asyncio.gather(
         collect(engine, greedy("b", prompt, 20, **options)),
         *(collect(engine, greedy(f"c{index}", prompt, 20)) for index in range(7)),
     )
-    assert one == [42] * 20
+    assert with_options == [42] * 20
     assert others == [oracle(prompt, 20)] * 7
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_forbidden_sequences_never_come(engine, oracle, seed):
+async def test_forbidden_sequences_do_not_occur(engine, oracle, seed):
     prompt = prompts(4, seed)[seed]
     expected = oracle(prompt, 30)
-    # The first one goes into its prompt, where it doesn't count.
+    # The first sequence begins in the prompt, where it is allowed.
     forbidden = ((prompt[-1], expected[0]), tuple(expected[1:3]), tuple(expected[6:10]), (expected[15],))
     found = await collect(engine, greedy("a", prompt, 30, forbidden_sequences=forbidden))
     assert found[:2] == expected[:2]
     assert found != expected
     for sequence in forbidden:
-        assert not any(tuple(found[at : at + len(sequence)]) == sequence for at in range(30))
+        assert not any(tuple(found[start : start + len(sequence)]) == sequence for start in range(30))
 
 
 async def test_logprobs_are_of_the_models_own_distribution(engine):
@@ -193,7 +193,7 @@ async def test_logprobs_are_of_the_models_own_distribution(engine):
         assert entry.logprob < values[-1] <= 0
 
 
-async def test_closing_a_stream_frees_everything(engine, monkeypatch):
+async def test_closing_a_stream_frees_blocks_and_id(engine, monkeypatch):
     monkeypatch.setattr(loop, "STATS_INTERVAL_S", 0)
     stream = engine.generate(greedy("a", list(range(60)), 150))
     await anext(stream)
@@ -202,7 +202,7 @@ async def test_closing_a_stream_frees_everything(engine, monkeypatch):
     await stream.aclose()
     await idle(engine)
     assert engine.stats.num_steps <= steps + 3
-    assert await collect(engine, greedy("a", [1], 2)), "the id is free again"
+    assert await collect(engine, greedy("a", [1], 2)), "the id can be used again"
 
 
 async def test_more_urgent_request_goes_first(toy_spec):
@@ -210,9 +210,8 @@ async def test_more_urgent_request_goes_first(toy_spec):
     order = []
 
     async def ask(name: str, priority: int) -> None:
-        request = greedy(name, [1, 2, 3], 20)
-        request.priority = priority
-        await collect(engine, request)
+        sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        await collect(engine, Request(name, [1, 2, 3], sampling, priority=priority))
         order.append(name)
 
     running = asyncio.create_task(ask("running", 9))
@@ -261,14 +260,14 @@ async def test_duplicate_request_id_is_refused_without_affecting_others(engine, 
         ("seed", Request("x", [1], SamplingParams(seed=1 << 63))),
     ],
 )
-async def test_bad_requests_name_the_field(engine, field, request_):
+async def test_an_invalid_request_raises_an_error_with_the_field(engine, field, request_):
     with pytest.raises(RequestError) as caught:
         await collect(engine, request_)
     assert caught.value.field == field
-    assert field in str(caught.value)
+    assert field.removesuffix("_sequences") in str(caught.value)
 
 
-async def test_a_failing_step_fails_everyone_with_the_reason(toy_spec, caplog):
+async def test_a_failing_step_fails_all_requests_with_the_reason(toy_spec, caplog):
     engine = await AsyncEngine.start(toy_spec("failing"), EngineConfig(**BASE))
     good = asyncio.create_task(collect(engine, greedy("good", [1], 200)))
     await asyncio.sleep(0.05)
@@ -295,7 +294,7 @@ async def test_a_failing_step_fails_everyone_with_the_reason(toy_spec, caplog):
         ({"attention_backend": "triton"}, "needs a GPU"),
     ],
 )
-async def test_bad_settings_name_themselves(toy_spec, settings, message):
+async def test_an_invalid_setting_is_named_in_the_error(toy_spec, settings, message):
     with pytest.raises(ConfigError, match=message):
         await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, **settings}))
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from counting import calls
+from counting import count_calls
 
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
 from nanovllm_core.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ def test_number_of_calls_does_not_depend_on_the_number_of_requests():
         table = make_table(count)
         first, second = (make_plan(list(range(count)), [1] * count, [True] * count) for _ in range(2))
         table.apply_plan(first)
-        counts.append(calls(table.apply_plan, second))
+        counts.append(count_calls(table.apply_plan, second))
     few, many = counts
     assert few == many
     assert sum(many.values()) < 200

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from nanovllm_kernels import attention, elementwise, gemm, linear_attention, moe, request_tables, sampling
-from nanovllm_kernels.attention import flash_prefill, mla, work_list
+from nanovllm_kernels import elementwise, gemm, linear_attention, moe, request_tables, sampling
+from nanovllm_kernels.attention import gqa, mla
+from nanovllm_kernels.attention.plan import flash_requests, work_list
 
 MODULES = (
-    attention,
+    gqa,
     mla,
     work_list,
-    flash_prefill,
+    flash_requests,
     request_tables,
     elementwise,
     gemm,
@@ -60,7 +61,7 @@ def arguments():
         ),
         "latent_attention": (*queries, latents, None, table, *lengths, decodes, [], 0.25),
         "project_heads": (torch.randn(3, 4, 16), torch.randn(4, 16, 8), integers([2]), torch.zeros(3, 4, 8)),
-        "spread_key_parts": (latents.view(-1, 24)[:3, 16:], torch.zeros(3, 4, 16)),
+        "copy_key_parts": (latents.view(-1, 24)[:3, 16:], torch.zeros(3, 4, 16)),
         "gather_latents": (latents, None, table, *lengths, 3, torch.float32),
         "attend_whole_prompts": (
             *(torch.randn(3, 4, 16), torch.randn(3, 4, 16), latents.view(-1, 24)[:3, 16:], *lengths),

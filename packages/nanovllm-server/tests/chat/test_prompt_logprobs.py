@@ -38,7 +38,7 @@ async def test_prompt_logprobs_only_on_request(post, engine):
     assert {request.sampling.prompt_logprobs for request in engine.requests} == {None}
 
 
-async def test_a_refusal_says_what_to_do(post):
+async def test_invalid_prompt_logprobs_error_says_what_to_do(post):
     error = (await (await post(prompt_logprobs=3, stream=True)).get_json())["error"]
     assert error["message"] == "prompt_logprobs must be left out when stream is true, not 3"
     error = (await (await post(prompt_logprobs=21)).get_json())["error"]

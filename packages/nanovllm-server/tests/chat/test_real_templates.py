@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm_models import Tokenizer
-from nanovllm_models.chat_formats import pick_format
+from nanovllm_models.chat_formats import detect_format
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ReasoningText
@@ -74,7 +74,7 @@ def model(request, templates, backend):
 async def test_format_is_detected_from_the_template(model):
     name, template, renderer = model
     reasoning, calls, begins, shows_tools = MODELS[name]
-    form = pick_format(None, template)
+    form = detect_format(None, template)
     assert (form.reasoning and form.reasoning.name) == reasoning
     assert form.tool_calls.name == calls
     prompt = (await renderer.render([QUESTION])).text
@@ -82,9 +82,9 @@ async def test_format_is_detected_from_the_template(model):
     assert ("The weather." in (await renderer.render([QUESTION], [TOOL])).text) == shows_tools
 
 
-async def test_a_call_of_the_history_is_what_the_parser_reads(model, backend):
+async def test_rendered_earlier_call_is_readable_by_the_parser(model, backend):
     name, template, renderer = model
-    model_format = ModelFormat(pick_format(None, template), TextVocabulary(backend))
+    model_format = ModelFormat(detect_format(None, template), TextVocabulary(backend))
     asked = (await renderer.render([QUESTION], [TOOL])).text
     answered = (await renderer.render([QUESTION, CALLING, RESULT], [TOOL])).text
     assert "Rain." in answered

@@ -64,7 +64,7 @@ async def test_dead_engine_is_a_503(post, client, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_engine_dies_in_the_middle(post, engine, service, stream):
+async def test_engine_death_in_mid_stream_is_an_error_event(post, engine, service, stream):
     engine.delay, engine.endless = 0.01, True
     task = asyncio.create_task(post(stream=stream))
     while not engine.requests:
@@ -96,7 +96,7 @@ async def test_bug_is_a_500_with_the_id_of_the_log(post, engine, service, stream
     assert service.admission.num_active == 0
 
 
-async def test_request_id_is_echoed_or_made(post):
+async def test_request_id_is_echoed_or_generated(post):
     response = await post(headers={"X-Request-Id": "abc"})
     assert response.headers["X-Request-Id"] == "abc"
     assert (await response.get_json())["id"] == "chatcmpl-abc"
@@ -108,7 +108,7 @@ async def test_request_id_is_echoed_or_made(post):
     assert len((await post(headers={"X-Request-Id": "x" * 300})).headers["X-Request-Id"]) == 32
 
 
-async def test_two_clients_may_choose_the_same_id(post, engine):
+async def test_two_clients_may_send_the_same_request_id(post, engine):
     engine.delay = 0.01
     responses = await asyncio.gather(*(post(headers={"X-Request-Id": "same"}) for _ in range(2)))
     assert [response.status_code for response in responses] == [200, 200]

@@ -77,7 +77,7 @@ async def test_client_lists_models(sdk):
     assert [model.id async for model in sdk.models.list()] == ["scripted", "alias"]
 
 
-async def test_client_hears_of_a_failure_in_mid_stream(sdk, engine):
+async def test_client_raises_a_failure_in_mid_stream(sdk, engine):
     engine.delay, engine.endless = 0.01, True
     stream = await sdk.chat.completions.create(model="scripted", messages=MESSAGES, stream=True)
 
@@ -108,7 +108,7 @@ async def test_disconnect_aborts_at_once(url, engine, service, stream, n):
     assert service.running == set()
 
 
-async def test_disconnect_before_the_first_token(url, engine, service):
+async def test_disconnect_before_the_first_token_aborts_the_request(url, engine, service):
     engine.delay, engine.endless = 60, True
     _, writer = await connect(url)
     writer.write(request_bytes(stream=True))
@@ -118,7 +118,7 @@ async def test_disconnect_before_the_first_token(url, engine, service):
     await until(lambda: service.admission.num_active == 0, seconds=1)
 
 
-async def test_reset_in_the_middle_of_a_body(url, service, sdk):
+async def test_connection_reset_within_a_body_leaves_the_server_working(url, service, sdk):
     _, writer = await connect(url)
     writer.write(request_bytes()[:-20])
     await asyncio.sleep(0.05)
@@ -127,7 +127,7 @@ async def test_reset_in_the_middle_of_a_body(url, service, sdk):
     assert (await sdk.chat.completions.create(model="scripted", messages=MESSAGES)).choices
 
 
-async def test_slow_reader_gets_more_at_a_time(engine, service):
+async def test_slow_reader_gets_larger_chunks(engine, service):
     engine.reply, engine.delay = [*b"x" * 100], 0.001
     exchange = HttpExchange(None, "/")
     chat = parse_chat_request(
@@ -143,7 +143,7 @@ async def test_slow_reader_gets_more_at_a_time(engine, service):
     assert len(texts) < 30
 
 
-async def test_slow_reader_gets_missed_tokens_in_one_event(url, engine, service):
+async def test_slow_reader_gets_waiting_tokens_in_one_event(url, engine, service):
     engine.reply = [*"Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. ".encode() * 7]
     fields = {"logprobs": True, "top_logprobs": 5}
     chat = parse_chat_request(request_bytes(**fields).split(b"\r\n\r\n")[1], service.limits, service.defaults)
@@ -188,7 +188,7 @@ async def test_idle_stream_is_kept_alive(url, engine, monkeypatch):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_enormous_body_is_refused_and_not_kept(url, sdk, service, chunked):
+async def test_enormous_body_is_refused_without_buffering_it(url, sdk, service, chunked):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reader, writer = await connect(url)
     length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (100 << 20)

@@ -36,7 +36,7 @@ def test_sequences_of_a_dead_worker_are_released():
     replacement.admit(3)
 
 
-def test_each_worker_reports_the_metrics_of_all(engine):
+def test_each_worker_reports_the_metrics_of_all_workers(engine):
     memory = allocate_counters(2)
 
     def metrics(index: int) -> Metrics:
@@ -64,7 +64,7 @@ def test_each_worker_reports_the_metrics_of_all(engine):
     assert 'nanovllm:time_to_first_token_seconds_sum{model_name="m"} 2000.003' in text
 
 
-def test_too_many_counters_are_an_error():
+def test_claiming_too_many_counters_is_an_error():
     counters = SharedCounters(allocate_counters(1))
     counters.claim(MAX_COUNTERS)
     with pytest.raises(ValueError, match="too few"):

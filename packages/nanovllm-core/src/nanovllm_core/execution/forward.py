@@ -116,7 +116,7 @@ class ForwardPass:
             backend=self._config.attention_backend,
             dtype=self._config.torch_dtype,
             num_tokens=bounds.num_tokens,
-            whole=bounds.whole,
+            has_only_whole_prompts=bounds.whole,
         )
 
     def replan_attention(self, output: ForwardOutput, rows: DeviceRows, plan: StepPlan) -> AttentionBatch:

@@ -22,7 +22,7 @@ from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSp
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
-from nanovllm_kernels.attention import SMALLEST_ROUNDS, attention_rounds, whole_prompt_tokens
+from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_whole_prompt_tokens
 from nanovllm_kernels.platform import describe
 
 # Rows of the batch with which torch.compile is run. The code takes any number of rows but is tuned for this number.
@@ -50,9 +50,9 @@ class Runner:
             self._host_copies = HostCopyRing(config.max_num_seqs, config.depth, stream)
         layout = self.cache.layout
         attention = layout.attention_specs[0]
-        self.attention_rounds = SMALLEST_ROUNDS
+        self.attention_rounds = ONE_TOKEN_ROUNDS
         if isinstance(attention, PagedSpec):
-            self.attention_rounds = attention_rounds(attention.num_heads, attention.num_kv_heads, device)
+            self.attention_rounds = describe_attention_rounds(attention.num_heads, attention.num_kv_heads, device)
         self._table = RequestTable(
             config.max_num_seqs,
             config.max_model_len,
@@ -67,7 +67,7 @@ class Runner:
         # Lowered by `allocate` if the cache is smaller.
         self.max_model_len = config.max_model_len
         limits = (config.max_num_seqs, config.max_num_batched_tokens)
-        min_whole_tokens = whole_prompt_tokens(self.cache.kv_caches[0], config.attention_backend)
+        min_whole_tokens = min_whole_prompt_tokens(self.cache.kv_caches[0], config.attention_backend)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, *limits, min_whole_tokens=min_whole_tokens))
 
     @classmethod

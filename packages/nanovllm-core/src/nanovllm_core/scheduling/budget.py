@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
-from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
 
 # Without a target time, a step with prompts and decodes may take the time of this many usual decode steps.
 MIN_MIXED_DECODE_STEPS = 4
@@ -34,7 +34,7 @@ class StepLimits(NamedTuple):
     target_s: float | None = None
     prompt_step_s: float = float("inf")
     mixed_step_s: float = float("inf")
-    rounds: AttentionRounds = SMALLEST_ROUNDS
+    rounds: AttentionRounds = ONE_TOKEN_ROUNDS
     padded_tokens: tuple[int, ...] = ()
 
     def time_limit_s(self, num_decodes: int, decode_step_s: float) -> float:
@@ -174,6 +174,6 @@ class StepBudget:
 
     def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
         """Whether the step stays within `limit_s` with this chunk, if attention takes whole rounds of the device."""
-        prompt_pairs = self._limits.rounds.pairs([*self._chunks, (start, num_tokens)])
+        prompt_pairs = self._limits.rounds.estimate_pairs([*self._chunks, (start, num_tokens)])
         padded_tokens = self._limits.pad(self._work.num_tokens + num_tokens)
         return self._model.predict(StepWork(padded_tokens, self._work.decode_context, prompt_pairs)) <= limit_s

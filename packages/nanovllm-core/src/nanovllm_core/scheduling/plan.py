@@ -39,12 +39,12 @@ class ScheduledRows(NamedTuple):
     Consecutive steps may share one object.
     rows: int64 [n].
     num_tokens: int64 [n], number of tokens that the step computes for each row.
-    samples: bool [n], whether the step samples a token after the last computed token of the row.
+    is_sampled: bool [n], whether the step samples a token after the last computed token of the row.
     """
 
     rows: RowIndices
     num_tokens: NDArray[np.int64]
-    samples: NDArray[np.bool_]
+    is_sampled: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class ScheduledStep(NamedTuple):
 class StepResults(NamedTuple):
     """What the runner computed in a step.
 
-    tokens: int32 [n], one per row of the plan that samples a token, in the plan's order.
+    tokens: int32 [n], one per row of the plan that is sampled, in the plan's order.
     logprobs: pairs (index into `tokens`, log-probabilities) of rows that want log-probabilities.
     failed: pairs (index into `tokens`, reason) of rows whose grammar failed; the tokens of these rows are meaningless.
     prompt_logprobs: one entry per `PromptLogprobsRange` of the plan.

@@ -39,9 +39,9 @@ class ResultApplier:
         if step.decodes is not None and not is_finished.any():
             columns, tokens = step.decodes, results.tokens
         else:
-            is_open = ~is_finished[scheduled.samples]
-            columns = rows.columns_of(scheduled.rows[scheduled.samples][is_open])
-            tokens = results.tokens[is_open]
+            is_unfinished = ~is_finished[scheduled.is_sampled]
+            columns = rows.columns_of(scheduled.rows[scheduled.is_sampled][is_unfinished])
+            tokens = results.tokens[is_unfinished]
         token_list = tokens.tolist()
         starts, finishes = self._append_tokens(columns, tokens, token_list)
         # Rows of requests that finished in this step may be free already: `requests_of` skips them.
@@ -64,7 +64,7 @@ class ResultApplier:
         """Finish the requests whose grammar failed."""
         failures: list[RequestFailure] = []
         if results.failed:
-            sampled_rows = scheduled.rows[scheduled.samples]
+            sampled_rows = scheduled.rows[scheduled.is_sampled]
             for index, reason in results.failed:
                 if not self._rows.is_finished[sampled_rows[index]]:
                     (request,) = self._rows.requests_of(sampled_rows[index : index + 1])
@@ -74,7 +74,7 @@ class ResultApplier:
 
     def _collect_logprobs(self, scheduled: ScheduledRows, results: StepResults) -> list[tuple[int, TokenLogprobs]]:
         """The log-probabilities of unfinished requests, with their keys."""
-        sampled_rows = scheduled.rows[scheduled.samples]
+        sampled_rows = scheduled.rows[scheduled.is_sampled]
         keys, is_finished = self._rows.keys[sampled_rows].tolist(), self._rows.is_finished[sampled_rows]
         return [(keys[index], logprobs) for index, logprobs in results.logprobs if not is_finished[index]]
 

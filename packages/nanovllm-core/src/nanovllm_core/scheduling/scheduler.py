@@ -204,12 +204,12 @@ class Scheduler:
             scheduled, decodes = rows.decode_batch(decode_rows)
         prompt_logprobs_ranges = self._prompt_logprobs_ranges(chunks, len(decode_rows)) if chunks else []
         chunk_ranges = [(int(rows.num_computed_tokens[row]), num_tokens) for row, num_tokens in chunks]
-        attention_pairs = self.limits.rounds.pairs(chunk_ranges)
+        attention_pairs = self.limits.rounds.estimate_pairs(chunk_ranges)
         is_whole = bool(chunks) and not any(start for start, num_tokens in chunk_ranges if num_tokens > 1)
-        row_indices, tokens_per_row, samples = scheduled
+        row_indices, tokens_per_row, is_sampled = scheduled
         num_computed_tokens = rows.num_computed_tokens[row_indices] + tokens_per_row
         rows.num_computed_tokens[row_indices] = num_computed_tokens
-        rows.num_tokens[row_indices] += samples
+        rows.num_tokens[row_indices] += is_sampled
         rows.num_steps_in_flight[row_indices] += 1
         num_tokens = len(decode_rows) + sum(chunk.num_tokens for chunk in chunks)
         is_uniform = not chunks or bool((tokens_per_row == tokens_per_row[0]).all())
@@ -235,8 +235,8 @@ class Scheduler:
         chunks.sort(key=lambda chunk: (chunk.num_tokens != 1, not table.num_computed_tokens[chunk.row]))
         rows = np.concatenate((decode_rows, [chunk.row for chunk in chunks]))
         tokens_per_row = np.concatenate((np.ones(len(decode_rows), np.int64), [chunk.num_tokens for chunk in chunks]))
-        samples = table.num_computed_tokens[rows] + tokens_per_row == table.num_tokens[rows]
-        return ScheduledRows(rows, tokens_per_row, samples)
+        is_sampled = table.num_computed_tokens[rows] + tokens_per_row == table.num_tokens[rows]
+        return ScheduledRows(rows, tokens_per_row, is_sampled)
 
     def _prompt_logprobs_ranges(self, chunks: list[PromptChunk], num_decodes: int) -> list[PromptLogprobsRange]:
         """The prompt tokens of `chunks` whose log-probabilities this step computes. num_decodes: rows before `chunks`.

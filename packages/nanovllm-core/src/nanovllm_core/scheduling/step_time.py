@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_kernels.attention.rounds import attention_pairs
+from nanovllm_kernels.attention import attention_pairs
 
 # The weight of an observation decays by this factor with each later observation of its kind.
 _OBSERVATION_DECAY = 0.99
@@ -27,7 +27,7 @@ class StepWork(NamedTuple):
 
     num_tokens: tokens of decodes and prompts; including padding where a step's time is predicted or observed.
     decode_context: sum of the decodes' context lengths, in tokens.
-    prompt_pairs: pairs of a prompt's query token and a token it attends to, see `AttentionRounds.pairs`.
+    prompt_pairs: pairs of a prompt's query token and a token it attends to, see `AttentionRounds.estimate_pairs`.
     """
 
     num_tokens: int

@@ -235,8 +235,8 @@ def _peer(options: argparse.Namespace, model: Path) -> "Peer | None":
 
 
 def _gguf(options: argparse.Namespace, model: Path) -> "GGUF | None":
-    """The weights for llama.cpp. Raises BenchError if no file is known, and ModelError like `source_file`."""
-    from nanovllm_models.default_model import cache_directory, is_default_model, source_file
+    """The weights for llama.cpp. Raises BenchError if no file is known, and ModelError like `find_source_file`."""
+    from nanovllm_models.default_model import cache_directory, find_source_file, is_default_model
     from nanovllm_server.bench.peers import GGUF
     from nanovllm_server.bench.report import BenchError
 
@@ -246,7 +246,7 @@ def _gguf(options: argparse.Namespace, model: Path) -> "GGUF | None":
         raise BenchError("peer llamacpp has no dummy weights: leave --load-format out")
     source: Path | None = options.peer_gguf
     if source is None and is_default_model(model):
-        source = source_file()
+        source = find_source_file()
     if source is None:
         raise BenchError(f"peer llamacpp needs the weights of {model.name} as a GGUF file: name it with --peer-gguf")
     if not source.is_file():

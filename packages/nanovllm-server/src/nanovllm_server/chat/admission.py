@@ -41,7 +41,7 @@ class AdmissionControl:
                 429,
                 f"the queue is full: {num_active - num_sequences} sequences of at most {self.capacity} are in the "
                 "server; try again in a moment",
-                kind="rate_limit_error",
+                error_type="rate_limit_error",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )

@@ -21,7 +21,7 @@ IDLE_S = 15.0
 
 
 class OutputNotifier:
-    """Wakes the one reader of an answer when the engine has new outputs for any of its choices, or has failed."""
+    """Wakes the reader of an answer when the engine has new outputs for any choice, or has failed."""
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
@@ -58,13 +58,12 @@ class OutputNotifier:
 
 
 class Generation:
-    """One answer while it is generated: a request and an output assembler for each choice.
+    """One answer that is being generated, with a request and an output assembler for each choice.
 
     timeout_s: maximum time from the requests' arrival to the end; None for no limit.
     make_grammar_error: makes the exception to raise if the grammar fails during generation, from the reason.
     first_token_s: seconds from arrival to the first token; None before the first token.
-    prompt_logprobs: log-probabilities of all prompt tokens but the first; None before the first token, or if not
-        requested.
+    prompt_logprobs: log-probabilities of prompt tokens; None before the first token, or if not requested.
     """
 
     def __init__(
@@ -166,8 +165,8 @@ class Generation:
 
     @property
     def _reuses_prompt_cache(self) -> bool:
-        # After the first token, the prefix cache has the prompt's blocks, so the other choices need not compute it.
-        # A prompt that is not longer than a block is never cached.
+        # After the first token, the prefix cache has the prompt's blocks, so other choices do not compute the prompt.
+        # A prompt of at most one block is never cached.
         info = self._engine.info
         return info.prefix_caching and self._requests[0].num_prompt_tokens > info.block_size
 

@@ -68,7 +68,7 @@ class OutputAssembler:
         self._reasoning_ended = False
         # The choice has ended with a stop string, or with its only allowed call.
         self._is_stopped = False
-        # Contents of the next delta. token_ids is None if the request does not ask for them.
+        # Contents of the next delta. `_token_ids` is None if the request does not ask for token ids.
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] | None = [] if options.include_token_ids else None
         self._reasoning_pieces: list[str] = []
@@ -128,9 +128,9 @@ class OutputAssembler:
     def _add_text(self, text: str) -> None:
         if self._stop_matcher is not None and self.num_tokens > self._min_tokens:
             text = self._stop_matcher.push(text)
-            self._is_stopped = self._stop_matcher.found is not None
+            self._is_stopped = self._stop_matcher.matched_stop is not None
             if self._include_stop:
-                text += self._stop_matcher.found or ""
+                text += self._stop_matcher.matched_stop or ""
         if text:
             self._text_pieces.append(text)
 
@@ -144,8 +144,8 @@ class OutputAssembler:
             self._reasoning_ended = not self._parser.in_reasoning
 
     def _end(self, reason: Finish, stop_reason: str | int | None = None) -> Delta:
-        if self._stop_matcher is not None and self._stop_matcher.found is not None:
-            stop_reason = self._stop_matcher.found
+        if self._stop_matcher is not None and self._stop_matcher.matched_stop is not None:
+            stop_reason = self._stop_matcher.matched_stop
         # "length" tells the client that a call's arguments are incomplete, whatever cut them off.
         if self._parser.in_call:
             reason = "length"

@@ -27,7 +27,7 @@ def serialize_prompt_logprobs(
 def iterate_entries(
     vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """Yields for each prompt token the entries of itself and of the likeliest tokens at its position, by token id.
+    """Yields, for each prompt token, entries of the token and of the likeliest tokens at its position, by token id.
 
     Yields None for the first token, which has no probability.
     """

@@ -102,7 +102,7 @@ class Renderer:
         return rendered is not None and "any_tool" in rendered
 
     def _probe_calls(self) -> tuple[bool, bool]:
-        """Whether the template needs arguments as text, and whether it shows calls at all."""
+        """Whether the template needs a call's arguments as text, and whether the template shows calls at all."""
 
         # Most templates format arguments themselves; some insert them as text.
         def shows_arguments(*, as_text: bool) -> bool:

@@ -190,13 +190,11 @@ class Service:
             include_token_ids=chat.return_token_ids,
             is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )
-        parsers = [
-            self.model_format.make_parser(prompt.text, tools, calls_only_at_start=calls_only_at_start)
-            for _ in range(chat.n)
-        ]
+        make_parser = partial(
+            self.model_format.make_parser, prompt.text, tools, calls_only_at_start=calls_only_at_start
+        )
         return [
-            OutputAssembler(index, self.vocabulary, chat.sampling, parser, options)
-            for index, parser in enumerate(parsers)
+            OutputAssembler(index, self.vocabulary, chat.sampling, make_parser(), options) for index in range(chat.n)
         ]
 
     def _make_requests(

@@ -6,25 +6,25 @@ class StopMatcher:
 
     If two stop strings end at the same character, the longer one is found: no part of a stop string may be returned.
 
-    found: the stop string; None until one is complete.
+    matched_stop: the stop string that was found; None before that.
     """
 
     def __init__(self, stop_strings: tuple[str, ...]):
         # Longest first, so that the first match at a character is the longest.
         self._stop_strings = sorted(stop_strings, key=len, reverse=True)
         self._tables = [_failure_table(stop) for stop in self._stop_strings]
-        # Per stop string, the number of its characters that end the text.
+        # Length of the longest prefix of each stop string that the text ends with.
         self._num_matched = [0] * len(stop_strings)
         self._held_text = ""
-        self.found: str | None = None
+        self.matched_stop: str | None = None
 
     def push(self, text: str) -> str:
-        """Adds `text`; returns the text that can't belong to a stop string. Sets `found` if one is complete."""
+        """Adds `text`; returns the text that can't belong to a stop string. Sets `matched_stop` if one is complete."""
         self._held_text += text
         for end, character in enumerate(text, len(self._held_text) - len(text) + 1):
             for index, stop in enumerate(self._stop_strings):
                 if self._advance(index, character) == len(stop):
-                    self.found = stop
+                    self.matched_stop = stop
                     return self._held_text[: end - len(stop)]
         split = len(self._held_text) - max(self._num_matched)
         released, self._held_text = self._held_text[:split], self._held_text[split:]
@@ -37,7 +37,7 @@ class StopMatcher:
         return released
 
     def _advance(self, index: int, character: str) -> int:
-        """Adds a character; returns how many characters of stop string `index` end the text now."""
+        """Adds a character; returns the length of the prefix of stop string `index` that the text ends with."""
         stop, table, num_matched = self._stop_strings[index], self._tables[index], self._num_matched[index]
         while num_matched and stop[num_matched] != character:
             num_matched = table[num_matched - 1]
@@ -47,7 +47,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """Per prefix of `pattern`, the length of the longest shorter prefix that ends it."""
+    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(pattern)
     num_matched = 0
     for index in range(1, len(pattern)):

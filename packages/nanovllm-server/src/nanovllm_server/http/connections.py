@@ -76,7 +76,7 @@ async def serve(
     *,
     write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> None:
-    """Serves until `wait_for_stop` returns. Then accepts no new connections, and closes the open ones.
+    """Serves until `wait_for_stop` returns. Then accepts no new connections, and closes open connections.
 
     Open connections have `config.graceful_timeout` seconds to end.
     """

@@ -42,8 +42,8 @@ def check_content_type(content_type: str | None, content_encoding: str | None) -
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
-        found = f'"{content_type[:80]}"' if content_type else "missing"
-        raise _unsupported_media_type(f"Content-Type must be application/json, but is {found}")
+        received = f'"{content_type[:80]}"' if content_type else "missing"
+        raise _unsupported_media_type(f"Content-Type must be application/json, but is {received}")
     charset = parameters.strip().lower()
     if charset.startswith("charset=") and charset.removeprefix("charset=").strip("\"' ") not in ("utf-8", "utf8"):
         raise _unsupported_media_type(f"the body must be UTF-8, but Content-Type says {charset[:40]}")

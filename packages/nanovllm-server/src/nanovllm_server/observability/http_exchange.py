@@ -27,7 +27,7 @@ from nanovllm_server.observability.logs import Logger
 CLIENT_DISCONNECTED = 499
 # Requests to these paths are logged at level debug.
 QUIET_PATHS = ("/health", "/metrics")
-# Maximum wait for the rest of a request before its response ends.
+# Maximum time to wait for the rest of a request before the end of its response.
 LINGER_S = 10.0
 MAX_LOGGED_PATH_BYTES = 200
 MAX_REQUEST_ID_BYTES = 256
@@ -39,7 +39,7 @@ REQUEST_ID_HEADER = b"x-request-id"
 class HttpExchange:
     """One HTTP request and its response.
 
-    has_generated_id: the server generated the request id, because the client sent none.
+    has_generated_id: the server generated the request id, because the client sent no id.
     arrival: time of `time.monotonic`.
     status: status code of the response; None before the response starts.
     log_fields: additional fields of the log line.
@@ -78,7 +78,7 @@ class HttpExchangeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # No route depends on the Host header, and the web framework fails with invalid ones.
+        # No route depends on the Host header, and the web framework fails with invalid Host headers.
         scope["headers"] = [(name, HOST_HEADER_VALUE if name == b"host" else value) for name, value in scope["headers"]]
         exchange = HttpExchange(_client_request_id(scope), scope["path"])
         cast(dict[str, object], scope)[SCOPE_KEY] = exchange

@@ -1,4 +1,4 @@
-"""Byte messages between the workers of one server: each worker writes to a ring in shared memory, the others read it.
+"""Byte messages between the workers of one server: each worker writes to its own ring in shared memory.
 
 Writers and readers do not wait: a writer overwrites the oldest messages, and a slow reader misses them.
 """
@@ -77,7 +77,7 @@ class Ring:
         return self._positions[1]
 
     def write(self, payload: bytes | bytearray) -> None:
-        """Writes a message; overwrites the oldest ones if the ring is full.
+        """Writes a message; overwrites the oldest messages if the ring is full.
 
         Raises ValueError if the message is larger than the ring.
         """

@@ -86,8 +86,8 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
             listener = socket.socket(family)
             listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Each worker has its own queue, to which the kernel assigns connections by their hash. With a common queue,
-            # the worker that wakes first accepts most connections.
+            # Each worker has its own queue, and the kernel assigns connections to queues by hash. With a common queue,
+            # the worker that wakes first would accept most connections.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
             if sys.platform == "linux":
@@ -103,7 +103,7 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
 
 
 def _check_port_is_free(family: int, address: Any) -> None:
-    # SO_REUSEPORT would let a second server of the same user share the port. A socket without it detects that.
+    # With SO_REUSEPORT, a second server of the same user could share the port. A socket without it detects this.
     with socket.socket(family) as test_socket:
         test_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         test_socket.bind(address)

@@ -143,7 +143,7 @@ def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_mo
 
     Raises ModelError.
     """
-    detected = nanovllm_models.find_format(arguments.model, template)
+    detected = nanovllm_models.read_format(arguments.model, template)
     # "none" is the name of no format, so `get` returns None.
     reasoning, tool_calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser
     return nanovllm_models.ChatFormat(

@@ -28,7 +28,7 @@ def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logs(arguments.settings.log_format, arguments.settings.log_level)
     return_freed_memory()
-    # Read by the tokenizer's thread pool when it starts.
+    # The tokenizer's thread pool reads this variable when the pool starts.
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
     # Must precede the imports and the tokenizer, which take seconds; see `exit_with_parent`.
     is_ready = exit_with_parent()

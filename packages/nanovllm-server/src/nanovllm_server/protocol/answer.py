@@ -132,9 +132,9 @@ def _read_structured_outputs(body: FieldReader) -> Answer | None:
     answers = [answer for read in readers.values() if (answer := read(fields)) is not None]
     expected = f"an object with exactly one of {', '.join(readers)}"
     if (unknown := fields.unknown_paths()) or len(answers) != 1:
-        found = f"the field {unknown[0]}" if unknown else f"{len(answers)} of them"
+        actual = f"the field {unknown[0]}" if unknown else f"{len(answers)} of them"
         path = body.path("structured_outputs")
-        raise ApiError(400, f"{path} must be {expected}, but has {found}", param=path, code="invalid_value")
+        raise ApiError(400, f"{path} must be {expected}, but has {actual}", param=path, code="invalid_value")
     return answers[0]
 
 

@@ -23,10 +23,9 @@ WEATHER_TOOL: JSON = {
 }
 WEATHER_CHOICE: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
 WEATHER_CHAT: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
-# Requests by description. They contain every kind of object of a request, as `record_schema` requires.
+# Requests without `model`, by description. They have every kind of object of a request, as `record_schema` requires.
 EXAMPLES: dict[str, dict[str, JSON]] = {
     "question": {
-        "model": "MODEL",
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "What is the capital of France?"}]},
@@ -35,7 +34,6 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         "stream_options": {"include_usage": True},
     },
     "tools": {
-        "model": "MODEL",
         "messages": [
             *WEATHER_CHAT,
             {
@@ -53,19 +51,16 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         "tools": [WEATHER_TOOL],
     },
     "a function that must be called": {
-        "model": "MODEL",
         "messages": WEATHER_CHAT,
         "tools": [WEATHER_TOOL],
         "tool_choice": WEATHER_CHOICE,
     },
     "functions that may be called": {
-        "model": "MODEL",
         "messages": WEATHER_CHAT,
         "tools": [WEATHER_TOOL],
         "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [WEATHER_CHOICE]}},
     },
     "JSON of a schema": {
-        "model": "MODEL",
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "response_format": {
             "type": "json_schema",
@@ -76,7 +71,6 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         },
     },
     "one of these texts": {
-        "model": "MODEL",
         "messages": [{"role": "user", "content": "Is Paris in France?"}],
         "structured_outputs": {"choice": ["yes", "no"]},
     },
@@ -122,7 +116,8 @@ def openapi_document(
     names: tuple[str, ...], limits: Limits, defaults: SamplingDefaults, *, needs_key: bool
 ) -> dict[str, JSON]:
     """Builds the document of a server. names: names of the model. needs_key: the API requires a key."""
-    request = record_schema(lambda body: read_chat_request(body, limits, defaults), [*EXAMPLES.values()])
+    examples: list[dict[str, JSON]] = [{"model": names[0], **example} for example in EXAMPLES.values()]
+    request = record_schema(lambda body: read_chat_request(body, limits, defaults), examples)
     properties = cast(dict[str, Schema], request["properties"])
     for name, text in FIELD_DESCRIPTIONS.items():
         properties[name]["description"] = text
@@ -156,7 +151,7 @@ def openapi_document(
 
 
 def _chat_operation(names: tuple[str, ...], *, needs_key: bool) -> dict[str, JSON]:
-    examples: dict[str, JSON] = {key: {"value": {**value, "model": names[0]}} for key, value in EXAMPLES.items()}
+    examples: dict[str, JSON] = {key: {"value": {"model": names[0], **value}} for key, value in EXAMPLES.items()}
     request_content: Schema = {"schema": _ref("ChatCompletionRequest"), "examples": examples}
     event_body: Schema = {"anyOf": [_ref("ChatCompletionChunk"), _ref("Error")]}
     event_data: Schema = {

@@ -1,14 +1,11 @@
-"""Device functions of the attention kernels: a tile of queries against blocks of paged keys and values.
-
-The softmax is computed online (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2.
-"""
+"""Device functions of grouped-query attention: a tile of queries against blocks of paged keys and values."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
 
-LOG2_E = 1.4426950408889634
+from nanovllm_kernels.attention.triton_softmax import load_pages, weigh_scores
 
 
 @triton.jit
@@ -19,12 +16,11 @@ def attend_blocks(
     q,
     k_ptr,
     table_ptr,
-    positions,
+    query_positions,
     dims,
     dim_mask,
     begin,
     end,
-    limit,
     scale_log2,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -33,43 +29,35 @@ def attend_blocks(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Accumulate keys and values of [begin, end), BLOCK_N at a time, into the online softmax; read none past `limit`.
+    """Accumulate keys and values of [begin, end), BLOCK_N at a time, into the online softmax.
 
     k_ptr: the key head in the cache's first slot.
+    MASKED: whether a query may not see all of the keys.
     """
     for start in tl.range(begin, end, BLOCK_N):
-        columns = start + tl.arange(0, BLOCK_N)
-        if MASKED:
-            pages = tl.load(table_ptr + columns // PAGE_SIZE, mask=columns < limit, other=0).to(tl.int64)
-        else:
-            pages = tl.load(table_ptr + columns // PAGE_SIZE).to(tl.int64)
-        slots = (pages * PAGE_SIZE + columns % PAGE_SIZE) * (2 * NUM_KV_HEADS * HEAD_DIM)
+        key_positions = start + tl.arange(0, BLOCK_N)
+        pages = load_pages(table_ptr, key_positions, end, PAGE_SIZE, MASKED)
+        slots = (pages * PAGE_SIZE + key_positions % PAGE_SIZE) * (2 * NUM_KV_HEADS * HEAD_DIM)
         k_ptrs = k_ptr + slots[None, :] + dims[:, None]
         v_ptrs = k_ptr + NUM_KV_HEADS * HEAD_DIM + slots[:, None] + dims[None, :]
         if MASKED:
-            inside = columns < limit
-            k = tl.load(k_ptrs, mask=inside[None, :] & dim_mask[:, None], other=0.0)
+            key_mask = key_positions < end
+            k = tl.load(k_ptrs, mask=key_mask[None, :] & dim_mask[:, None], other=0.0)
         elif HEAD_DIM == PADDED_DIM:
             k = tl.load(k_ptrs)
         else:
             k = tl.load(k_ptrs, mask=dim_mask[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
         if MASKED:
-            # No query sees a token after its own, so none sees a token from `limit` on.
-            scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
-            v = tl.load(v_ptrs, mask=inside[:, None] & dim_mask[None, :], other=0.0)
+            # No query sees a token after its own, so none sees a token from `end` on.
+            scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
+            v = tl.load(v_ptrs, mask=key_mask[:, None] & dim_mask[None, :], other=0.0)
         elif HEAD_DIM == PADDED_DIM:
             v = tl.load(v_ptrs)
         else:
             v = tl.load(v_ptrs, mask=dim_mask[None, :], other=0.0)
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        # Avoid infinity minus infinity in rows that have seen no key yet.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, True)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        running_max = new_max
     return acc, running_max, running_sum
 
 
@@ -78,11 +66,11 @@ def attend_range(
     q,
     k_ptr,
     table_ptr,
-    positions,
+    query_positions,
     dims,
     dim_mask,
     begin,
-    full_end,
+    unmasked_end,
     end,
     scale_log2,
     NUM_KV_HEADS: tl.constexpr,
@@ -91,16 +79,17 @@ def attend_range(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    FULL_BLOCKS: tl.constexpr,
+    UNMASKED_LOOP: tl.constexpr,
 ):
-    """Return (sums of weighted values, maximum, sum of weights) over the keys of [begin, end).
+    """Return (sums of weighted values, maximum score, sum of weights) over the keys of [begin, end).
 
-    full_end: with FULL_BLOCKS, every query sees all keys before it, so that these need no mask.
+    unmasked_end: every query sees all keys before it.
+    UNMASKED_LOOP: whether a loop without masks runs up to `unmasked_end` first.
     """
     acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    if FULL_BLOCKS:
+    if UNMASKED_LOOP:
         acc, running_max, running_sum = attend_blocks(
             acc,
             running_max,
@@ -108,12 +97,11 @@ def attend_range(
             q,
             k_ptr,
             table_ptr,
-            positions,
+            query_positions,
             dims,
             dim_mask,
             begin,
-            full_end,
-            end,
+            unmasked_end,
             scale_log2,
             NUM_KV_HEADS,
             HEAD_DIM,
@@ -122,7 +110,7 @@ def attend_range(
             BLOCK_N,
             False,
         )
-        begin = tl.maximum(begin, full_end)
+        begin = tl.maximum(begin, unmasked_end)
     return attend_blocks(
         acc,
         running_max,
@@ -130,11 +118,10 @@ def attend_range(
         q,
         k_ptr,
         table_ptr,
-        positions,
+        query_positions,
         dims,
         dim_mask,
         begin,
-        end,
         end,
         scale_log2,
         NUM_KV_HEADS,
