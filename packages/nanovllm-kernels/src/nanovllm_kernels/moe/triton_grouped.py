@@ -50,7 +50,7 @@ def run_experts(
         from nanovllm_kernels.moe import gluon_grouped
 
         pairs = sort_pairs(chosen.ids, num_experts, SPECIALIZED_TILE_ROWS)
-        gluon_grouped.multiply(rows, row_scales, experts, chosen.weights, pairs, pair_results)
+        gluon_grouped.run_products(rows, row_scales, experts, chosen.weights, pairs, pair_results)
     else:
         is_float32 = x.element_size() == 4 and not is_block_fp8
         config = grouped_config(len(pair_results), num_experts, is_float32=is_float32, is_block_fp8=is_block_fp8)
