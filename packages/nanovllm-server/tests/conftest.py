@@ -17,7 +17,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.status import EngineInfo
-from nanovllm_core.request import GrammarError, GrammarSpec, PromptLogprobs, Request, StepOutputs, TokenLogprobs
+from nanovllm_core.grammar.schema_enforcement import convert_grammar
+from nanovllm_core.request import (
+    GrammarError,
+    GrammarSpec,
+    ParameterTypes,
+    PromptLogprobs,
+    Request,
+    StepOutputs,
+    TokenLogprobs,
+)
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
 from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
@@ -137,7 +146,7 @@ class ScriptedEngine(Engine):
         self._tasks[request.key] = task
         task.add_done_callback(lambda _: self._tasks.pop(request.key, None))
 
-    async def compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         self.num_compiling += 1
         try:
             await asyncio.sleep(self.compiling_s)
@@ -146,7 +155,9 @@ class ScriptedEngine(Engine):
         for text, reason in self.grammar_errors.items():
             if text in spec.source:
                 raise GrammarError(reason)
+        enforceable = convert_grammar(spec)
         self.compiled.append(spec)
+        return enforceable.parameter_types
 
     def refuse_grammar(self, key: int, reason: str) -> None:
         self._streams.dispatch(StepOutputs(failures=[(key, reason)]))

@@ -35,8 +35,26 @@ class RequestError(ValueError):
         self.field = field
 
 
+# invalid_grammar: the grammar can't be compiled. invalid_schema: a JSON schema in it is invalid.
+# unsupported_schema: a valid JSON schema can't be enforced. unsupported_parameters: XML elements can't hold its values.
+GrammarErrorCode = Literal["invalid_grammar", "invalid_schema", "unsupported_schema", "unsupported_parameters"]
+
+
 class GrammarError(ValueError):
-    """A grammar that can't be used. The message is one line that says why and what to change."""
+    """A grammar that can't be used. The message is one line that says why and what to change.
+
+    `GrammarError(*error.args)` is an equal error.
+    place: the place of the keyword at fault in a JSON schema, see `GrammarSpec.place`; None if no schema is at fault.
+    """
+
+    def __init__(self, message: str, place: str | None = None, code: GrammarErrorCode = "invalid_grammar"):
+        super().__init__(message, place, code)
+        self.message = message
+        self.place = place
+        self.code: GrammarErrorCode = code
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
@@ -45,11 +63,17 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     kind: the language of `source`. "json_schema": a JSON Schema as JSON. Properties come in the schema's order;
         undeclared properties are allowed only where the schema describes them; whitespace is bounded. "regex": a
         regular expression for the whole output. "ebnf": rules in GBNF; the output matches `root`. "structural_tag": a
-        structural tag of xgrammar as JSON.
+        structural tag of xgrammar as JSON, with the additions of `nanovllm_core.grammar.schema_enforcement`.
+    place: JSON pointer to the root of `source`, with which places in errors begin.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
     source: str
+    place: str = "#"
+
+
+# By the place of each format "xml_parameters" of a structural tag: a JSON schema that states only the values' types.
+ParameterTypes = dict[str, dict[str, Any]]
 
 
 class Budget(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from nanovllm_core import GrammarError, GrammarSpec, Vocabulary
 from nanovllm_core.grammar import grammars
 from nanovllm_core.grammar.compiler import Compiler
 from nanovllm_core.grammar.grammars import Grammars
+from nanovllm_core.request import ParameterTypes
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def compiled(monkeypatch) -> list[GrammarSpec]:
     specs: list[GrammarSpec] = []
     compile_one = Compiler.compile
 
-    def count(compiler: Compiler, spec: GrammarSpec):
+    def count(compiler: Compiler, spec: GrammarSpec, parameter_types: ParameterTypes):
         specs.append(spec)
-        return compile_one(compiler, spec)
+        return compile_one(compiler, spec, parameter_types)
 
     monkeypatch.setattr(Compiler, "compile", count)
     return specs

@@ -10,7 +10,7 @@ from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.status import EngineDeadError, EngineStats
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import GrammarError, GrammarSpec, Request, StepOutputs
+from nanovllm_core.request import GrammarError, GrammarSpec, ParameterTypes, Request, StepOutputs
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 _log = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ class AsyncEngine(Engine):
         """Load the model, allocate the cache, start the loop. Raises ConfigError and the exceptions of `spec.build`."""
         return cls(await build_loop(spec, config or EngineConfig()))
 
-    async def compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """See `Engine.compile`."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         try:
-            await self._loop.compile(spec)
+            return await self._loop.compile(spec)
         except GrammarError:
             # The end of the engine also ends compilation.
             if self.dead is not None:

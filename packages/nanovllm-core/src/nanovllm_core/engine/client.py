@@ -23,7 +23,7 @@ from nanovllm_core.config import ConfigError, EngineConfig
 from nanovllm_core.engine import process, wire
 from nanovllm_core.engine.engine import Engine
 from nanovllm_core.engine.status import EngineDeadError
-from nanovllm_core.request import GrammarError, GrammarSpec, Request
+from nanovllm_core.request import GrammarError, GrammarSpec, ParameterTypes, Request
 
 if TYPE_CHECKING:
     from nanovllm_core.model import ModelSpec
@@ -96,7 +96,7 @@ class EngineClient(Engine):
         self.address = socket.address
         self._socket = socket
         self._owned = owned
-        self._compiling: dict[int, asyncio.Future[None]] = {}
+        self._compiling: dict[int, asyncio.Future[ParameterTypes]] = {}
         self._receiver = asyncio.create_task(self._receive())
         self._receiver.add_done_callback(self._on_receiver_end)
 
@@ -143,14 +143,14 @@ class EngineClient(Engine):
             socket.close()
             raise
 
-    async def compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """See `Engine.compile`."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         key = next(self._keys)
         self._compiling[key] = answer = asyncio.get_running_loop().create_future()
         self._socket.send(wire.Compile(key, spec))
-        await answer
+        return await answer
 
     async def stop(self) -> None:
         """Disconnect, and stop the engine if this client owns it. Open requests fail with EngineDeadError."""
@@ -170,8 +170,8 @@ class EngineClient(Engine):
                     if stats is not None:
                         self.stats = stats
                     self._streams.dispatch(outputs)
-                case wire.Compiled(key, error):
-                    self._settle(key, None if error is None else GrammarError(error))
+                case wire.Compiled(key, error, parameter_types):
+                    self._settle(key, parameter_types if error is None else GrammarError(*error))
                 case wire.Dead(reason):
                     self._die(reason)
                 case None:
@@ -186,14 +186,14 @@ class EngineClient(Engine):
         _log.error("engine client failed", exc_info=error)
         self._die(f"the engine's messages can't be read: {type(error).__name__}: {error}")
 
-    def _settle(self, key: int, error: Exception | None) -> None:
+    def _settle(self, key: int, result: ParameterTypes | Exception) -> None:
         answer = self._compiling.pop(key)
         if answer.cancelled():
             return
-        if error is None:
-            answer.set_result(None)
+        if isinstance(result, Exception):
+            answer.set_exception(result)
         else:
-            answer.set_exception(error)
+            answer.set_result(result)
 
     def _die(self, reason: str) -> None:
         super()._die(reason)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm_core.engine.status import NO_GRAMMARS, EngineDeadError, EngineInfo, EngineStats
 from nanovllm_core.engine.streams import Backlog, Reader, RequestStreams, Sink
-from nanovllm_core.request import GrammarSpec, Request, RequestError, RequestOutput
+from nanovllm_core.request import GrammarSpec, ParameterTypes, Request, RequestError, RequestOutput
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
@@ -114,9 +114,10 @@ class Engine(ABC):
             opened.close()
 
     @abstractmethod
-    async def compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """Compile a grammar ahead of requests. A request waits until its grammar is compiled.
 
+        Returns the types of parameters that are written as XML elements.
         Raises GrammarError if it can't be compiled, is too large or takes too long; EngineDeadError if the engine dies.
         """
 

@@ -19,7 +19,7 @@ from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import GrammarError, GrammarSpec, Request, RequestStatus, StepOutputs
+from nanovllm_core.request import GrammarError, GrammarSpec, ParameterTypes, Request, RequestStatus, StepOutputs
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.result_applier import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
@@ -163,11 +163,11 @@ class EngineLoop:
         tracer = None if trace is None else Tracer(trace, runner.device)
         return cls(scheduler, runner, info, config.depth, thread, spins, tracer, grammars)
 
-    async def compile(self, spec: GrammarSpec) -> None:
-        """Compile a grammar and cache it. Raises GrammarError."""
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
+        """Compile a grammar and cache it. Returns and raises as `Engine.compile` does."""
         if self._grammars is None:
             raise GrammarError(NO_GRAMMARS)
-        await self._grammars.compile(spec)
+        return (await self._grammars.compile(spec)).parameter_types
 
     def submit(self, request: Request) -> None:
         """Queue a validated request with a unique key, once its grammar is compiled."""

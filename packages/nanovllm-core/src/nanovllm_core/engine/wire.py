@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_core.request import GrammarSpec, Request, SamplingParams, StepOutputs
+from nanovllm_core.request import GrammarErrorCode, GrammarSpec, ParameterTypes, Request, SamplingParams, StepOutputs
 
 # Number of keys per client: key // KEYS_PER_CLIENT is the client's number.
 KEYS_PER_CLIENT = 1 << 32
@@ -85,10 +85,15 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Compile. error: why the grammar can't be compiled; None if it was compiled."""
+    """The answer to Compile.
+
+    error: arguments of the GrammarError that says why the grammar can't be compiled; None if it was compiled.
+    parameter_types: see `Engine.compile`.
+    """
 
     key: int
-    error: str | None
+    error: tuple[str, str | None, GrammarErrorCode] | None = None
+    parameter_types: ParameterTypes = {}
 
 
 class Dead(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nanovllm_core.grammar.bounded_strings import BoundedStrings
 from nanovllm_core.grammar.json_termination import JsonTerminator, JsonTokenClasses
-from nanovllm_core.request import GrammarError, GrammarMatcher, GrammarSpec
+from nanovllm_core.request import GrammarError, GrammarMatcher, GrammarSpec, ParameterTypes
 
 if TYPE_CHECKING:
     import xgrammar
@@ -91,12 +91,17 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar, see `nanovllm_core.request.CompiledGrammar`. token_classes: None without JSON."""
+    """A compiled grammar, see `nanovllm_core.request.CompiledGrammar`.
+
+    token_classes: None for grammars without JSON.
+    parameter_types: see `nanovllm_core.request.ParameterTypes`.
+    """
 
     inner: "xgrammar.CompiledGrammar"
     possible: NDArray[np.int32]
     end_ids: frozenset[int]
     token_classes: JsonTokenClasses | None
+    parameter_types: ParameterTypes
 
     @property
     def num_bytes(self) -> int:
@@ -148,8 +153,8 @@ class Compiler:
         """Import xgrammar and build the data that all grammars share. This takes seconds."""
         _ = self._inner, self._possible, self._token_classes
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile a grammar. Raises GrammarError."""
+    def compile(self, spec: GrammarSpec, parameter_types: ParameterTypes | None = None) -> Grammar:
+        """Compile a grammar, whose JSON schemas must be converted, see `schema_enforcement`. Raises GrammarError."""
         inner = self._inner
         try:
             match spec.kind:
@@ -160,7 +165,7 @@ class Compiler:
                 case "ebnf":
                     compiled = inner.compile_grammar(spec.source)
             token_classes = self._token_classes if spec.kind in ("json_schema", "structural_tag") else None
-            grammar = Grammar(compiled, self._possible, self._end_ids, token_classes)
+            grammar = Grammar(compiled, self._possible, self._end_ids, token_classes, parameter_types or {})
             first = np.zeros((1, len(self._possible)), np.int32)
             grammar.start().fill(first, 0)
         # C++ exceptions arrive as one of these types. Only the text says what is wrong.

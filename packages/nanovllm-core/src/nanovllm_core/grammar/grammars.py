@@ -119,8 +119,8 @@ class _Tools:
             # At the first grammar both start up at the same time. The vetter takes longer, because it imports torch.
             vetter, compiler = self._vetter, self._compiler
             compiler.warm()
-        vetter.vet(spec)
-        return compiler.compile(spec)
+        enforceable = vetter.vet(spec)
+        return compiler.compile(enforceable.spec, enforceable.parameter_types)
 
     def close(self) -> None:
         """End the vetter's process if it was started."""

@@ -1,7 +1,7 @@
-"""Vets grammars: compiles them in separate processes that are killed if they take too much time or memory.
+"""Vets grammars: converts and compiles them in separate processes that are killed if they take too long or too much.
 
-Only the verdict comes back, and the engine compiles an accepted grammar again, because serialising a compiled grammar
-takes far longer than compiling it.
+The converted grammar comes back, and the engine compiles it again, because serialising a compiled grammar takes far
+longer than compiling it.
 """
 
 import os
@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nanovllm_core.request import GrammarError, GrammarSpec
+from nanovllm_core.grammar.schema_enforcement import EnforceableGrammar
+from nanovllm_core.request import GrammarError, GrammarErrorCode, GrammarSpec
 
 if TYPE_CHECKING:
     from nanovllm_core.model import Vocabulary
 
-# Limits on the wall-clock time and the additional memory of compiling one grammar.
+# Limits on the wall-clock time and the additional memory of converting and compiling one grammar.
 MAX_SECONDS = 10.0
 MAX_BYTES = 512 << 20
 # Time allowed for the vetting process to start, which imports torch, and for killing a child at its deadline.
@@ -94,13 +95,15 @@ class Vetter:
         with self._lock:
             self._start()
 
-    def vet(self, spec: GrammarSpec) -> None:
-        """Compile a grammar in the vetting process, and wait for the verdict. Raises GrammarError."""
+    def vet(self, spec: GrammarSpec) -> EnforceableGrammar:
+        """Convert and compile a grammar in the vetting process, and wait for the reply. Raises GrammarError."""
         # No reply means that the vetting process died. The grammar's own child can't cause that, so try again.
         reply = self._ask(spec) or self._ask(spec)
         verdict = reply[-1:]
+        if verdict == PASSED:
+            return msgspec.msgpack.decode(reply[:-1], type=EnforceableGrammar)
         if verdict == REFUSED:
-            raise GrammarError(reply[:-1].decode(errors="replace"))
+            raise GrammarError(*msgspec.msgpack.decode(reply[:-1], type=tuple[str, str | None, GrammarErrorCode]))
         if verdict == TOO_LONG:
             raise GrammarError(
                 f"this grammar takes more than {self._max_seconds:g} s to compile: make it smaller, or its "
@@ -111,8 +114,7 @@ class Vetter:
                 f"this grammar takes more than {self._max_bytes >> 20} MiB to compile, or is nested too deeply: "
                 "make it smaller, or its repetitions shorter"
             )
-        if verdict != PASSED:
-            raise GrammarError("the process that compiles grammars was stopped: try again")
+        raise GrammarError("the process that compiles grammars was stopped: try again")
 
     def _ask(self, spec: GrammarSpec) -> bytes:
         """The reply of the vetting process: a message and the verdict; b"" if the process ended without a reply."""

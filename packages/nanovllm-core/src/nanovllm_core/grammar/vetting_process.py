@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from nanovllm_core.grammar.compiler import Compiler
+from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.vetting import DIED, PASSED, REFUSED, TOO_LONG, Setup, receive_message
 from nanovllm_core.request import GrammarError, GrammarSpec
 
@@ -115,7 +116,7 @@ def _reap(trials: dict[int, Trial]) -> None:
 
 
 def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: Setup, reply_fd: int) -> None:
-    """Compile in the child process, write an error message to `reply_fd`, and exit."""
+    """Convert and compile in the child process, write the result or the error to `reply_fd`, and exit."""
     exit_code = 2
     try:
         os.nice(_NICE)
@@ -127,14 +128,21 @@ def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: Setup, reply
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         # Warnings of the C++ code quote the grammars of clients: keep them out of the engine's log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-        compiler.compile(spec)
+        enforceable = convert_grammar(spec)
+        compiler.compile(enforceable.spec)
+        _write_reply(reply_fd, enforceable)
         exit_code = 0
     except GrammarError as error:
-        if "bad_alloc" not in str(error):
-            os.write(reply_fd, str(error).encode())
+        if "bad_alloc" not in error.message:
+            _write_reply(reply_fd, error.args)
             exit_code = 1
     finally:
         os._exit(exit_code)
+
+
+def _write_reply(reply_fd: int, reply: object) -> None:
+    with open(reply_fd, "wb", closefd=False) as file:
+        file.write(msgspec.msgpack.encode(reply))
 
 
 def _address_space() -> int | None:

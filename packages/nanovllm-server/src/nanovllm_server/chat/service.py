@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
+from nanovllm_core.request import ParameterTypes
 from nanovllm_server.chat.detokenizing import TextVocabulary
 from nanovllm_server.chat.generation import Generation
 from nanovllm_server.chat.model_format import ModelFormat
@@ -23,6 +24,7 @@ from nanovllm_server.protocol.error import ApiError, invalid_grammar, unavailabl
 from nanovllm_server.protocol.json import show
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
+from nanovllm_server.protocol.schema import refused_grammar
 
 MAX_NAME_SHOWN = 80
 INT64_MAX = (1 << 63) - 1
@@ -91,14 +93,13 @@ class Service:
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, budget=budget)
         requests = self._requests(chat, self._truncated(chat, prompt.token_ids), sampling, exchange.arrival)
-        assemblers = self._assemblers(
-            chat, prompt, calls_only_at_start=constraint is not None and constraint.calls_only_at_start
-        )
         timeout_s = self._timeout(chat)
         if constraint is None:
+            assemblers = self._assemblers(chat, prompt, {}, calls_only_at_start=False)
             generation = Generation(self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s)
         else:
-            await self._compile(constraint)
+            types = await self._compile(constraint)
+            assemblers = self._assemblers(chat, prompt, types, calls_only_at_start=constraint.calls_only_at_start)
             refuse = partial(invalid_grammar, constraint.path)
             generation = Generation(self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s, refuse=refuse)
         self.running.add(generation)
@@ -138,20 +139,26 @@ class Service:
         # The client's integer may be too large for the engine; no answer is longer than the context.
         return prompt, Budget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end,))
 
-    async def _compile(self, constraint: AnswerConstraint) -> None:
+    async def _compile(self, constraint: AnswerConstraint) -> ParameterTypes:
         """Compiles the grammar of a request. Raises ApiError (400), which names the field that caused the failure."""
+        for path, spec in constraint.unused_fields:
+            try:
+                await self.engine.compile(spec)
+            except GrammarError as error:
+                raise refused_grammar(path, error) from error
         try:
-            await self.engine.compile(constraint.spec)
+            return await self.engine.compile(constraint.spec)
         except GrammarError as error:
             raise await self._blamed(constraint, error) from error
 
     async def _blamed(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        for path, spec in constraint.parts if len(constraint.parts) > 1 else ():
+        is_unknown = error.place is None and len(constraint.fields) > 1
+        for path, spec in constraint.fields if is_unknown else ():
             try:
                 await self.engine.compile(spec)
             except GrammarError as own:
-                return invalid_grammar(path, str(own))
-        return invalid_grammar(constraint.path, str(error))
+                return refused_grammar(path, own)
+        return refused_grammar(constraint.path, error)
 
     def _end(self, generation: Generation, exchange: Exchange) -> None:
         self.running.discard(generation)
@@ -166,8 +173,10 @@ class Service:
             finish_reason=",".join(generation.finish_reasons),
         )
 
-    def _assemblers(self, chat: ChatRequest, prompt: Prompt, *, calls_only_at_start: bool) -> list[OutputAssembler]:
-        tools = None if chat.tools is None else chat.tools.schemas
+    def _assemblers(
+        self, chat: ChatRequest, prompt: Prompt, parameter_types: ParameterTypes, *, calls_only_at_start: bool
+    ) -> list[OutputAssembler]:
+        tools = None if chat.tools is None else chat.tools.type_schemas(parameter_types)
         options = ChoiceOptions(
             stops=chat.stop,
             include_stop=chat.include_stop,

@@ -4,20 +4,9 @@ import json
 
 import orjson
 
+from nanovllm_core.grammar.schemas.declared_types import declared_types
 from nanovllm_server.protocol.json import JSON
 
-# Most references that are followed in a row: they may be circular.
-MAX_DEPTH = 8
-# Names of JSON Schema for the types of values.
-TYPES: dict[type, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
 # Python's spelling of these values, which some templates teach.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -41,7 +30,7 @@ def typed_json(value: str, schema: JSON, key: str) -> str:
     If the schema allows a string, the result is a string, or null if that is allowed too.
     Otherwise the result is `value` itself if it is JSON, else a string.
     """
-    types = types_of(_property(schema, key), schema)
+    types = declared_types(_property(schema, key), schema)
     word = value.strip()
     if word in PYTHON_WORDS and ({"boolean", "null"} & types) and "string" not in types:
         return PYTHON_WORDS[word]
@@ -57,57 +46,6 @@ def _property(schema: JSON, key: str) -> JSON:
     if isinstance(properties, dict) and key in properties:
         return properties[key]
     return schema.get("additionalProperties")
-
-
-def types_of(schema: JSON, root: JSON) -> set[str]:
-    """The types that a schema within `root` names for its values; empty if it names none."""
-    return _types(schema, root, MAX_DEPTH)
-
-
-def resolved(schema: JSON, root: JSON) -> JSON:
-    """Follows the references of a schema within `root`; returns a schema without a reference."""
-    for _ in range(MAX_DEPTH):
-        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
-            break
-        schema = _referred(reference, root)
-    return schema
-
-
-def _types(schema: JSON, root: JSON, depth: int) -> set[str]:
-    """Like `types_of`. depth: remaining number of references and nested schemas."""
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    types: set[str] = set()
-    match schema.get("type"):
-        case str() as kind:
-            types.add(kind)
-        case list() as kinds:
-            types.update(kind for kind in kinds if isinstance(kind, str))
-        case _:
-            pass
-    if not types:
-        values = schema.get("enum")
-        constants = values if isinstance(values, list) else [schema["const"]] if "const" in schema else []
-        types.update(TYPES[type(constant)] for constant in constants)
-    for name in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(name)
-        for part in parts if isinstance(parts, list) else []:
-            types |= _types(part, root, depth - 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        types |= _types(_referred(reference, root), root, depth - 1)
-    return types
-
-
-def _referred(reference: str, root: JSON) -> JSON:
-    if not reference.startswith("#/"):
-        return None
-    schema = root
-    for name in reference[2:].split("/"):
-        if not isinstance(schema, dict):
-            return None
-        schema = schema.get(name.replace("~1", "/").replace("~0", "~"))
-    return schema
 
 
 def _is_json(text: str) -> bool:

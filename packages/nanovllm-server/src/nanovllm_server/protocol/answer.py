@@ -1,6 +1,6 @@
 """Reads the fields that constrain the answer: OpenAI's `response_format`, and `structured_outputs` for all else.
 
-Checks schemas. The engine checks later whether a grammar compiles.
+The engine checks later whether schemas can be enforced and whether grammars compile.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import orjson
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.schema import check_schema
+from nanovllm_server.protocol.schema import require_small_schema
 
 MAX_NAME = 64
 MAX_REGEX = 16 << 10
@@ -27,7 +27,7 @@ NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxy
 
 @dataclass(frozen=True, slots=True)
 class JsonAnswer:
-    """JSON that is valid against `schema`. Here and below, path: path of the request's field."""
+    """JSON that is valid against `schema`. In all classes here, path: path of the request's field."""
 
     path: str
     schema: JSON
@@ -109,12 +109,16 @@ def _json_schema(fields: FieldReader) -> JsonAnswer:
     schema = form.raw("schema", {"type": ["object", "boolean"]})
     if not isinstance(schema, dict | bool):
         raise form.wrong("schema", "a JSON schema")
-    path = form.path("schema")
-    return JsonAnswer(path, check_schema(schema, path))
+    return _json_answer(form.path("schema"), schema)
 
 
 def _object(path: str) -> JsonAnswer:
-    return JsonAnswer(path, check_schema({"type": "object"}, path))
+    return JsonAnswer(path, {"type": "object"})
+
+
+def _json_answer(path: str, schema: JSON) -> JsonAnswer:
+    require_small_schema(schema, path)
+    return JsonAnswer(path, schema)
 
 
 def _structured_outputs(body: FieldReader) -> Answer | None:
@@ -144,8 +148,7 @@ def _json(fields: FieldReader) -> JsonAnswer | None:
         return None
     if not isinstance(schema, dict | bool):
         raise fields.wrong("json", "a JSON schema, or a string that contains one")
-    path = fields.path("json")
-    return JsonAnswer(path, check_schema(schema, path))
+    return _json_answer(fields.path("json"), schema)
 
 
 def _regex(fields: FieldReader) -> RegexAnswer | None:
@@ -211,23 +214,30 @@ def _tag_format(fields: FieldReader) -> dict[str, JSON]:
     if not isinstance(form, dict):
         raise fields.wrong("format", "the format of a structural tag, an object with type")
     path = fields.path("format")
-    checked = _with_checked_schemas(form, path, 0)
-    if len(orjson.dumps(checked)) > MAX_GRAMMAR:
+    named = _with_schema_paths(form, path, 0)
+    if len(orjson.dumps(form)) > MAX_GRAMMAR:
         raise ApiError(400, f"{path} may have at most {MAX_GRAMMAR} bytes as JSON", param=path, code="invalid_value")
-    return cast("dict[str, JSON]", checked)
+    return cast("dict[str, JSON]", named)
 
 
-def _with_checked_schemas(form: JSON, path: str, depth: int) -> JSON:
-    """The format of a structural tag with each JSON schema replaced by the result of `check_schema`."""
+def _with_schema_paths(form: JSON, path: str, depth: int) -> JSON:
+    """The format of a structural tag with the path of each JSON schema as `place`, see `convert_grammar`.
+
+    Raises ApiError if the format or a schema is too deep or too large.
+    """
     if depth > MAX_TAG_DEPTH:
         raise ApiError(400, f"{path} is nested deeper than {MAX_TAG_DEPTH}", param=path, code="invalid_value")
     if isinstance(form, list):
-        return [_with_checked_schemas(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(form)]
+        return [_with_schema_paths(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(form)]
     if not isinstance(form, dict):
         return form
-    return {
-        name: check_schema(value, f"{path}.{name}")
-        if name == "json_schema" and isinstance(value, dict | bool)
-        else _with_checked_schemas(value, f"{path}.{name}", depth + 1)
+    schema = form.get("json_schema")
+    if not isinstance(schema, dict | bool):
+        return {name: _with_schema_paths(value, f"{path}.{name}", depth + 1) for name, value in form.items()}
+    schema_path = f"{path}.json_schema"
+    require_small_schema(schema, schema_path)
+    named = {
+        name: value if name == "json_schema" else _with_schema_paths(value, f"{path}.{name}", depth + 1)
         for name, value in form.items()
     }
+    return {**named, "place": schema_path}

@@ -4,10 +4,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+from nanovllm_core.request import ParameterTypes
 from nanovllm_server.protocol.error import bad_field
 from nanovllm_server.protocol.field_reader import FieldReader, is_deeper
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.schema import check_schema
+from nanovllm_server.protocol.schema import require_small_schema
 
 MAX_TOOLS = 1024
 # Levels of nesting in a tool's definition, which templates write as JSON.
@@ -24,15 +25,22 @@ Mode = Literal["auto", "required", "named"]
 class Function:
     """A function that the model may call.
 
-    parameters: schema of the arguments; if `enforced`, converted by `check_schema` and restricted to objects.
-    enforced: the arguments must follow the schema.
+    parameters: schema of the arguments; None if the request has none.
+    is_enforced: the arguments must follow the schema.
     path: path of the field `parameters` in the request.
     """
 
     name: str
     parameters: JSON
-    enforced: bool
+    is_enforced: bool
     path: str
+
+    @property
+    def schema(self) -> JSON:
+        """The schema that a grammar enforces: without `parameters`, an object without properties."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return self.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +59,20 @@ class Toolbox:
     restricted: bool
     parallel: bool
 
-    @property
-    def schemas(self) -> dict[str, JSON]:
-        """The schema of each function's parameters, by name."""
-        return {name: function.parameters for name, function in self.functions.items()}
+    def type_schemas(self, parameter_types: ParameterTypes) -> dict[str, JSON]:
+        """By function name, a schema that declares the types of the parameters.
+
+        parameter_types: types from the compiled grammar, by the path of `parameters`. They may differ from the types
+            that the request declares, and the grammar writes the parameters by them.
+        """
+        return {
+            name: parameter_types.get(function.path, function.parameters) for name, function in self.functions.items()
+        }
 
     @property
     def constrains(self) -> bool:
         """Whether a grammar must restrict the model's calls."""
-        return self.mode != "auto" or self.restricted or any(each.enforced for each in self.functions.values())
+        return self.mode != "auto" or self.restricted or any(each.is_enforced for each in self.functions.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,30 +187,7 @@ def _function(tool: FieldReader) -> Function:
 
 
 def _with_enforced_schema(function: Function, *, always: bool) -> Function:
-    if not (function.enforced or always):
+    if not (function.is_enforced or always):
         return function
-    return replace(function, parameters=_arguments(function), enforced=True)
-
-
-def _arguments(function: Function) -> JSON:
-    """The schema that the grammar enforces for a function's arguments. Raises ApiError if it allows no object."""
-    if function.parameters is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    schema = _objects(check_schema(function.parameters, function.path))
-    if schema is None:
-        raise bad_field(function.path, "a schema that allows an object", function.parameters)
-    return schema
-
-
-def _objects(schema: JSON) -> JSON:
-    """The part of a schema (a result of `check_schema`) that allows objects; None if there is none."""
-    match schema:
-        case {"type": "object"}:
-            return schema
-        case {"anyOf": list(branches)}:
-            objects = [branch for branch in branches if _objects(branch) is not None]
-            return {**schema, "anyOf": objects} if objects else None
-        case {"type": _} | {"enum": _}:
-            return None
-        case _:
-            return {"type": "object", "additionalProperties": {}}
+    require_small_schema(function.parameters, function.path)
+    return replace(function, is_enforced=True)

@@ -7,7 +7,7 @@ from nanovllm_core.grammar.schemas.keywords import read
 from nanovllm_core.grammar.schemas.library import Library
 
 
-def convert_schema(schema: JSON, place: str) -> JSON:
+def convert_schema(schema: JSON, place: str) -> dict[str, JSON]:
     """Converts `schema` (draft 2020-12; keywords of older drafts are understood) to one that xgrammar enforces.
 
     Every value that a grammar of the result permits is valid against `schema`, and there is at least one such value.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urldefrag, urljoin
 
 from nanovllm_core.grammar.schemas.json_values import JSON
+from nanovllm_core.request import GrammarError
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
@@ -18,20 +19,19 @@ LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 
 
-class SchemaError(ValueError):
+class SchemaError(GrammarError):
     """A schema is invalid or can't be enforced.
 
     place: JSON pointer to the keyword.
     problem: the rest of the sentence that begins with keyword and place.
-    wrong: the schema is invalid; otherwise it is valid but can't be enforced.
+    is_invalid: the schema is invalid; otherwise it is valid but can't be enforced.
     """
 
-    def __init__(self, place: str, keyword: str, problem: str, *, wrong: bool = False):
-        super().__init__(f"{keyword} at {place} {problem}")
-        self.place = place
+    def __init__(self, place: str, keyword: str, problem: str, *, is_invalid: bool = False):
+        code = "invalid_schema" if is_invalid else "unsupported_schema"
+        super().__init__(f"{keyword} at {place} {problem}", place, code)
         self.keyword = keyword
         self.problem = problem
-        self.wrong = wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Document:
     """
 
     def __init__(self, schema: JSON, place: str):
-        _check_size(schema, place)
+        check_schema_size(schema, place)
         self.root = Spot(schema, place, "")
         self._resources: dict[str, Spot] = {}
         self._anchors: dict[tuple[str, str], Spot] = {}
@@ -92,7 +92,7 @@ class Document:
         """The schema that `reference` in the schema at `spot` names. Raises SchemaError."""
         place = f"{spot.place}/{keyword}"
         if not isinstance(reference, str):
-            raise SchemaError(place, keyword, "must be a string", wrong=True)
+            raise SchemaError(place, keyword, "must be a string", is_invalid=True)
         address, fragment = urldefrag(urljoin(self.base(spot), reference))
         if reference.startswith("#"):
             address, fragment = self.base(spot), reference[1:]
@@ -104,7 +104,7 @@ class Document:
         if fragment and not fragment.startswith("/"):
             anchor = self._anchors.get((address, unquote(fragment)))
             if anchor is None:
-                raise SchemaError(place, keyword, f"leads to nothing: {reference[:200]!r}", wrong=True)
+                raise SchemaError(place, keyword, f"leads to nothing: {reference[:200]!r}", is_invalid=True)
             return anchor
         return self._point(resource, unquote(fragment), place, keyword)
 
@@ -127,7 +127,7 @@ class Document:
             elif isinstance(value, list) and name.isascii() and name.isdecimal() and int(name) < len(value):
                 value = value[int(name)]
             else:
-                raise SchemaError(place, keyword, f"leads to nothing: {pointer[:200]!r}", wrong=True)
+                raise SchemaError(place, keyword, f"leads to nothing: {pointer[:200]!r}", is_invalid=True)
             at, base = f"{at}/{part}", self._bases.get(id(value), base)
         return Spot(value, at, base)
 
@@ -153,14 +153,14 @@ def escaped(name: str) -> str:
     return name[:100].replace("~", "~0").replace("/", "~1")
 
 
-def _check_size(schema: JSON, place: str) -> None:
+def check_schema_size(schema: JSON, place: str) -> None:
     """Refuses a schema that is too large or too deep. Iterates, because recursion would overflow on a deep one."""
     level: list[JSON] = [schema]
     count = size = depth = 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise SchemaError(place, "schema", f"is nested deeper than {MAX_DEPTH} levels", wrong=True)
+            raise SchemaError(place, "schema", f"is nested deeper than {MAX_DEPTH} levels", is_invalid=True)
         below: list[JSON] = []
         for value in level:
             count += 1
@@ -177,5 +177,5 @@ def _check_size(schema: JSON, place: str) -> None:
                     size += 5
         if count + len(below) > MAX_VALUES or size > MAX_BYTES:
             limits = f"{MAX_BYTES // 1024} KiB or {MAX_VALUES} values"
-            raise SchemaError(place, "schema", f"is larger than {limits}", wrong=True)
+            raise SchemaError(place, "schema", f"is larger than {limits}", is_invalid=True)
         level = below

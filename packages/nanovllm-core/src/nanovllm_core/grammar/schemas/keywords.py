@@ -54,7 +54,7 @@ class _Reader:
     def __init__(self, library: Library, spot: Spot):
         if not isinstance(spot.schema, dict):
             raise SchemaError(
-                spot.place, "schema", f"must be an object or a boolean, not {show(spot.schema)}", wrong=True
+                spot.place, "schema", f"must be an object or a boolean, not {show(spot.schema)}", is_invalid=True
             )
         self.library = library
         self.spot = spot
@@ -87,7 +87,7 @@ class _Reader:
 
     def wrong(self, keyword: str, expected: str) -> SchemaError:
         problem = f"must be {expected}, not {show(self.schema[keyword])}"
-        return SchemaError(self.place(keyword), keyword, problem, wrong=True)
+        return SchemaError(self.place(keyword), keyword, problem, is_invalid=True)
 
     def refused(self, keyword: str, problem: str) -> SchemaError:
         return SchemaError(self.place(keyword), keyword, problem)
@@ -95,7 +95,7 @@ class _Reader:
     def child(self, value: JSON, *path: str) -> Conj:
         place = "/".join([self.spot.place, *(escaped(part) for part in path)])
         if not isinstance(value, dict | bool):
-            raise SchemaError(place, path[0], f"must be a schema, not {show(value)}", wrong=True)
+            raise SchemaError(place, path[0], f"must be a schema, not {show(value)}", is_invalid=True)
         return self.library.number(Spot(value, place, self.library.document.base(self.spot)))
 
     def one(self, keyword: str) -> Conj:

@@ -121,9 +121,11 @@ class Library:
         if conj in self._shapes:
             return self._shapes[conj]
         if len(self._reading) > MAX_CHAIN:
-            raise SchemaError(self.place(conj), "$ref", f"is in a chain of more than {MAX_CHAIN} schemas", wrong=True)
+            raise SchemaError(
+                self.place(conj), "$ref", f"is in a chain of more than {MAX_CHAIN} schemas", is_invalid=True
+            )
         if conj in self._reading:
-            raise LoopError(self.place(conj), "$ref", "leads back to itself without end", wrong=True)
+            raise LoopError(self.place(conj), "$ref", "leads back to itself without end", is_invalid=True)
         self._reading.append(conj)
         try:
             common: tuple[Shape, ...] | None = None
