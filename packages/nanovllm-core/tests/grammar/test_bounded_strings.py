@@ -40,7 +40,7 @@ def accepts(grammar: Grammar, text: str | bytes) -> bool:
     return all(matcher.accept(byte) for byte in whole) and matcher.inner.is_completed()
 
 
-BOUNDS = sorted(
+BOUND_KEYWORDS = sorted(
     {
         (low, high)
         for high in (0, 1, 15, 31, 32, 47, 48, 49, 64, 96, 127, 200, 500)
@@ -49,7 +49,7 @@ BOUNDS = sorted(
 )
 
 
-@pytest.mark.parametrize(("low", "high"), [(a, b) for a, b in BOUNDS if a <= min(b, MAX_LEAST)])
+@pytest.mark.parametrize(("low", "high"), [(a, b) for a, b in BOUND_KEYWORDS if a <= min(b, MAX_LEAST)])
 def test_as_many_characters_as_may_be_and_no_more(compiler, low, high):
     grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(pattern(low, high))))
     for length in range(high + 3):

@@ -12,7 +12,7 @@ from nanovllm_core.grammar import schema_enforcement
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.schemas.declared_types import declared_types
-from nanovllm_core.grammar.schemas.library import Library
+from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 
 # The conversion takes seconds, until it has no steps left.
 SLOW_SCHEMA = {"oneOf": [{"type": "string", "pattern": f"^pattern{i}"} for i in range(1000)]}
@@ -27,7 +27,7 @@ async def test_conversion_does_not_run_in_this_process_and_does_not_block_its_lo
     vetter.use(monkeypatch)
     cache = Grammars(toy_model.toy_vocabulary, toy_model.VOCAB, (toy_model.EOS,))
     steps: list[str] = []
-    monkeypatch.setattr(Library, "count_steps", lambda *_: steps.append("step"))
+    monkeypatch.setattr(ShapeResolver, "count_steps", lambda *_: steps.append("step"))
     source = json.dumps(SLOW_SCHEMA)
     assert len(source) > 10_000
     try:

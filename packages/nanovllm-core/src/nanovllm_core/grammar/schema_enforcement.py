@@ -4,7 +4,7 @@ import msgspec
 import orjson
 
 from nanovllm_core.grammar.schemas.conversion import convert_schema
-from nanovllm_core.grammar.schemas.document import escaped
+from nanovllm_core.grammar.schemas.document import escape_pointer_part
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.xml_parameters import XmlParameters, any_elements, schema_elements
 from nanovllm_core.request import GrammarError, GrammarSpec, ParameterTypes
@@ -60,7 +60,9 @@ def _converted_tag(value: JSON, place: str, parameter_types: ParameterTypes) -> 
     if value.get("type") == "xml_parameters":
         return _converted_parameters(value, place, parameter_types)
     converted = {
-        name: _converted_tag(item, f"{place}/{escaped(name)}", parameter_types) if name != "json_schema" else item
+        name: _converted_tag(item, f"{place}/{escape_pointer_part(name)}", parameter_types)
+        if name != "json_schema"
+        else item
         for name, item in value.items()
     }
     schema = value.get("json_schema")

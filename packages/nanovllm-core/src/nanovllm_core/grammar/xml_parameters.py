@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from nanovllm_core.grammar.schemas.characters import PLAIN, common, invert
+from nanovllm_core.grammar.schemas.characters import UNESCAPED, intersect_ranges, invert_ranges
 from nanovllm_core.grammar.schemas.declared_types import declared_types, resolve_references
 from nanovllm_core.grammar.schemas.json_values import JSON
-from nanovllm_core.grammar.schemas.regex import NOTHING, Node, narrow, parse
-from nanovllm_core.grammar.schemas.spelling import write, write_value
+from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_pattern, write_pattern
+from nanovllm_core.grammar.schemas.regex import NO_STRING, Node, parse, restrict_alphabet
 from nanovllm_core.grammar.structural_tag import (
     TagFormat,
     any_text,
@@ -147,7 +147,9 @@ class _ElementBuilder:
             case {"enum": list(constants)}:
                 return [literal(text) for text in constants if isinstance(text, str) and end not in text]
             case {"type": "string", "pattern": str(pattern)}:
-                return [regex(write(self._pattern_without_end(pattern, place)).removeprefix("^").removesuffix("$"))]
+                return [
+                    regex(write_pattern(self._pattern_without_end(pattern, place)).removeprefix("^").removesuffix("$"))
+                ]
             case {"type": "string"}:
                 return [any_text((end,))]
             case _:
@@ -161,7 +163,7 @@ class _ElementBuilder:
             return schema
         match schema:
             case {"type": "string", "pattern": str(pattern)}:
-                return {**schema, "pattern": write_value(self._pattern_without_end(pattern, place))}
+                return {**schema, "pattern": write_json_string_pattern(self._pattern_without_end(pattern, place))}
             case {"enum": list()}:
                 return schema
             case {"type": "object", "patternProperties": _}:
@@ -172,8 +174,11 @@ class _ElementBuilder:
     def _pattern_without_end(self, pattern: str, place: str) -> Node:
         """`pattern`, from a converted schema, without the first character of the tag that ends a value."""
         first = ord(self._parameters.end[0])
-        tree = narrow(parse(pattern.removeprefix("^").removesuffix("$")), common(PLAIN, invert(((first, first),))))
-        if tree == NOTHING:
+        tree = restrict_alphabet(
+            parse(pattern.removeprefix("^").removesuffix("$")),
+            intersect_ranges(UNESCAPED, invert_ranges(((first, first),))),
+        )
+        if tree == NO_STRING:
             raise _unsupported(f"{place}/pattern")
         return tree
 

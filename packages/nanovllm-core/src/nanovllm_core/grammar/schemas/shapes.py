@@ -12,7 +12,7 @@ from typing import TypeAlias
 from nanovllm_core.grammar.schemas.json_values import JSON
 
 # A conjunction: sorted numbers, in a Library, of the schemas that all apply. () allows any value.
-Conj: TypeAlias = tuple[int, ...]
+SchemaSet: TypeAlias = tuple[int, ...]
 # Number, in every library, of the schema that allows no value.
 NEVER = 0
 # Keywords and their places in the document.
@@ -24,13 +24,13 @@ class Shape:
     """Values of one JSON type.
 
     places: keywords that the shape comes from, for error messages.
-    narrowed: the shape has fewer values than the schema allows, so that it can't be negated.
-    negated: the shape comes from a negation, so that its properties and items do not count as evaluated.
+    is_narrowed: the shape has fewer values than the schema allows, so that it can't be negated.
+    is_negated: the shape comes from a negation, so that its properties and items do not count as evaluated.
     """
 
     places: Places = field(default=(), compare=False, kw_only=True)
-    narrowed: bool = field(default=False, compare=False, kw_only=True)
-    negated: bool = field(default=False, compare=False, kw_only=True)
+    is_narrowed: bool = field(default=False, compare=False, kw_only=True)
+    is_negated: bool = field(default=False, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class Number(Shape):
     """Numbers from `low` to `high`.
 
     integer: only numbers without a fraction.
-    open_low, open_high: whether the range excludes the bound.
+    excludes_low, excludes_high: whether the range excludes the bound.
     multiples: each number is a multiple of all of these.
     """
 
     integer: bool = False
     low: Fraction | None = None
     high: Fraction | None = None
-    open_low: bool = False
-    open_high: bool = False
+    excludes_low: bool = False
+    excludes_high: bool = False
     multiples: frozenset[Fraction] = frozenset()
     excluded: frozenset[Fraction] = frozenset()
 
@@ -79,7 +79,7 @@ class Text(Shape):
 class Contains:
     """`low` to `high` items are valid against `item`."""
 
-    item: Conj
+    item: SchemaSet
     low: int
     high: int | None
 
@@ -93,8 +93,8 @@ class Array(Shape):
     rest_is_declared: `rest` comes from a keyword, so that unevaluatedItems does not apply.
     """
 
-    prefix: tuple[Conj, ...] = ()
-    rest: Conj = ()
+    prefix: tuple[SchemaSet, ...] = ()
+    rest: SchemaSet = ()
     low: int = 0
     high: int | None = None
     unique: bool = False
@@ -111,11 +111,11 @@ class Object(Shape):
     rest: schemas of all other properties; None if no keyword gives them.
     """
 
-    properties: tuple[tuple[str, Conj], ...] = ()
+    properties: tuple[tuple[str, SchemaSet], ...] = ()
     required: tuple[str, ...] = ()
-    patterns: tuple[tuple[str, Conj], ...] = ()
-    rest: Conj | None = None
-    names: Conj = ()
+    patterns: tuple[tuple[str, SchemaSet], ...] = ()
+    rest: SchemaSet | None = None
+    names: SchemaSet = ()
     low: int = 0
     high: int | None = None
 
@@ -133,51 +133,51 @@ ANY_VALUE: tuple[Shape, ...] = (
 TypeName: TypeAlias = Kind["object", "array", "string", "integer", "number", "boolean", "null"]
 
 
-def conjunction(one: Conj, other: Conj) -> Conj:
+def conjunction(one: SchemaSet, other: SchemaSet) -> SchemaSet:
     """All schemas of `one` and `other`."""
     if NEVER in one or NEVER in other:
         return (NEVER,)
     return one if not other else tuple(sorted({*one, *other}))
 
 
-def stricter_high(one: int | None, other: int | None) -> int | None:
+def lower_maximum(one: int | None, other: int | None) -> int | None:
     """The stricter of two upper bounds."""
     return other if one is None else one if other is None else min(one, other)
 
 
-def meet_numbers(one: Number, other: Number) -> Number | None:
+def intersect_numbers(one: Number, other: Number) -> Number | None:
     """The numbers that are in `one` and `other`; None if there are none."""
-    lows = [(s.low, s.open_low) for s in (one, other) if s.low is not None]
-    highs = [(s.high, not s.open_high) for s in (one, other) if s.high is not None]
-    low, open_low = max(lows, default=(None, False))
+    lows = [(s.low, s.excludes_low) for s in (one, other) if s.low is not None]
+    highs = [(s.high, not s.excludes_high) for s in (one, other) if s.high is not None]
+    low, excludes_low = max(lows, default=(None, False))
     high, closed_high = min(highs, default=(None, True))
-    if low is not None and high is not None and (low > high or (low == high and (open_low or not closed_high))):
+    if low is not None and high is not None and (low > high or (low == high and (excludes_low or not closed_high))):
         return None
     return Number(
         one.integer or other.integer,
         low,
         high,
-        open_low,
+        excludes_low,
         not closed_high,
         one.multiples | other.multiples,
         one.excluded | other.excluded,
     )
 
 
-def holds(shape: Number, value: Fraction) -> bool:
+def includes_number(shape: Number, value: Fraction) -> bool:
     """Whether `value` is one of the shape's numbers."""
-    if shape.low is not None and (value < shape.low or (shape.open_low and value == shape.low)):
+    if shape.low is not None and (value < shape.low or (shape.excludes_low and value == shape.low)):
         return False
-    if shape.high is not None and (value > shape.high or (shape.open_high and value == shape.high)):
+    if shape.high is not None and (value > shape.high or (shape.excludes_high and value == shape.high)):
         return False
     if (shape.integer and value.denominator != 1) or value in shape.excluded:
         return False
     return all((value / step).denominator == 1 for step in shape.multiples)
 
 
-def meet_texts(one: Text, other: Text) -> Text | None:
+def intersect_strings(one: Text, other: Text) -> Text | None:
     """The strings that are in `one` and `other`; None if their lengths exclude each other."""
-    low, high = max(one.low, other.low), stricter_high(one.high, other.high)
+    low, high = max(one.low, other.low), lower_maximum(one.high, other.high)
     if high is not None and low > high:
         return None
     return Text(
@@ -190,14 +190,14 @@ def meet_texts(one: Text, other: Text) -> Text | None:
     )
 
 
-def meet_arrays(one: Array, other: Array) -> Array | None:
+def intersect_arrays(one: Array, other: Array) -> Array | None:
     """The arrays that are in `one` and `other`; None if their lengths exclude each other."""
-    low, high = max(one.low, other.low), stricter_high(one.high, other.high)
+    low, high = max(one.low, other.low), lower_maximum(one.high, other.high)
     if high is not None and low > high:
         return None
     count = max(len(one.prefix), len(other.prefix))
     return Array(
-        tuple(conjunction(item_at(one, index), item_at(other, index)) for index in range(count)),
+        tuple(conjunction(schemas_of_item(one, index), schemas_of_item(other, index)) for index in range(count)),
         conjunction(one.rest, other.rest),
         low,
         high,
@@ -207,18 +207,18 @@ def meet_arrays(one: Array, other: Array) -> Array | None:
     )
 
 
-def item_at(shape: Array, index: int) -> Conj:
+def schemas_of_item(shape: Array, index: int) -> SchemaSet:
     """The schemas of the item at `index`."""
     return shape.prefix[index] if index < len(shape.prefix) else shape.rest
 
 
-def with_origins(shape: Shape, *origins: Shape) -> Shape:
+def with_origins_of(shape: Shape, *origins: Shape) -> Shape:
     """`shape` with the places and marks of the shapes that it was made from."""
     return replace(
         shape,
         places=tuple(dict.fromkeys(place for origin in origins for place in origin.places)),
-        narrowed=any(origin.narrowed for origin in origins),
-        negated=any(origin.negated for origin in origins),
+        is_narrowed=any(origin.is_narrowed for origin in origins),
+        is_negated=any(origin.is_negated for origin in origins),
     )
 
 
