@@ -17,26 +17,28 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanovllm_models import default_model_path
 
-Generate = Callable[[PreTrainedModel, list[int], int], list[int]]
-Choose = Callable[[PreTrainedModel, list[int], list[int]], list[int]]
+GenerateTokens = Callable[[PreTrainedModel, list[int], int], list[int]]
+ChooseTokens = Callable[[PreTrainedModel, list[int], list[int]], list[int]]
 
-START_S = 120
+MAX_START_S = 120
 
 
 @dataclass
 class ServerProcess:
-    """A running `nanovllm-server`. url: its address. errors: lines that it has written to stderr."""
+    """A running `nanovllm-server`. errors: lines that the server has written to stderr."""
 
     process: subprocess.Popen[str]
     url: str
     errors: list[str]
 
     def _children(self) -> list[int]:
-        """The ids of the child processes, by memory, smallest first; without multiprocessing's resource tracker."""
+        """The ids of the child processes, smallest memory first, without multiprocessing's resource tracker."""
         pid = self.process.pid
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        ours = [child for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
-        return sorted(ours, key=lambda child: int(Path(f"/proc/{child}/statm").read_text().split()[1]))
+        own_children = [
+            child for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()
+        ]
+        return sorted(own_children, key=lambda child: int(Path(f"/proc/{child}/statm").read_text().split()[1]))
 
     def engine_pid(self) -> int:
         """The id of the engine process, the child with the most memory."""
@@ -47,13 +49,13 @@ class ServerProcess:
         return self._children()[:-1]
 
     def stop(self) -> int:
-        """Send SIGTERM and wait; returns the exit status."""
+        """Sends SIGTERM and waits. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
 
 @contextmanager
-def running(model: Path, *flags: str, nice: int = 0) -> Iterator[ServerProcess]:
+def start_server(model: Path, *flags: str, nice: int = 0) -> Iterator[ServerProcess]:
     server = [sys.executable, "-m", "nanovllm_server", str(model), "--port", "0", "--device", "cpu", *flags]
     command = ["nice", "-n", str(nice), *server]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -62,10 +64,10 @@ def running(model: Path, *flags: str, nice: int = 0) -> Iterator[ServerProcess]:
         errors: list[str] = []
         drain = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
         drain.start()
-        watchdog = threading.Timer(START_S, process.kill)
+        watchdog = threading.Timer(MAX_START_S, process.kill)
         watchdog.start()
         try:
-            url = next((found[0] for line in process.stdout if (found := re.findall(r"http://\S+:\d+", line))), None)
+            url = next((urls[0] for line in process.stdout if (urls := re.findall(r"http://\S+:\d+", line))), None)
             watchdog.cancel()
             assert url is not None, "".join(errors)
             yield ServerProcess(process, url, errors)
@@ -100,15 +102,15 @@ def load_reference() -> Callable[[Path, torch.dtype, str], PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def reference_generate() -> Generate:
-    """A function that generates greedy tokens with transformers, one prompt per batch; only the length ends it."""
+def reference_generate() -> GenerateTokens:
+    """A function that generates `num_tokens` greedy tokens with transformers, for one prompt per batch."""
 
-    def generate(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
         ids = torch.tensor([prompt], device=model.device)
         model.generation_config.eos_token_id = None
         with torch.inference_mode():
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
             )
         return output[0, len(prompt) :].tolist()
 
@@ -116,11 +118,11 @@ def reference_generate() -> Generate:
 
 
 @pytest.fixture(scope="session")
-def greedy_choices() -> Choose:
-    """A function that returns the likeliest token at each place of an output, given the prompt and the tokens before.
+def greedy_choices() -> ChooseTokens:
+    """A function that returns the likeliest token at each position of an output, given the tokens before.
 
-    The result equals the output exactly if greedy generation gives that output. It takes one forward pass instead of
-    one per token, and results are cached.
+    The result equals the output exactly if greedy generation gives that output. One forward pass computes all
+    tokens, and results are cached.
     """
 
     @cache
@@ -134,4 +136,4 @@ def greedy_choices() -> Choose:
 
 @pytest.fixture(scope="session")
 def run_server() -> Callable:
-    return running
+    return start_server

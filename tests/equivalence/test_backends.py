@@ -14,7 +14,7 @@ from nanovllm_models import load, load_tokenizer
 pytestmark = pytest.mark.gpu
 
 TOPICS = ["the sea", "a dragon", "bread", "the planets", "chess", "a lighthouse", "winter", "a clock"]
-OUTPUT = 24
+OUTPUT_LEN = 24
 SETTINGS = {
     "triton": {"attention_backend": "triton"},
     "triton, launched": {"attention_backend": "triton", "graph_mode": "none"},
@@ -24,7 +24,7 @@ SETTINGS = {
     "fastest": {"attention_backend": "fastest"},
     "fastest, chunked": {"attention_backend": "fastest", "max_num_batched_tokens": 48},
 }
-NEEDS = {"flash": has_flash_attention, "cutedsl": has_cute}
+INSTALLATION_CHECKS = {"flash": has_flash_attention, "cutedsl": has_cute}
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +38,30 @@ def rounded_reference(default_model, load_reference):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-async def test_distributions_are_close(name, default_model, reference, rounded_reference):
+async def test_distributions_are_as_near_to_float32_as_those_of_transformers(
+    name, default_model, reference, rounded_reference
+):
     settings = SETTINGS[name]
-    is_there = NEEDS.get(settings["attention_backend"])
-    if is_there is not None and not is_there():
+    is_installed = INSTALLATION_CHECKS.get(settings["attention_backend"])
+    if is_installed is not None and not is_installed():
         pytest.skip(f"the backend {settings['attention_backend']} isn't installed here")
     tokenizer = load_tokenizer(default_model)
     chats = ([{"role": "user", "content": f"Write a short story about {topic}."}] for topic in TOPICS)
     prompts = [tokenizer.encode(tokenizer.render_chat(chat), add_special_tokens=False).tolist() for chat in chats]
-    config = EngineConfig(device="cuda", dtype=torch.bfloat16, max_num_seqs=8, forbid_sync=True, **settings)
+    config = EngineConfig(device="cuda", dtype="bfloat16", max_num_seqs=8, forbid_sync=True, **settings)
     engine = await AsyncEngine.start(load(default_model), config)
-    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, logprobs=5, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, logprobs=5, ignore_eos=True)
 
-    async def ask(index: int, prompt: list[int]):
+    async def generate(index: int, prompt: list[int]):
         outputs = [output async for output in engine.generate(Request(f"r{index}", prompt, sampling))]
         tokens = [token for output in outputs for token in output.new_token_ids]
-        return tokens, [each.top for output in outputs for each in output.logprobs]
+        return tokens, [entry.top for output in outputs for entry in output.logprobs]
 
     try:
-        answers = await asyncio.gather(*(ask(index, prompt) for index, prompt in enumerate(prompts)))
+        answers = await asyncio.gather(*(generate(index, prompt) for index, prompt in enumerate(prompts)))
     finally:
         await engine.stop()
-    ours, theirs = [], []
+    own_errors, rounded_errors = [], []
     for prompt, (tokens, tops) in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt + tokens[:-1]], device="cuda")
         top = torch.tensor([[token for token, _ in top] for top in tops], device="cuda")
@@ -68,11 +70,11 @@ async def test_distributions_are_close(name, default_model, reference, rounded_r
                 model(ids).logits[0, len(prompt) - 1 :].float().log_softmax(-1).gather(1, top)
                 for model in (reference, rounded_reference)
             )
-        found = torch.tensor([[logprob for _, logprob in top] for top in tops], device="cuda")
-        error = (found - expected).abs()
+        logprobs = torch.tensor([[logprob for _, logprob in top] for top in tops], device="cuda")
+        error = (logprobs - expected).abs()
         # bf16 has 8 bits of precision: it rounds a logit of 20 by up to 0.06, and thirty layers add their errors.
         assert error.max() < 0.5
         assert error.mean() < 0.05
-        ours.append(error)
-        theirs.append((rounded - expected).abs())
-    assert torch.cat(ours).mean() <= torch.cat(theirs).mean()
+        own_errors.append(error)
+        rounded_errors.append((rounded - expected).abs())
+    assert torch.cat(own_errors).mean() <= torch.cat(rounded_errors).mean()

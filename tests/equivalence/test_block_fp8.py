@@ -1,7 +1,7 @@
-"""The engine runs a block FP8 checkpoint and gives the greedy tokens of transformers with the same numbers.
+"""The engine runs a block FP8 checkpoint and gives the greedy tokens of transformers with the same values.
 
 In transformers, the weights are float32 and hooks round the inputs of linears. One number in tens of thousands is so
-close to the middle between two numbers of e4m3 that the order of a float32 sum decides its rounding. Then the answers
+close to the middle between two values of e4m3 that the order of a float32 sum decides its rounding. Then the answers
 may differ, so not every prompt must agree. On a GPU every sum differs, because FP8 accumulators have 14 bits, and
 answers differ after a few tokens.
 """
@@ -18,22 +18,22 @@ from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_kernels.gemm.block_fp8 import GROUP, quantize_groups
 from nanovllm_models import load
 
-VOCAB, NUM_PROMPTS, OUTPUT = 131, 16, 16
+VOCAB, NUM_PROMPTS, OUTPUT_LEN = 131, 16, 16
 SETTINGS = {
     "all at once": {},
     "chunked, depth 1, no prefix cache": {"max_num_batched_tokens": 40, "depth": 1, "prefix_caching": False},
 }
 
 
-def prompts() -> list[list[int]]:
+def make_prompts() -> list[list[int]]:
     rng = random.Random(3)
     return [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 30))] for _ in range(NUM_PROMPTS)]
 
 
 def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    numbers, scales = quantize_groups(inputs[0].flatten(0, -2))
-    wide = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : numbers.shape[1]]
-    return (wide.view(inputs[0].shape),)
+    values, scales = quantize_groups(inputs[0].flatten(0, -2))
+    rounded = values.float() * scales.repeat_interleave(GROUP, 1)[:, : values.shape[1]]
+    return (rounded.view(inputs[0].shape),)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def checkpoint(tmp_path_factory, reference_generate):
     for name, module in twin.named_modules():
         if name.endswith("_proj"):
             module.register_forward_pre_hook(round_input)
-    return path / "fp8", [reference_generate(twin, prompt, OUTPUT) for prompt in prompts()]
+    return path / "fp8", [reference_generate(twin, prompt, OUTPUT_LEN) for prompt in make_prompts()]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -68,22 +68,22 @@ async def test_tokens_equal_those_of_rounded_inputs(checkpoint, settings, device
     path, expected = checkpoint
     config = EngineConfig(
         device=device,
-        dtype=torch.float32,
+        dtype="float32",
         num_blocks=200,
         max_num_seqs=NUM_PROMPTS,
         **{"depth": 2, **SETTINGS[settings]},
     )
     engine = await AsyncEngine.start(load(path), config)
 
-    async def ask(index: int, prompt: list[int]) -> list[int]:
-        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    async def generate(index: int, prompt: list[int]) -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))
         return [token async for output in outputs for token in output.new_token_ids]
 
     try:
-        found = await asyncio.gather(*(ask(index, prompt) for index, prompt in enumerate(prompts())))
+        answers = await asyncio.gather(*(generate(index, prompt) for index, prompt in enumerate(make_prompts())))
     finally:
         await engine.stop()
-    length = OUTPUT if device == "cpu" else 2
-    alike = sum(tokens[:length] == others[:length] for tokens, others in zip(found, expected, strict=True))
-    assert alike >= NUM_PROMPTS * 3 // 4
+    length = OUTPUT_LEN if device == "cpu" else 2
+    num_equal = sum(tokens[:length] == twin[:length] for tokens, twin in zip(answers, expected, strict=True))
+    assert num_equal >= NUM_PROMPTS * 3 // 4

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
-from nanovllm_core.execution.sampler import SCORED_AT_ONCE
+from nanovllm_core.execution.prompt_scores import MAX_SCORED_TOKENS
 from nanovllm_kernels.platform import has_numba
 from nanovllm_models import load, load_tokenizer
 
@@ -35,11 +35,11 @@ QUESTIONS = [
     "Describe the taste of an apple.",
     "What is the meaning of life?",
 ]
-OUTPUT = 64
+OUTPUT_LEN = 64
 # Limits of the error of log-probabilities in the served dtype (bf16 on a CPU, float16 on a GPU). The error of a
 # question is the largest among its ten likeliest tokens; the limits are for the mean and the maximum over questions.
-MEAN_ERROR = {"cpu": 0.09, "cuda": 0.02}
-MOST_ERROR = {"cpu": 0.25, "cuda": 0.05}
+MAX_MEAN_ERROR = {"cpu": 0.09, "cuda": 0.02}
+MAX_ERROR = {"cpu": 0.25, "cuda": 0.05}
 
 SETTINGS = {
     "as served": {},
@@ -53,23 +53,23 @@ SETTINGS = {
 def prompts(default_model) -> list[list[int]]:
     tokenizer = load_tokenizer(default_model)
     conversations = ([{"role": "user", "content": question}] for question in QUESTIONS)
-    return [tokenizer.encode(tokenizer.render_chat(c), add_special_tokens=False).tolist() for c in conversations]
+    return [tokenizer.encode(tokenizer.render_chat(chat), add_special_tokens=False).tolist() for chat in conversations]
 
 
 @pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
-async def test_a_seed_gives_the_same_tokens_in_any_batch_without_bf16_units(default_model, prompts, monkeypatch):
+async def test_seed_gives_the_same_tokens_in_any_batch_without_bf16_instructions(default_model, prompts, monkeypatch):
     monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
     monkeypatch.setattr("nanovllm_kernels.gemm.can_pack_bf16", lambda: False)
-    drawn = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=1)
+    random_sampling = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=1)
 
     async def run(engine: AsyncEngine, index: int) -> list[tuple[int, float]]:
-        sampling = replace(drawn, seed=index)
+        sampling = replace(random_sampling, seed=index)
         request = Request(f"r{index}", token_ids=prompts[index], sampling=sampling)
         outputs = [output async for output in engine.generate(request)]
         tokens = [token for output in outputs for token in output.new_token_ids]
-        chosen = [found.logprob for output in outputs for found in output.logprobs or ()]
-        assert len(tokens) == len(chosen) == 24
-        return list(zip(tokens, chosen, strict=True))
+        logprobs = [entry.logprob for output in outputs for entry in output.logprobs or ()]
+        assert len(tokens) == len(logprobs) == 24
+        return list(zip(tokens, logprobs, strict=True))
 
     engine = await AsyncEngine.start(load(default_model), EngineConfig(device="cpu", prefix_caching=False))
     alone = [await run(engine, index) for index in (7, 8)]
@@ -92,24 +92,24 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
 async def test_answers_to_twenty_chats_equal_transformers(
     settings, default_model, prompts, reference, greedy_choices, device
 ):
-    config = EngineConfig(device=device, dtype=torch.float32, **SETTINGS[settings])
+    config = EngineConfig(device=device, dtype="float32", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)
-    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
 
-    async def arrive(index: int, prompt: list[int]) -> list[int]:
+    async def generate_after_delay(index: int, prompt: list[int]) -> list[int]:
         await asyncio.sleep(rng.random() * 0.3)
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))
         return [token async for output in outputs for token in output.new_token_ids]
 
     try:
-        found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(prompts)))
+        found = await asyncio.gather(*(generate_after_delay(index, prompt) for index, prompt in enumerate(prompts)))
         assert (engine.stats.num_preemptions > 0) == settings.startswith("preempted")
         assert engine.stats.num_free_blocks == engine.stats.num_blocks
     finally:
         await engine.stop()
     for prompt, output in zip(prompts, found, strict=True):
-        assert len(output) == OUTPUT
+        assert len(output) == OUTPUT_LEN
         assert output == greedy_choices(reference, prompt, output)
 
 
@@ -118,33 +118,33 @@ def expected_logprobs(prompts, reference, device) -> list[torch.Tensor]:
     """Log-probabilities of all next tokens after each prompt, from transformers in float32."""
     with torch.inference_mode():
         logits = [reference(torch.tensor([prompt], device=device)).logits[0, -1] for prompt in prompts]
-    return [each.float().log_softmax(-1).cpu() for each in logits]
+    return [row.float().log_softmax(-1).cpu() for row in logits]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_as_served_it_is_close_to_float32(at_once, default_model, prompts, expected_logprobs, device):
+async def test_served_dtype_is_close_to_float32(at_once, default_model, prompts, expected_logprobs, device):
     engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))
     sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=10)
 
-    async def errors(index: int) -> list[float]:
-        (output,) = [o async for o in engine.generate(Request(f"r{index}", prompts[index], sampling))]
+    async def measure_errors(index: int) -> list[float]:
+        (output,) = [output async for output in engine.generate(Request(f"r{index}", prompts[index], sampling))]
         return [abs(logprob - float(expected_logprobs[index][token])) for token, logprob in output.logprobs[0].top]
 
     try:
         if at_once:
-            found = await asyncio.gather(*(errors(index) for index in range(len(prompts))))
+            found = await asyncio.gather(*(measure_errors(index) for index in range(len(prompts))))
         else:
-            found = [await errors(index) for index in range(len(prompts))]
+            found = [await measure_errors(index) for index in range(len(prompts))]
     finally:
         await engine.stop()
-    worst = [max(each) for each in found]
-    assert sum(worst) / len(worst) < MEAN_ERROR[device]
-    assert max(worst) < MOST_ERROR[device]
+    largest_errors = [max(question_errors) for question_errors in found]
+    assert sum(largest_errors) / len(largest_errors) < MAX_MEAN_ERROR[device]
+    assert max(largest_errors) < MAX_ERROR[device]
 
 
-@pytest.mark.parametrize("company", [0, 3, 7])
-async def test_as_served_it_knows_the_capital_of_france(company, default_model, prompts, device):
-    """Its first word leads by only 0.1 in the logits, less than an error in bf16, whatever else is in the batch."""
+@pytest.mark.parametrize("num_other_requests", [0, 3, 7])
+async def test_served_dtype_knows_the_capital_of_france(num_other_requests, default_model, prompts, device):
+    """The first word of the answer leads by only 0.1 in the logits, which is less than an error in bf16."""
     tokenizer = load_tokenizer(default_model)
     engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))
     sampling = SamplingParams(temperature=0, max_tokens=16)
@@ -154,50 +154,52 @@ async def test_as_served_it_knows_the_capital_of_france(company, default_model, 
         return tokenizer.decode([token async for output in outputs for token in output.new_token_ids])
 
     try:
-        for others in ([prompts[0]] * company, prompts[1 : company + 1]):
-            batch = [prompts[0], *others]
+        for other_prompts in ([prompts[0]] * num_other_requests, prompts[1 : num_other_requests + 1]):
+            batch = [prompts[0], *other_prompts]
             answers = await asyncio.gather(*(answer(f"r{index}", prompt) for index, prompt in enumerate(batch)))
-            same = [said for said, prompt in zip(answers, batch, strict=True) if prompt == prompts[0]]
-            assert all("Paris" in said for said in same), same
+            answers_of_france = [
+                answer_text for answer_text, prompt in zip(answers, batch, strict=True) if prompt == prompts[0]
+            ]
+            assert all("Paris" in answer_text for answer_text in answers_of_france), answers_of_france
     finally:
         await engine.stop()
 
 
 @pytest.mark.parametrize("settings", ["as served", "chunked, depth 2"])
 async def test_prompt_logprobs_equal_transformers(settings, default_model, prompts, reference, device):
-    """Each prompt runs beside one that asks for no log-probabilities."""
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **SETTINGS[settings])
+    """Each prompt runs beside a request without log-probabilities."""
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
 
-    async def ask(name: str, prompt: list[int], num_top: int | None) -> RequestOutput:
+    async def first_output(name: str, prompt: list[int], num_top: int | None) -> RequestOutput:
         sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=num_top)
         first, *_ = [output async for output in engine.generate(Request(name, prompt, sampling))]
         return first
 
     # The last prompt is longer than the number of tokens that are scored at once.
-    asked = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * SCORED_AT_ONCE + 20]]
+    scored_prompts = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * MAX_SCORED_TOKENS + 20]]
     try:
-        told, plain = await asyncio.gather(
-            asyncio.gather(*(ask(f"a{index}", prompt, index) for index, prompt in enumerate(asked))),
-            asyncio.gather(*(ask(f"b{index}", prompt, None) for index, prompt in enumerate(asked))),
+        scored_outputs, plain_outputs = await asyncio.gather(
+            asyncio.gather(*(first_output(f"a{index}", prompt, index) for index, prompt in enumerate(scored_prompts))),
+            asyncio.gather(*(first_output(f"b{index}", prompt, None) for index, prompt in enumerate(scored_prompts))),
         )
     finally:
         await engine.stop()
-    assert len(asked[-1]) > 2 * SCORED_AT_ONCE
-    for index, (prompt, first, beside) in enumerate(zip(asked, told, plain, strict=True)):
-        assert beside.prompt_logprobs is None
+    assert len(scored_prompts[-1]) > 2 * MAX_SCORED_TOKENS
+    for index, (prompt, scored, plain) in enumerate(zip(scored_prompts, scored_outputs, plain_outputs, strict=True)):
+        assert plain.prompt_logprobs is None
         ids = torch.tensor([prompt], device=device)
         with torch.inference_mode():
             expected = reference(ids).logits[0, :-1].float().log_softmax(-1).cpu()
         own = expected.gather(1, ids[0, 1:, None].cpu()).squeeze(1)
-        entries = [*first.prompt_logprobs]
+        entries = [*scored.prompt_logprobs]
         torch.testing.assert_close(torch.tensor([entry.logprob for entry in entries]), own, atol=1e-3, rtol=0)
         likeliest = torch.tensor([[value for _, value in entry.top] for entry in entries])
         torch.testing.assert_close(likeliest, expected.topk(index).values, atol=1e-3, rtol=0)
-        at = torch.tensor([[token for token, _ in entry.top] for entry in entries], dtype=torch.int64)
-        torch.testing.assert_close(likeliest, expected.gather(1, at), atol=1e-3, rtol=0)
+        top_ids = torch.tensor([[token for token, _ in entry.top] for entry in entries], dtype=torch.int64)
+        torch.testing.assert_close(likeliest, expected.gather(1, top_ids), atol=1e-3, rtol=0)
         ranks = torch.tensor([entry.rank for entry in entries])
         # Rounding may swap tokens that are almost equally likely.
-        least, most = ((expected >= own.unsqueeze(1) + margin).sum(1) for margin in (2e-3, -2e-3))
-        assert (least + 1 <= ranks).all()
-        assert (ranks <= most).all()
+        min_rank, max_rank = ((expected >= own.unsqueeze(1) + margin).sum(1) for margin in (2e-3, -2e-3))
+        assert (min_rank + 1 <= ranks).all()
+        assert (ranks <= max_rank).all()

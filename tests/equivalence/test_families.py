@@ -19,7 +19,7 @@ from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_models import deepseek_v3, llama, load, qwen3_next
 
 VOCAB = 131
-NUM_PROMPTS, OUTPUT = 16, 16
+NUM_PROMPTS, OUTPUT_LEN = 16, 16
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -49,7 +49,7 @@ COMMON = {
     "eos_token_id": 2,
 }
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
-DELTA = {
+DELTA_NET = {
     **MIXTURE,
     "num_hidden_layers": 4,
     "shared_expert_intermediate_size": 32,
@@ -68,7 +68,7 @@ MINIMAX = {
 }
 # The config also has rotary_dim, which transformers 5.17 ignores.
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5}
-LATENT = {
+LATENT_ATTENTION = {
     "num_key_value_heads": 4,
     "moe_intermediate_size": 32,
     "q_lora_rank": 48,
@@ -85,79 +85,94 @@ LATENT = {
 }
 
 
-class Tiny(NamedTuple):
-    """A config. family: prefix of transformers' class names. fields: besides COMMON. mtp: multi-token prediction."""
+class TinyModel(NamedTuple):
+    """A config of transformers.
+
+    family: prefix of transformers' class names.
+    fields: in addition to COMMON.
+    has_mtp: the checkpoint has layers for multi-token prediction.
+    """
 
     family: str
     fields: dict[str, object]
-    mtp: bool = False
+    has_mtp: bool = False
 
 
-TINY = {
-    "Llama, tied": Tiny("Llama", {"tie_word_embeddings": True}),
-    "Llama, MHA": Tiny("Llama", {"num_key_value_heads": 4}),
-    "Llama, MQA, llama3 scaling": Tiny("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_SCALING}),
-    "Llama, biases": Tiny("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "Llama, head size of its own": Tiny("Llama", {"head_dim": 32}),
-    "Qwen2": Tiny("Qwen2", {}),
-    "Qwen3": Tiny("Qwen3", {"head_dim": 32}),
-    "Qwen3-MoE": Tiny("Qwen3Moe", {**MIXTURE, "norm_topk_prob": True}),
-    "Qwen3-MoE, some dense, weights as chosen": Tiny(
+TINY_MODELS = {
+    "Llama, tied": TinyModel("Llama", {"tie_word_embeddings": True}),
+    "Llama, MHA": TinyModel("Llama", {"num_key_value_heads": 4}),
+    "Llama, MQA, llama3 scaling": TinyModel("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_SCALING}),
+    "Llama, biases": TinyModel("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "Llama, head size of its own": TinyModel("Llama", {"head_dim": 32}),
+    "Qwen2": TinyModel("Qwen2", {}),
+    "Qwen3": TinyModel("Qwen3", {"head_dim": 32}),
+    "Qwen3-MoE": TinyModel("Qwen3Moe", {**MIXTURE, "norm_topk_prob": True}),
+    "Qwen3-MoE, some dense, weights as chosen": TinyModel(
         "Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "decoder_sparse_step": 2, "tie_word_embeddings": True}
     ),
-    "Qwen3-Next": Tiny("Qwen3Next", DELTA, mtp=True),
-    "Qwen3-Next, some dense, shared experts wider": Tiny(
+    "Qwen3-Next": TinyModel("Qwen3Next", DELTA_NET, has_mtp=True),
+    "Qwen3-Next, some dense, shared experts wider": TinyModel(
         "Qwen3Next",
-        {**DELTA, "mlp_only_layers": [1], "full_attention_interval": 2, "shared_expert_intermediate_size": 48},
+        {**DELTA_NET, "mlp_only_layers": [1], "full_attention_interval": 2, "shared_expert_intermediate_size": 48},
     ),
-    "MiniMax-M2": Tiny("MiniMaxM2", {**MINIMAX, "rotary_dim": 16, "rope_parameters": HALF_ROTARY}),
-    "MiniMax-M2, all rotary": Tiny("MiniMaxM2", {**MINIMAX, "num_key_value_heads": 1}),
-    "DeepSeek-V3": Tiny("DeepseekV3", {**LATENT, "rope_parameters": YARN, "num_nextn_predict_layers": 1}, mtp=True),
-    "DeepSeek-V3, queries at once, all sparse, two shared": Tiny(
+    "MiniMax-M2": TinyModel("MiniMaxM2", {**MINIMAX, "rotary_dim": 16, "rope_parameters": HALF_ROTARY}),
+    "MiniMax-M2, all rotary": TinyModel("MiniMaxM2", {**MINIMAX, "num_key_value_heads": 1}),
+    "DeepSeek-V3": TinyModel(
+        "DeepseekV3", {**LATENT_ATTENTION, "rope_parameters": YARN, "num_nextn_predict_layers": 1}, has_mtp=True
+    ),
+    "DeepSeek-V3, queries at once, all sparse, two shared": TinyModel(
         "DeepseekV3",
-        {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": 2},
+        {
+            **LATENT_ATTENTION,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+        },
     ),
-    "DeepSeek-V3, all dense": Tiny("DeepseekV3", {**LATENT, "first_k_dense_replace": 3, "attention_bias": True}),
+    "DeepSeek-V3, all dense": TinyModel(
+        "DeepseekV3", {**LATENT_ATTENTION, "first_k_dense_replace": 3, "attention_bias": True}
+    ),
 }
 # As many rows as prompts, so that no unused graphs are captured.
-PLENTY = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
+AMPLE_CACHE = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
 # Blocks for two or three of the sixteen prompts: the others are preempted repeatedly.
-SCARCE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
+SCARCE_CACHE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
 SETTINGS = {
-    "one at a time": {**PLENTY, "max_num_seqs": 1},
-    "all at once": PLENTY,
-    "all at once, depth 1, no prefix cache": {"depth": 1, "prefix_caching": False, **PLENTY},
-    "chunked": {"max_num_batched_tokens": 40, **PLENTY},
-    "chunked, depth 1": {"max_num_batched_tokens": 40, "depth": 1, **PLENTY},
+    "one at a time": {**AMPLE_CACHE, "max_num_seqs": 1},
+    "all at once": AMPLE_CACHE,
+    "all at once, depth 1, no prefix cache": {"depth": 1, "prefix_caching": False, **AMPLE_CACHE},
+    "chunked": {"max_num_batched_tokens": 40, **AMPLE_CACHE},
+    "chunked, depth 1": {"max_num_batched_tokens": 40, "depth": 1, **AMPLE_CACHE},
     "chunked, no prefix cache, pages of 32": {
         "max_num_batched_tokens": 48,
         "prefix_caching": False,
         "block_size": 32,
-        **PLENTY,
+        **AMPLE_CACHE,
     },
-    "preempted": SCARCE,
-    "preempted, chunked, depth 1": {"max_num_batched_tokens": 40, "depth": 1, **SCARCE},
-    "preempted, no prefix cache": {"prefix_caching": False, **SCARCE},
+    "preempted": SCARCE_CACHE,
+    "preempted, chunked, depth 1": {"max_num_batched_tokens": 40, "depth": 1, **SCARCE_CACHE},
+    "preempted, no prefix cache": {"prefix_caching": False, **SCARCE_CACHE},
 }
 
 GPU_SETTINGS = {
-    "neither compiled nor captured": {"compile": False, "graph_mode": "none", **PLENTY},
-    "only decodes from graphs": {"graph_mode": "full_decode_only", "max_num_batched_tokens": 40, **PLENTY},
-    "graphs, depth 1": {"depth": 1, **PLENTY},
-    "not compiled": {"compile": False, **PLENTY},
-    "compiled, launched kernel by kernel": {"compile": True, "graph_mode": "none", **PLENTY},
-    "mixed steps in pieces": {"graph_mode": "piecewise", **PLENTY},
-    "mixed steps in pieces, chunked": {"graph_mode": "piecewise", "max_num_batched_tokens": 80, **PLENTY},
+    "neither compiled nor captured": {"compile": False, "graph_mode": "none", **AMPLE_CACHE},
+    "only decodes from graphs": {"graph_mode": "full_decode_only", "max_num_batched_tokens": 40, **AMPLE_CACHE},
+    "graphs, depth 1": {"depth": 1, **AMPLE_CACHE},
+    "not compiled": {"compile": False, **AMPLE_CACHE},
+    "compiled, launched kernel by kernel": {"compile": True, "graph_mode": "none", **AMPLE_CACHE},
+    "mixed steps in pieces": {"graph_mode": "piecewise", **AMPLE_CACHE},
+    "mixed steps in pieces, chunked": {"graph_mode": "piecewise", "max_num_batched_tokens": 80, **AMPLE_CACHE},
 }
 # One config per family. Qwen3-Next needs attention in two layers: with one, an FP8 cache changes too little to notice.
-OVER_FP8 = (
+FP8_CACHE_MODELS = (
     *("Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "Qwen3-Next, some dense, shared experts wider", "MiniMax-M2"),
     "DeepSeek-V3",
 )
 
 
-def prompts() -> list[list[int]]:
-    """Make prompts. Some share a prefix, and a few prefixes are long enough for a checkpoint of a recurrent state."""
+def make_prompts() -> list[list[int]]:
+    """Some prompts share a prefix, and a few prefixes are long enough for a checkpoint of a recurrent state."""
     rng = random.Random(3)
     shared = [rng.randrange(3, VOCAB) for _ in range(96)]
     return [
@@ -166,7 +181,7 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def make_model(tiny: Tiny) -> transformers.PreTrainedModel:
+def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
     make_config = getattr(transformers, f"{tiny.family}Config")
     with pytest.MonkeyPatch.context() as patch:
         # If fla is installed, transformers uses it also on a CPU, for which fla has no kernels.
@@ -185,15 +200,15 @@ def make_model(tiny: Tiny) -> transformers.PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module", params=TINY)
+@pytest.fixture(scope="module", params=TINY_MODELS)
 def checkpoint(request, tmp_path_factory, reference_generate) -> tuple[Path, list[list[int]]]:
     """The directory of a tiny random model, and transformers' answer to every prompt."""
-    torch.manual_seed(list(TINY).index(request.param))
-    tiny = TINY[request.param]
+    torch.manual_seed(list(TINY_MODELS).index(request.param))
+    tiny = TINY_MODELS[request.param]
     model = make_model(tiny)
     path = tmp_path_factory.mktemp("tiny")
-    write_checkpoint(path, model, mtp=tiny.mtp)
-    outputs = [reference_generate(model, prompt, OUTPUT) for prompt in prompts()]
+    write_checkpoint(path, model, mtp=tiny.has_mtp)
+    outputs = [reference_generate(model, prompt, OUTPUT_LEN) for prompt in make_prompts()]
     # A model that gives every prompt the same answer would prove nothing.
     assert len({tuple(output) for output in outputs}) > NUM_PROMPTS // 2
     assert len({token for output in outputs for token in output}) > 20
@@ -203,80 +218,90 @@ def checkpoint(request, tmp_path_factory, reference_generate) -> tuple[Path, lis
 @pytest.mark.parametrize("settings", SETTINGS)
 async def test_tokens_equal_transformers(checkpoint, settings, device):
     path, expected = checkpoint
-    assert await generate(path, device, SETTINGS[settings], preempted=settings.startswith("preempted")) == expected
+    assert await generate(path, device, SETTINGS[settings], is_preempted=settings.startswith("preempted")) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", GPU_SETTINGS)
-async def test_graphs_and_compiling_change_no_token(checkpoint, settings, monkeypatch):
+async def test_graphs_and_compilation_change_no_token(checkpoint, settings, monkeypatch):
     for module in (llama, qwen3_next, deepseek_v3):
         # The steps of these tests have too few rows for the normal limit.
-        monkeypatch.setattr(module, "LEAST_ROWS", 9)
+        monkeypatch.setattr(module, "MIN_COMPILED_ROWS", 9)
     path, expected = checkpoint
     assert await generate(path, "cuda", GPU_SETTINGS[settings]) == expected
 
 
-@pytest.mark.parametrize("name", OVER_FP8)
-async def test_over_an_fp8_cache_no_setting_changes_the_tokens(name, tmp_path, device):
-    torch.manual_seed(list(TINY).index(name))
-    write_checkpoint(tmp_path, make_model(TINY[name]), mtp=TINY[name].mtp)
-    exact = await generate(tmp_path, device, PLENTY)
-    whole = await generate(tmp_path, device, {"kv_cache_dtype": "fp8", **PLENTY})
-    chunked = {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 40, "depth": 1, "prefix_caching": False, **PLENTY}
-    assert await generate(tmp_path, device, chunked) == whole
-    assert whole != exact
-    assert sum(a[0] == b[0] for a, b in zip(whole, exact, strict=True)) > NUM_PROMPTS // 2
+@pytest.mark.parametrize("name", FP8_CACHE_MODELS)
+async def test_no_setting_changes_tokens_over_an_fp8_cache(name, tmp_path, device):
+    torch.manual_seed(list(TINY_MODELS).index(name))
+    write_checkpoint(tmp_path, make_model(TINY_MODELS[name]), mtp=TINY_MODELS[name].has_mtp)
+    without_fp8 = await generate(tmp_path, device, AMPLE_CACHE)
+    whole = await generate(tmp_path, device, {"kv_cache_dtype": "fp8", **AMPLE_CACHE})
+    chunked_settings = {
+        "kv_cache_dtype": "fp8",
+        "max_num_batched_tokens": 40,
+        "depth": 1,
+        "prefix_caching": False,
+        **AMPLE_CACHE,
+    }
+    assert await generate(tmp_path, device, chunked_settings) == whole
+    assert whole != without_fp8
+    assert sum(fp8[0] == plain[0] for fp8, plain in zip(whole, without_fp8, strict=True)) > NUM_PROMPTS // 2
 
 
-async def test_a_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, device):
+async def test_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, device):
     """Three prompts of 2,100 tokens share their first 2,000 tokens; the second and third compute fewer than 200."""
     torch.manual_seed(0)
-    tiny = TINY["Qwen3-Next"]
+    tiny = TINY_MODELS["Qwen3-Next"]
     write_checkpoint(tmp_path, make_model(tiny._replace(fields=tiny.fields | {"max_position_embeddings": 4096})))
     rng = random.Random(1)
     prompt = [rng.randrange(3, VOCAB) for _ in range(2100)]
-    others = [prompt[:2000] + [rng.randrange(3, VOCAB) for _ in range(100)] for _ in range(2)]
-    settings = {"device": device, "dtype": torch.float32, "num_blocks": 600, "max_num_seqs": 4}
-    expected = await ask_in_turn(tmp_path, EngineConfig(prefix_caching=False, **settings), [prompt, *others])
-    found = await ask_in_turn(tmp_path, EngineConfig(**settings), [prompt, *others])
+    other_prompts = [prompt[:2000] + [rng.randrange(3, VOCAB) for _ in range(100)] for _ in range(2)]
+    settings = {"device": device, "dtype": "float32", "num_blocks": 600, "max_num_seqs": 4}
+    expected = await generate_in_turn(
+        tmp_path, EngineConfig(prefix_caching=False, **settings), [prompt, *other_prompts]
+    )
+    found = await generate_in_turn(tmp_path, EngineConfig(**settings), [prompt, *other_prompts])
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    assert [computed for _, computed in expected] == [2100 + OUTPUT - 1] * 3
-    assert all(computed - (OUTPUT - 1) < 200 for _, computed in found[1:])
+    assert [computed for _, computed in expected] == [2100 + OUTPUT_LEN - 1] * 3
+    assert all(computed - (OUTPUT_LEN - 1) < 200 for _, computed in found[1:])
 
 
-async def ask_in_turn(path: Path, config: EngineConfig, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
-    """Send prompts one after another; returns each answer with the number of tokens that were computed for it."""
+async def generate_in_turn(path: Path, config: EngineConfig, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
+    """Sends prompts one after another. Returns each answer with the number of tokens that were computed for it."""
     engine = await AsyncEngine.start(load(path), config)
     found = []
     try:
         for prompt in prompts:
-            before = engine.stats.iteration_tokens
+            computed_before = engine.stats.iteration_tokens
             outputs = engine.generate(
-                Request("r", prompt, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True))
+                Request("r", prompt, SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True))
             )
             tokens = [token async for output in outputs for token in output.new_token_ids]
-            found.append((tokens, engine.stats.iteration_tokens - before))
+            found.append((tokens, engine.stats.iteration_tokens - computed_before))
     finally:
         await engine.stop()
     return found
 
 
-async def generate(path: Path, device: str, settings: dict, *, preempted: bool = False) -> list[list[int]]:
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **{"depth": 2, **settings})
+async def generate(path: Path, device: str, settings: dict, *, is_preempted: bool = False) -> list[list[int]]:
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     engine = await AsyncEngine.start(load(path), config)
     rng = random.Random(5)
 
-    async def arrive(index: int, prompt: list[int]) -> list[int]:
+    async def generate_after_delay(index: int, prompt: list[int]) -> list[int]:
         # The arrival times are short, or a GPU would finish each request before the next one arrives.
-        await asyncio.sleep(0 if preempted else rng.random() * 0.05)
-        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+        await asyncio.sleep(0 if is_preempted else rng.random() * 0.05)
+        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))
         return [token async for output in outputs for token in output.new_token_ids]
 
     try:
-        found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(prompts())))
+        found = await asyncio.gather(
+            *(generate_after_delay(index, prompt) for index, prompt in enumerate(make_prompts()))
+        )
         stats = engine.stats
-        assert (stats.num_preemptions > 0) == preempted
+        assert (stats.num_preemptions > 0) == is_preempted
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.num_free_state_slots == engine.info.num_state_slots
         return found

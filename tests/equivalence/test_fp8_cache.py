@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable
 
 import pytest
-import torch
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
 from nanovllm_models import load, load_tokenizer
@@ -21,9 +20,9 @@ QUESTIONS = [
 # Questions whose answers lead by at least 0.8 nats at every token up to the expected word. The capital of France is
 # not among them: its first token leads by 0.1, and an FP8 cache changes it even in float32.
 FACTS = {"What is the capital of Japan?": "Tokyo", "What is the opposite of hot?": "cold"}
-OUTPUT, STRIDE = 48, 4
-# In nats: twice the mean that was measured over 160 places in the answers to twenty questions (0.009).
-MOST_DIVERGENCE = 0.02
+OUTPUT_LEN, STRIDE = 48, 4
+# In nats: twice the mean that was measured over 160 positions in the answers to twenty questions (0.009).
+MAX_MEAN_DIVERGENCE = 0.02
 
 pytestmark = pytest.mark.slow
 
@@ -33,13 +32,17 @@ def tokenizer(default_model):
     return load_tokenizer(default_model)
 
 
-def encode(tokenizer, questions: Iterable[str]) -> list[list[int]]:
+def encode_questions(tokenizer, questions: Iterable[str]) -> list[list[int]]:
     conversations = ([{"role": "user", "content": question}] for question in questions)
-    return [tokenizer.encode(tokenizer.render_chat(c), add_special_tokens=False).tolist() for c in conversations]
+    return [tokenizer.encode(tokenizer.render_chat(chat), add_special_tokens=False).tolist() for chat in conversations]
 
 
-async def run(model, device, dtype, kind: str, prompts: list[list[int]], **sampling) -> list[list[RequestOutput]]:
-    config = EngineConfig(device=device, dtype=dtype, max_model_len=512, cpu_cache_gib=0.5, kv_cache_dtype=kind)
+async def run(
+    model, device, dtype, kv_cache_dtype: str, prompts: list[list[int]], **sampling
+) -> list[list[RequestOutput]]:
+    config = EngineConfig(
+        device=device, dtype=dtype, max_model_len=512, cpu_cache_gib=0.5, kv_cache_dtype=kv_cache_dtype
+    )
     engine = await AsyncEngine.start(load(model), config)
     params = SamplingParams(temperature=0, ignore_eos=True, **sampling)
 
@@ -52,39 +55,43 @@ async def run(model, device, dtype, kind: str, prompts: list[list[int]], **sampl
         await engine.stop()
 
 
-def tokens(outputs: list[RequestOutput]) -> list[int]:
+def read_tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
-def likeliest(prompt: list[int], outputs: list[RequestOutput]) -> list[dict[int, float]]:
-    """Return the likeliest tokens at every STRIDE-th place of an answer, which the engine reads as a prompt."""
-    told = [*outputs[0].prompt_logprobs]
-    return [dict(entry.top) for entry in told[len(prompt) - 1 :: STRIDE]]
+def read_likeliest(prompt: list[int], outputs: list[RequestOutput]) -> list[dict[int, float]]:
+    """Return the likeliest tokens at every STRIDE-th position of an answer, which the engine reads as a prompt."""
+    entries = [*outputs[0].prompt_logprobs]
+    return [dict(entry.top) for entry in entries[len(prompt) - 1 :: STRIDE]]
 
 
-def divergence(plain: dict[int, float], quantised: dict[int, float]) -> float:
-    """Return the Kullback-Leibler divergence over the likeliest tokens; missing ones count as the last listed."""
-    rest = min(quantised.values())
-    return sum(math.exp(logprob) * (logprob - quantised.get(token, rest)) for token, logprob in plain.items())
+def compute_divergence(exact: dict[int, float], quantised: dict[int, float]) -> float:
+    """Return the Kullback-Leibler divergence over the likeliest tokens. A missing token counts as the least likely."""
+    lowest = min(quantised.values())
+    return sum(math.exp(logprob) * (logprob - quantised.get(token, lowest)) for token, logprob in exact.items())
 
 
 async def test_an_fp8_cache_keeps_distributions_close(default_model, tokenizer, device):
-    dtype, prompts = torch.float32, encode(tokenizer, QUESTIONS)
-    answers = await run(default_model, device, dtype, "auto", prompts, max_tokens=OUTPUT)
-    read = [prompt + tokens(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    dtype, prompts = "float32", encode_questions(tokenizer, QUESTIONS)
+    answers = await run(default_model, device, dtype, "auto", prompts, max_tokens=OUTPUT_LEN)
+    conversations = [prompt + read_tokens(answer) for prompt, answer in zip(prompts, answers, strict=True)]
     found: list[list[dict[int, float]]] = []
-    for kind in ("auto", "fp8"):
-        outputs = await run(default_model, device, dtype, kind, read, max_tokens=1, prompt_logprobs=20)
-        found.append([each for prompt, one in zip(prompts, outputs, strict=True) for each in likeliest(prompt, one)])
-    plain, quantised = found
-    divergences = [divergence(p, q) for p, q in zip(plain, quantised, strict=True)]
-    assert len(divergences) == len(QUESTIONS) * OUTPUT // STRIDE
-    assert 0 < sum(divergences) / len(divergences) < MOST_DIVERGENCE
-    same = sum(max(p, key=p.get) == max(q, key=q.get) for p, q in zip(plain, quantised, strict=True))
-    assert same >= 0.9 * len(divergences)
+    for kv_cache_dtype in ("auto", "fp8"):
+        outputs = await run(
+            default_model, device, dtype, kv_cache_dtype, conversations, max_tokens=1, prompt_logprobs=20
+        )
+        found.append(
+            [top for prompt, output in zip(prompts, outputs, strict=True) for top in read_likeliest(prompt, output)]
+        )
+    exact, quantised = found
+    divergences = [compute_divergence(p, q) for p, q in zip(exact, quantised, strict=True)]
+    assert len(divergences) == len(QUESTIONS) * OUTPUT_LEN // STRIDE
+    assert 0 < sum(divergences) / len(divergences) < MAX_MEAN_DIVERGENCE
+    num_same = sum(max(p, key=p.get) == max(q, key=q.get) for p, q in zip(exact, quantised, strict=True))
+    assert num_same >= 0.9 * len(divergences)
 
 
 async def test_an_fp8_cache_keeps_known_facts(default_model, tokenizer, device):
-    answers = await run(default_model, device, None, "fp8", encode(tokenizer, FACTS), max_tokens=12)
+    answers = await run(default_model, device, None, "fp8", encode_questions(tokenizer, FACTS), max_tokens=12)
     for answer, word in zip(answers, FACTS.values(), strict=True):
-        assert word in tokenizer.backend.decode(tokens(answer))
+        assert word in tokenizer.backend.decode(read_tokens(answer))

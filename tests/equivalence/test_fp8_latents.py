@@ -13,23 +13,23 @@ from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_kernels import fp8
 from nanovllm_models import load
 
-VOCAB, NUM_PROMPTS, OUTPUT = 131, 16, 24
+VOCAB, NUM_PROMPTS, OUTPUT_LEN = 131, 16, 24
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-PLENTY = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
-SCARCE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
+AMPLE_CACHE = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
+SCARCE_CACHE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
 SETTINGS = {
-    "all at once": PLENTY,
+    "all at once": AMPLE_CACHE,
     "chunked, no prefix cache, depth 1": {
         "max_num_batched_tokens": 40,
         "prefix_caching": False,
         "depth": 1,
-        **PLENTY,
+        **AMPLE_CACHE,
     },
-    "preempted, chunked": {"max_num_batched_tokens": 40, **SCARCE},
+    "preempted, chunked": {"max_num_batched_tokens": 40, **SCARCE_CACHE},
 }
 
 
-def prompts() -> list[list[int]]:
+def make_prompts() -> list[list[int]]:
     rng = random.Random(3)
     shared = [rng.randrange(3, VOCAB) for _ in range(64)]
     return [
@@ -73,28 +73,30 @@ def checkpoint(tmp_path_factory, reference_generate) -> tuple[Path, list[list[in
                 buffer.normal_(0, 0.3)
     path = tmp_path_factory.mktemp("deepseek_v3")
     model.save_pretrained(path)
-    outputs = [reference_generate(model, prompt, OUTPUT) for prompt in prompts()]
+    outputs = [reference_generate(model, prompt, OUTPUT_LEN) for prompt in make_prompts()]
     # A model that gives every prompt the same answer would prove nothing.
     assert len({tuple(output) for output in outputs}) > NUM_PROMPTS // 2
     assert len({token for output in outputs for token in output}) > 20
     return path, outputs
 
 
-async def generate(path: Path, device: str, settings: dict, *, preempted: bool = False) -> list[list[int]]:
-    config = EngineConfig(device=device, dtype=torch.float32, forbid_sync=device == "cuda", **{"depth": 2, **settings})
+async def generate(path: Path, device: str, settings: dict, *, is_preempted: bool = False) -> list[list[int]]:
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     engine = await AsyncEngine.start(load(path), config)
     rng = random.Random(5)
 
-    async def arrive(index: int, prompt: list[int]) -> list[int]:
+    async def generate_after_delay(index: int, prompt: list[int]) -> list[int]:
         # The arrival times are short, or a GPU would finish each request before the next one arrives.
-        await asyncio.sleep(0 if preempted else rng.random() * 0.05)
-        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+        await asyncio.sleep(0 if is_preempted else rng.random() * 0.05)
+        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))
         return [token async for output in outputs for token in output.new_token_ids]
 
     try:
-        found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(prompts())))
-        assert (engine.stats.num_preemptions > 0) == preempted
+        found = await asyncio.gather(
+            *(generate_after_delay(index, prompt) for index, prompt in enumerate(make_prompts()))
+        )
+        assert (engine.stats.num_preemptions > 0) == is_preempted
         assert engine.stats.num_free_blocks == engine.stats.num_blocks
         return found
     finally:
@@ -102,7 +104,7 @@ async def generate(path: Path, device: str, settings: dict, *, preempted: bool =
 
 
 @pytest.fixture
-def quantised(checkpoint, reference_generate, monkeypatch) -> list[list[int]]:
+def quantised_answers(checkpoint, reference_generate, monkeypatch) -> list[list[int]]:
     """transformers' answer to every prompt if it quantises the latents that would be cached."""
     expand = modeling_deepseek_v3.DeepseekV3Attention.expand_kv
 
@@ -113,16 +115,16 @@ def quantised(checkpoint, reference_generate, monkeypatch) -> list[list[int]]:
 
     monkeypatch.setattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv", expand_quantised)
     model = DeepseekV3ForCausalLM.from_pretrained(checkpoint[0], dtype=torch.float32).eval()
-    return [reference_generate(model, prompt, OUTPUT) for prompt in prompts()]
+    return [reference_generate(model, prompt, OUTPUT_LEN) for prompt in make_prompts()]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-async def test_tokens_over_an_fp8_cache_equal_those_of_latents_that_are_quantised(
-    checkpoint, quantised, settings, device
+async def test_tokens_over_an_fp8_cache_equal_those_of_quantised_latents(
+    checkpoint, quantised_answers, settings, device
 ):
-    path, plain = checkpoint
-    assert quantised != plain
+    path, plain_answers = checkpoint
+    assert quantised_answers != plain_answers
     fp8_settings = {"kv_cache_dtype": "fp8", **SETTINGS[settings]}
-    found = await generate(path, device, fp8_settings, preempted=settings.startswith("preempted"))
+    found = await generate(path, device, fp8_settings, is_preempted=settings.startswith("preempted"))
     # A number in the middle between two numbers of e4m3 may be rounded either way, which may change a token.
-    assert sum(a == b for a, b in zip(found, quantised, strict=True)) >= NUM_PROMPTS - 1
+    assert sum(tokens == expected for tokens, expected in zip(found, quantised_answers, strict=True)) >= NUM_PROMPTS - 1

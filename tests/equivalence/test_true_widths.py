@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from observed_runs import NUM_TOP, OUTPUT, Observation, observe
+from observed_runs import NUM_TOP, OUTPUT_LEN, Observation, observe
 from tiny_checkpoints import write_checkpoint
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -27,23 +27,25 @@ MAX_NUM_SEQS, BLOCK_SIZE = 8, 16
 LAST_TOKEN = 5
 # The largest ratio of the engine's error to that of transformers, both in bf16, by quantile. ERROR_FLOOR, in nats, is
 # far below what bf16 costs: it matters only where transformers happens to be almost exact.
-MOST_ERROR_RATIOS = {0.5: 1.5, 0.9: 1.5, 0.99: 2.0}
+MAX_ERROR_RATIO_BY_QUANTILE = {0.5: 1.5, 0.9: 1.5, 0.99: 2.0}
 ERROR_FLOOR = 0.002
 # A quantile is compared if at least this number of a group's errors lie beyond it.
-LEAST_BEYOND = 20
+MIN_ERRORS_BEYOND = 20
 # The largest mean error, relative to the spread of the logits. Two layers round a token's numbers about 24 times, each
 # time by at most 2^-9 of the number. Independent errors add up as their root, and sharp attention doubles them.
-MOST_RELATIVE_ERROR = 2 * 24**0.5 * 2**-9
-LEAST_AGREEMENT = 0.9
+MAX_RELATIVE_ERROR = 2 * 24**0.5 * 2**-9
+MIN_AGREEMENT = 0.9
 
 
 @dataclass(frozen=True)
 class Scale:
     """Sizes of a run, all but num_short in tokens.
 
-    reduced: widths for a CPU. long_lengths: lengths of the long prompts. num_short: the number of short prompts, which
-    have up to longest_short tokens. whole, large_chunk, small_chunk: token budgets of a step. long_context: positions
-    from this one on are compared as groups of their own.
+    reduced: widths for a CPU.
+    long_lengths: lengths of the long prompts.
+    num_short: number of short prompts, which have at most `longest_short` tokens.
+    whole, large_chunk, small_chunk: token budgets of a step.
+    long_context: position from which errors are compared as groups of their own.
     """
 
     device: str
@@ -89,7 +91,7 @@ SETTINGS = {
     "batched, large chunks, from graphs": Setting("large_chunk", CAPTURED),
     "batched, large chunks, compiled, from graphs, blocks by choice": Setting("large_chunk", {"block_size": None}),
 }
-CACHING = [name for name, setting in SETTINGS.items() if setting.caches_prefixes]
+CACHING_SETTINGS = [name for name, setting in SETTINGS.items() if setting.caches_prefixes]
 
 
 def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> EngineConfig:
@@ -97,10 +99,10 @@ def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> Eng
     options = setting.options
     if scale.device == "cpu":
         options = {name: value for name, value in options.items() if name not in LAUNCHED}
-    num_blocks = sum(-(-(len(prompt) + OUTPUT) // BLOCK_SIZE) for prompt in prompts)
+    num_blocks = sum(-(-(len(prompt) + OUTPUT_LEN) // BLOCK_SIZE) for prompt in prompts)
     return EngineConfig(
         device=scale.device,
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         max_model_len=scale.whole,
         max_num_batched_tokens=getattr(scale, setting.budget),
         num_blocks=num_blocks + 1,
@@ -143,7 +145,7 @@ class Case:
     """A family at one scale.
 
     exact, rounded: log-probabilities of transformers in float32 and in bf16 with the same weights, for each prompt and
-    its baseline answer: float32 [len(prompt) + OUTPUT - 1, vocabulary]. answers: the baseline's.
+    its baseline answer: float32 [len(prompt) + OUTPUT_LEN - 1, vocabulary]. answers: the baseline's.
     """
 
     path: Path
@@ -168,10 +170,10 @@ class Case:
         return self.observe(next(iter(SETTINGS))).first.answers
 
     @cached_property
-    def most_gap(self) -> float:
-        """The most that bf16 may change the difference of two likely tokens' logits.
+    def max_gap(self) -> float:
+        """Maximum change by bf16 of the difference between the logits of two likely tokens.
 
-        The value is 1.5 times the 99.9th percentile of the changes in transformers: the factor covers rarer changes.
+        It is 1.5 times the 99.9th percentile of the changes in transformers: the factor covers rarer changes.
         """
         errors = []
         for exact, rounded in zip(self.exact, self.rounded, strict=True):
@@ -215,31 +217,31 @@ def case(request, tmp_path_factory) -> Iterator[Case]:
 
 
 def common_length(tokens: list[int], others: list[int]) -> int:
-    """How many tokens two answers of equal length begin with in common."""
-    return next((index for index, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1]), OUTPUT)
+    """Number of tokens with which both answers begin. The answers have equal lengths."""
+    return next(
+        (index for index, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1]), OUTPUT_LEN
+    )
 
 
 def require_same_answers(case: Case, found: list[list[int]]) -> None:
     """Compare answers with the baseline's, each up to its first difference.
 
-    An answer may differ only where the float32 logits of the two tokens are at most `case.most_gap` apart. The tokens
-    after the difference have different contexts and are not compared. The share LEAST_AGREEMENT of the answers must be
+    An answer may differ only where the float32 logits of the two tokens are at most `case.max_gap` apart. The tokens
+    after the difference have different contexts and are not compared. The share MIN_AGREEMENT of the answers must be
     equal to the end.
     """
     num_equal = 0
     for index, (tokens, expected) in enumerate(zip(found, case.answers, strict=True)):
         common = common_length(tokens, expected)
-        if common == OUTPUT:
+        if common == OUTPUT_LEN:
             num_equal += 1
             continue
         prompt_length = len(case.prompts[index])
         logprobs = case.exact[index][prompt_length - 1 + common]
         gap = float((logprobs[tokens[common]] - logprobs[expected[common]]).abs())
         place = f"token {common} after a prompt of {prompt_length}"
-        assert gap <= case.most_gap, (
-            f"{place}: {tokens} instead of {expected}, whose float32 logits are {gap:.3f} apart"
-        )
-    assert num_equal >= LEAST_AGREEMENT * len(found), f"only {num_equal} of {len(found)} answers are the same"
+        assert gap <= case.max_gap, f"{place}: {tokens} instead of {expected}, whose float32 logits are {gap:.3f} apart"
+    assert num_equal >= MIN_AGREEMENT * len(found), f"only {num_equal} of {len(found)} answers are the same"
 
 
 def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -252,21 +254,23 @@ def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.nda
     for name, run in (("after cached prefixes", observation.repeated), ("after whole prompts", observation.scored)):
         for index, (start, ids, logprobs) in enumerate(run.scores):
             first_answer = len(case.prompts[index]) - 1
-            end = first_answer + min(common_length(run.answers[index], case.answers[index]) + 1, OUTPUT)
+            end = first_answer + min(common_length(run.answers[index], case.answers[index]) + 1, OUTPUT_LEN)
             exact, rounded = case.exact[index][start:end], case.rounded[index][start:end]
             ids, logprobs = ids[: end - start].to(exact.device), logprobs[: end - start].to(exact.device)
             expected = exact.gather(1, ids)
             own_errors, other_errors = (logprobs - expected).abs(), (rounded.gather(1, ids) - expected).abs()
             positions = torch.arange(start, end, device=exact.device)
             is_answer, is_long = positions >= first_answer, positions >= case.scale.long_context
-            groups = {
+            masks_by_group = {
                 "prompts, short contexts": ~is_answer & ~is_long,
                 "prompts, long contexts": ~is_answer & is_long,
                 f"answers {name}, short contexts": is_answer & ~is_long,
                 f"answers {name}, long contexts": is_answer & is_long,
             }
-            for group, which in groups.items():
-                found.setdefault(group, []).append((own_errors[which].flatten(), other_errors[which].flatten()))
+            for group, is_in_group in masks_by_group.items():
+                found.setdefault(group, []).append(
+                    (own_errors[is_in_group].flatten(), other_errors[is_in_group].flatten())
+                )
     return {
         group: tuple(torch.cat(errors).cpu().numpy() for errors in zip(*pairs, strict=True))
         for group, pairs in found.items()
@@ -276,34 +280,34 @@ def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.nda
 def test_weights_make_a_meaningful_test(case):
     """Answers depend on what a prompt begins with, and bf16 decides few of their tokens."""
     assert len({tuple(answer) for answer in case.answers}) > len(case.prompts) // 4
-    logprobs = torch.cat([exact[-OUTPUT:] for exact in case.exact])
+    logprobs = torch.cat([exact[-OUTPUT_LEN:] for exact in case.exact])
     assert logprobs.std(-1).mean() > LOGIT_STD
     likeliest = logprobs.topk(2).values
     margins = likeliest[:, 0] - likeliest[:, 1]
-    assert margins.median() > case.most_gap
+    assert margins.median() > case.max_gap
 
 
 def test_baseline_tokens_are_the_likeliest_in_float32(case):
     num_likeliest = 0
     for answer, exact in zip(case.answers, case.exact, strict=True):
-        logprobs = exact[-OUTPUT:]
+        logprobs = exact[-OUTPUT_LEN:]
         tokens = torch.tensor(answer, device=logprobs.device)
         gaps = logprobs.amax(-1) - logprobs.gather(1, tokens[:, None])[:, 0]
-        assert gaps.max() <= case.most_gap
+        assert gaps.max() <= case.max_gap
         num_likeliest += int((gaps == 0).sum())
-    assert num_likeliest >= LEAST_AGREEMENT * OUTPUT * len(case.prompts)
+    assert num_likeliest >= MIN_AGREEMENT * OUTPUT_LEN * len(case.prompts)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_logprobs_are_as_near_to_float32_as_those_of_transformers(case, name):
-    spread = float(torch.cat([exact[-OUTPUT:] for exact in case.exact]).std(-1).mean())
+    spread = float(torch.cat([exact[-OUTPUT_LEN:] for exact in case.exact]).std(-1).mean())
     for group, (own, others) in score_errors(case, case.observe(name)).items():
-        assert own.mean() < MOST_RELATIVE_ERROR * spread, group
-        for quantile, most_ratio in MOST_ERROR_RATIOS.items():
-            if own.size * (1 - quantile) < LEAST_BEYOND:
+        assert own.mean() < MAX_RELATIVE_ERROR * spread, group
+        for quantile, max_ratio in MAX_ERROR_RATIO_BY_QUANTILE.items():
+            if own.size * (1 - quantile) < MIN_ERRORS_BEYOND:
                 continue
-            most_error = most_ratio * np.quantile(others, quantile) + ERROR_FLOOR
-            assert np.quantile(own, quantile) <= most_error, f"{group}, quantile {quantile}"
+            max_error = max_ratio * np.quantile(others, quantile) + ERROR_FLOOR
+            assert np.quantile(own, quantile) <= max_error, f"{group}, quantile {quantile}"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -315,7 +319,7 @@ def test_answers_are_those_of_the_baseline(case, name):
         assert replayed == ({"decode", "mixed"} if SETTINGS[name].replays_graphs else set())
 
 
-@pytest.mark.parametrize("name", CACHING)
+@pytest.mark.parametrize("name", CACHING_SETTINGS)
 def test_answers_after_cached_prefixes_are_those_of_the_baseline(case, name):
     observation = case.observe(name)
     assert sum(observation.repeated.num_cached) > sum(map(len, case.prompts)) // 2

@@ -6,50 +6,52 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
-from contract import Exchange, check
+from contract import ObservedResponse, check_response
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-class Watched(httpx2.AsyncByteStream):
+class RecordedStream(httpx2.AsyncByteStream):
     """The body of an answer, recorded while the official client reads it."""
 
-    def __init__(self, request: httpx2.Request, response: httpx2.Response, exchanges: list[Exchange]):
+    def __init__(self, request: httpx2.Request, response: httpx2.Response, exchanges: list[ObservedResponse]):
         self._request, self._response, self._exchanges = request, response, exchanges
         self._stream = response.stream
         self._body = bytearray()
-        self._complete = False
+        self._is_complete = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for part in self._stream:
             self._body += part
             yield part
-        self._complete = True
+        self._is_complete = True
 
     async def aclose(self) -> None:
         await self._stream.aclose()
         url, response = self._request.url, self._response
-        kind = response.headers.get("content-type", "")
+        content_type = response.headers.get("content-type", "")
         body = bytes(self._body)
         self._exchanges.append(
-            Exchange(self._request.method, url.path, response.status_code, kind, body, self._complete)
+            ObservedResponse(
+                self._request.method, url.path, response.status_code, content_type, body, self._is_complete
+            )
         )
 
 
 @pytest.fixture(autouse=True)
-def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
-    """The answers that the official client got in this test; each must fit OpenAI's schema and ours."""
-    exchanges: list[Exchange] = []
-    real = httpx2.AsyncHTTPTransport.handle_async_request
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ObservedResponse]]:
+    """The answers that the official client received in this test; each must follow OpenAI's schema and ours."""
+    exchanges: list[ObservedResponse] = []
+    original_handler = httpx2.AsyncHTTPTransport.handle_async_request
 
     async def handle(self: httpx2.AsyncHTTPTransport, request: httpx2.Request) -> httpx2.Response:
-        response = await real(self, request)
-        response.stream = Watched(request, response, exchanges)
+        response = await original_handler(self, request)
+        response.stream = RecordedStream(request, response, exchanges)
         return response
 
     monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", handle)
     yield exchanges
     for exchange in exchanges:
-        check(exchange)
+        check_response(exchange)
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from nanovllm_server.bench import cli
-from nanovllm_server.bench.interference.sizes import CASES
+from nanovllm_server.bench.interference.case_sizes import CASE_NAMES
 
 
-def test_a_sweep_over_a_real_server(tiny_server, tmp_path, capsys):
+def test_serve_measures_each_load_on_a_real_server(tiny_server, tmp_path, capsys):
     result, plot = tmp_path / "serve.json", tmp_path / "serve.png"
     load = ("--num-requests", "8", "--input-len", "20", "--output-len", "5..12", "--rate", "inf", "200")
     arguments = ["serve", f"{tiny_server.url}/v1", *load, "--concurrency", "2", "8", "--prefix-len", "40"]
@@ -44,7 +44,7 @@ def test_interference_measures_all_cases_on_the_default_model(run_server, defaul
         assert cli.main([*arguments, "--json", str(file)]) == 0
     (measured,) = json.loads(file.read_bytes())["servers"]
     assert measured["token_costs"]["per_word"] == 1
-    assert tuple(case["case"] for case in measured["cases"]) == CASES
+    assert tuple(case["case"] for case in measured["cases"]) == CASE_NAMES
     assert all(case["errors"] == [] and case["misses"] == 0 for case in measured["cases"])
     assert all(figure is not None for case in measured["cases"] for figure in case["figures"].values())
     long_alone, short_beside, decodes, turn, turns = (case["figures"] for case in measured["cases"])
@@ -59,4 +59,4 @@ def test_interference_measures_all_cases_on_the_default_model(run_server, defaul
     assert turn["turn_ttft_p50_ms"] < turn["history_ttft_p50_ms"]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["case", "figure", "ours"] in rows
-    assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(CASES)
+    assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(CASE_NAMES)

@@ -15,7 +15,7 @@ TEMPLATE = (
 )
 
 
-async def test_the_template_and_the_flags_say_what_the_model_writes(run_server, tiny_model, tmp_path):
+async def test_the_template_and_the_flags_decide_the_chat_format(run_server, tiny_model, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     flags = (*FLAGS, "--chat-template", str(template))

@@ -46,7 +46,7 @@ async def test_greedy_answers_equal_transformers(sdk, default_model, load_refere
     assert answer.choices[0].finish_reason == "length"
 
 
-async def test_streamed_pieces_add_up_to_the_whole_answer(sdk):
+async def test_streamed_pieces_join_to_the_complete_answer(sdk):
     whole = await create(sdk, max_tokens=20)
     stream = await create(sdk, max_tokens=20, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
@@ -56,7 +56,7 @@ async def test_streamed_pieces_add_up_to_the_whole_answer(sdk):
     assert len(chunks) > 5
 
 
-async def test_stop_string_across_tokens(sdk):
+async def test_stop_string_across_tokens_is_found(sdk):
     answer = await create(sdk, max_tokens=40, stop=["tal of Fr"])
     assert answer.choices[0].message.content == "The capi"
     assert answer.choices[0].finish_reason == "stop"

@@ -12,9 +12,9 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-LEAVERS = 150
+NUM_CLIENTS = 150
 VANISHING = 50
-AT_ONCE = 24
+MAX_CONCURRENT = 24
 PLACE = {"type": "object", "properties": {"place": {"type": "string", "minLength": 20}}, "required": ["place"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": PLACE}}
 
@@ -24,23 +24,23 @@ def server(tiny_server):
     return tiny_server
 
 
-def metrics(server) -> dict[str, float]:
+def read_metrics(server) -> dict[str, float]:
     with urllib.request.urlopen(f"{server.url}/metrics") as response:
         lines = response.read().decode().splitlines()
     samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
     return {name.partition("{")[0].removeprefix("nanovllm:"): float(value) for name, _, value in samples}
 
 
-async def idle(server) -> dict[str, float]:
+async def wait_until_idle(server) -> dict[str, float]:
     async with asyncio.timeout(60):
         while True:
-            found = await asyncio.to_thread(metrics, server)
+            found = await asyncio.to_thread(read_metrics, server)
             if not (found["num_requests_running"] or found["num_requests_waiting"] or found["kv_cache_usage_perc"]):
                 return found
             await asyncio.sleep(0.1)
 
 
-def request(**fields) -> bytes:
+def request_bytes(**fields) -> bytes:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
     data = json.dumps(body | fields).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -52,16 +52,16 @@ async def connect(server):
     return await asyncio.open_connection(parts.hostname, parts.port)
 
 
-async def answer(server, **fields) -> tuple[int, dict]:
+async def send_request(server, **fields) -> tuple[int, dict]:
     reader, writer = await connect(server)
-    writer.write(request(**fields))
+    writer.write(request_bytes(**fields))
     data = await reader.read()
     writer.close()
     head, _, body = data.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)
 
 
-def held(rng: random.Random) -> dict:
+def draw_constraint(rng: random.Random) -> dict:
     """Draw fields that constrain the answer, or no fields."""
     match rng.choice(["free", "free", "a call", "known", "new"]):
         case "a call":
@@ -74,7 +74,7 @@ def held(rng: random.Random) -> dict:
     return {}
 
 
-async def leave(server, rng: random.Random) -> None:
+async def disconnect(server, rng: random.Random) -> None:
     """Send a request and disconnect at a random moment: while it is sent, rendered, compiled, queued or computed."""
     fields = {
         "stream": rng.random() < 0.7,
@@ -88,8 +88,8 @@ async def leave(server, rng: random.Random) -> None:
         # The model continues this message, so it reasons.
         fields["messages"].append({"role": "assistant", "content": "<think>"})
         fields["continue_final_message"] = True
-    fields |= held(rng)
-    data = request(**fields)
+    fields |= draw_constraint(rng)
+    data = request_bytes(**fields)
     reader, writer = await connect(server)
     try:
         if rng.random() < 0.1:
@@ -118,25 +118,25 @@ async def leave(server, rng: random.Random) -> None:
             writer.transport.abort()
 
 
-async def leave_often(server, count: int, seed: int) -> None:
-    rng, slots = random.Random(seed), asyncio.Semaphore(AT_ONCE)
+async def disconnect_often(server, count: int, seed: int) -> None:
+    rng, slots = random.Random(seed), asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def one(number: int) -> None:
+    async def disconnect_in_turn(number: int) -> None:
         async with slots:
-            await leave(server, random.Random(rng.random() + number))
+            await disconnect(server, random.Random(rng.random() + number))
 
-    await asyncio.gather(*map(one, range(count)))
+    await asyncio.gather(*map(disconnect_in_turn, range(count)))
 
 
-async def test_leaving_at_any_moment_frees_everything(server):
-    before = await idle(server)
-    await leave_often(server, LEAVERS, seed=0)
-    after = await idle(server)
+async def test_disconnecting_at_any_moment_frees_everything(server):
+    before = await wait_until_idle(server)
+    await disconnect_often(server, NUM_CLIENTS, seed=0)
+    after = await wait_until_idle(server)
     assert after["generation_tokens_total"] > before["generation_tokens_total"]
     assert not any('"level":"error"' in line or "Traceback" in line for line in server.errors)
     # If the server still counted clients that left, the queue would be full for some of these requests.
-    answers = await asyncio.gather(*(answer(server) for _ in range(AT_ONCE)))
-    assert [status for status, _ in answers] == [200] * AT_ONCE
+    answers = await asyncio.gather(*(send_request(server) for _ in range(MAX_CONCURRENT)))
+    assert [status for status, _ in answers] == [200] * MAX_CONCURRENT
 
 
 async def test_nothing_runs_a_second_after_fifty_clients_vanish(run_server, default_model):
@@ -146,10 +146,10 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(run_server, defa
         clients = [await connect(server) for _ in range(VANISHING)]
         for number, (_, writer) in enumerate(clients):
             words = [{"role": "user", "content": f"{number} some word " * 60}]
-            writer.write(request(stream=True, max_tokens=400, messages=words))
+            writer.write(request_bytes(stream=True, max_tokens=400, messages=words))
         async with asyncio.timeout(20):
             while True:
-                found = await asyncio.to_thread(metrics, server)
+                found = await asyncio.to_thread(read_metrics, server)
                 if found["num_requests_running"] and found["num_requests_waiting"]:
                     break
         # By now the server computes some of the prompts.
@@ -157,18 +157,20 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(run_server, defa
         for _, writer in clients:
             writer.transport.abort()
         begin = time.monotonic()
-        await idle(server)
+        await wait_until_idle(server)
         assert time.monotonic() - begin < 1
 
 
 async def test_choices_share_one_computed_prompt(server):
     """Each choice computes only the rest of the prompt's last block."""
     for n, words in ((8, 300), (3, 200)):
-        before = await idle(server)
+        before = await wait_until_idle(server)
         # The salt keeps the prompt apart from blocks that other tests have cached.
         fields = {"n": n, "max_tokens": 4, "cache_salt": f"{n} choices"}
-        status, body = await answer(server, messages=[{"role": "user", "content": f"{n} word " * words}], **fields)
-        after = await idle(server)
+        status, body = await send_request(
+            server, messages=[{"role": "user", "content": f"{n} word " * words}], **fields
+        )
+        after = await wait_until_idle(server)
         assert status == 200
         prompt = body["usage"]["prompt_tokens"]
         assert prompt > words
@@ -181,7 +183,7 @@ async def test_choices_share_one_computed_prompt(server):
 
 async def test_an_enormous_prompt_stalls_no_stream(server):
     reader, writer = await connect(server)
-    writer.write(request(stream=True, max_tokens=900))
+    writer.write(request_bytes(stream=True, max_tokens=900))
     await reader.readuntil(b"data: ")
     arrivals = [time.monotonic()]
 
@@ -193,7 +195,7 @@ async def test_an_enormous_prompt_stalls_no_stream(server):
     durations = []
     for size in (100_000, 1_000_000):
         begin = time.monotonic()
-        status, body = await answer(
+        status, body = await send_request(
             server, messages=[{"role": "user", "content": "some word " * (size // 10)}], truncate_prompt_tokens=500
         )
         durations.append(time.monotonic() - begin)
@@ -204,13 +206,15 @@ async def test_an_enormous_prompt_stalls_no_stream(server):
     meanwhile = [arrivals[0], *(time for time in arrivals if time < end), end]
     longest = max(after - before for before, after in itertools.pairwise(meanwhile))
     assert longest < max(durations) / 2, (longest, durations)
-    await idle(server)
+    await wait_until_idle(server)
 
 
 async def test_a_request_is_one_log_line_and_its_prompt_another_with_log_prompts(server):
-    await idle(server)
+    await wait_until_idle(server)
     seen = len(server.errors)
-    status, _ = await answer(server, request_id="the-one", messages=[{"role": "user", "content": "a secret"}], n=2)
+    status, _ = await send_request(
+        server, request_id="the-one", messages=[{"role": "user", "content": "a secret"}], n=2
+    )
     assert status == 200
     async with asyncio.timeout(10):
         while not any('"event":"request"' in line and "the-one" in line for line in server.errors[seen:]):
@@ -227,11 +231,11 @@ async def test_a_request_is_one_log_line_and_its_prompt_another_with_log_prompts
 async def test_prompts_are_not_logged_by_default(run_server, tiny_model):
     with run_server(tiny_model, "--max-model-len", "256", "--cpu-cache-gib", "0.02", "--served-model-name", "tiny",
                     "--log-level", "debug", "--drain-timeout", "1") as server:  # fmt: skip
-        assert (await answer(server, messages=[{"role": "user", "content": "a secret"}]))[0] == 200
-        assert (await answer(server, messages=[{"role": "user", "content": "a secret"}], temperature=9))[0] == 400
+        assert (await send_request(server, messages=[{"role": "user", "content": "a secret"}]))[0] == 200
+        assert (await send_request(server, messages=[{"role": "user", "content": "a secret"}], temperature=9))[0] == 400
         # A client whose answer is incomplete at the drain timeout gets an error event; the server exits with 0.
         reader, writer = await connect(server)
-        writer.write(request(stream=True, max_tokens=200, n=100, logprobs=True))
+        writer.write(request_bytes(stream=True, max_tokens=200, n=100, logprobs=True))
         await reader.readuntil(b"data: ")
         reading = asyncio.create_task(reader.read())
         assert await asyncio.to_thread(server.stop) == 0

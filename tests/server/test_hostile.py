@@ -48,8 +48,8 @@ def post(body: bytes, *lines: str | bytes, kind: str = "application/json") -> by
     return head("Host: x", "Connection: close", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *lines) + body
 
 
-def ask(**fields) -> bytes:
-    return post(json.dumps({**GOOD, **fields}).encode())
+def chat_request(**make_field_cases) -> bytes:
+    return post(json.dumps({**GOOD, **make_field_cases}).encode())
 
 
 def chunked(*parts: bytes) -> bytes:
@@ -70,15 +70,15 @@ def nested_schema(depth: int) -> dict:
     return schema
 
 
-def message(content, **fields) -> dict:
-    return {"messages": [{"role": "user", "content": content, **fields}]}
+def message(content, **make_field_cases) -> dict:
+    return {"messages": [{"role": "user", "content": content, **make_field_cases}]}
 
 
 def tool(parameters, name="f") -> dict:
     return {"tools": [{"type": "function", "function": {"name": name, "parameters": parameters}}]}
 
 
-def wire() -> list[Case]:
+def make_wire_cases() -> list[Case]:
     """Cases below JSON: input that is not HTTP, and unusual HTTP."""
     body = json.dumps(GOOD).encode()
     chunk = b"%x\r\n%b\r\n" % (len(body), body)
@@ -160,11 +160,11 @@ def wire() -> list[Case]:
         Case("20 at once", head("Host: x", start="GET /nothing HTTP/1.1") * 19
              + head("Host: x", "Connection: close", start="GET /nothing HTTP/1.1")),
         Case("noise after a request", head("Host: x", start="GET /nothing HTTP/1.1") + noise.randbytes(500)),
-        Case("one and a half", ask() + head("Host: x")[:20], ANY, leave="close"),
-        Case("closed for writing", ask(max_tokens=50), leave="half"),
-        Case("reset in the body", ask()[:-10], leave="reset"),
+        Case("one and a half", chat_request() + head("Host: x")[:20], ANY, leave="close"),
+        Case("closed for writing", chat_request(max_tokens=50), leave="half"),
+        Case("reset in the body", chat_request()[:-10], leave="reset"),
         Case("reset in the head", head("Host: x")[:30], leave="reset"),
-        Case("reset in the answer", ask(max_tokens=50, stream=True), leave="reset"),
+        Case("reset in the answer", chat_request(max_tokens=50, stream=True), leave="reset"),
     ]  # fmt: skip
     cases += [
         Case(f"host {host[:10]!r}", head(f"Host: {host}", "Connection: close"), closed=True) for host in bad_hosts
@@ -176,7 +176,7 @@ def wire() -> list[Case]:
     return cases
 
 
-def bodies() -> list[Case]:
+def make_body_cases() -> list[Case]:
     """Cases of bodies that are not JSON, or JSON of a wrong form."""
     text = json.dumps(GOOD)
     other_kinds = ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/json\x00",
@@ -214,7 +214,7 @@ def bodies() -> list[Case]:
     return cases
 
 
-def fields() -> list[Case]:
+def make_field_cases() -> list[Case]:
     """Cases of JSON requests with wrong or extreme fields."""
     asked: dict[str, dict] = {
         "n": {"n": 10**6}, "n below": {"n": -1}, "n as a float": {"n": 1.5}, "n as a text": {"n": "1"},
@@ -291,10 +291,12 @@ def fields() -> list[Case]:
         "deep": "(" * 500,
     }.items():
         maybe[f"{name} regex"] = {"structured_outputs": {"regex": pattern}}
-    return [Case(name, ask(**asked[name])) for name in asked] + [Case(name, ask(**maybe[name]), ANY) for name in maybe]
+    return [Case(name, chat_request(**asked[name])) for name in asked] + [
+        Case(name, chat_request(**maybe[name]), ANY) for name in maybe
+    ]
 
 
-CASES = wire() + bodies() + fields()
+CASES = make_wire_cases() + make_body_cases() + make_field_cases()
 
 
 @pytest.fixture(scope="module")
@@ -304,20 +306,20 @@ def target(run_server, tiny_model):
         yield server
 
 
-async def meet(url: str, case: Case) -> str | None:
+async def send_case(url: str, case: Case) -> str | None:
     """Send `case`; returns what is wrong with the answer, or None."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            return await _judge(case, reader, writer)
+            return await _check_response(case, reader, writer)
     except TimeoutError:
         return f"nothing within {PATIENCE_S} s"
     finally:
         writer.transport.abort()
 
 
-async def _judge(case: Case, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
+async def _check_response(case: Case, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
     if case.leave == "reset":
         writer.get_extra_info("socket").setsockopt(1, 13, struct.pack("ii", 1, 0))
     writing = asyncio.create_task(_write(case.data, writer))
@@ -351,19 +353,19 @@ async def _write(data: bytes, writer: asyncio.StreamWriter) -> None:
 async def run_all(url: str) -> dict[str, str]:
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def one(case: Case) -> tuple[str, str | None]:
+    async def run_in_turn(case: Case) -> tuple[str, str | None]:
         async with slots:
-            return case.name, await meet(url, case)
+            return case.name, await send_case(url, case)
 
-    return {name: wrong for name, wrong in await asyncio.gather(*map(one, CASES)) if wrong is not None}
+    return {name: wrong for name, wrong in await asyncio.gather(*map(run_in_turn, CASES)) if wrong is not None}
 
 
-def resident(pid: int) -> int:
+def resident_bytes(pid: int) -> int:
     """Return the resident memory of a process, in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-def test_the_table_is_long_and_every_case_has_a_name():
+def test_the_table_has_many_cases_with_unique_names():
     assert len({case.name for case in CASES}) == len(CASES) >= 150
 
 
@@ -371,13 +373,13 @@ async def test_each_hostile_input_is_refused_without_a_leak(target):
     assert await run_all(target.url) == {}
     pids = [*target.worker_pids(), target.engine_pid()]
     # The heap reaches its largest size after a few rounds. With a leak it would grow in every round.
-    sizes = [[resident(pid) for pid in pids]]
+    sizes = [[resident_bytes(pid) for pid in pids]]
     while len(sizes) < 2 or any(after - before > 16 << 20 for before, after in zip(sizes[-2], sizes[-1], strict=True)):
         assert len(sizes) < MOST_TIMES, sizes
         assert await run_all(target.url) == {}
         assert [*target.worker_pids(), target.engine_pid()] == pids
-        sizes.append([resident(pid) for pid in pids])
-    assert await meet(target.url, Case("good", ask(), frozenset({200}))) is None
+        sizes.append([resident_bytes(pid) for pid in pids])
+    assert await send_case(target.url, Case("good", chat_request(), frozenset({200}))) is None
     lines = [json.loads(line) for line in target.errors]
     assert {line["level"] for line in lines} <= {"info", "warning"}, [
         line for line in lines if line["level"] == "error"

@@ -18,7 +18,7 @@ CLIENTS, LEAVERS, TOKENS = 64, 20, 24
 
 
 @dataclass
-class Said:
+class StreamResult:
     """The result of one stream: tokens of the prompt and of the answer, and its text."""
 
     prompt: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ def gauge(server, name: str) -> float:
     return float(re.search(rf"nanovllm:{name}{{[^}}]*}} (\S+)", text)[1])
 
 
-async def stream(sdk, index: int, leave_after: int | None = None) -> Said:
+async def stream(sdk, index: int, leave_after: int | None = None) -> StreamResult:
     """Read one stream, completely or only its beginning."""
     response = await sdk.chat.completions.create(
         model=MODEL,
@@ -58,20 +58,20 @@ async def stream(sdk, index: int, leave_after: int | None = None) -> Said:
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    said, seen, usage = Said(), 0, None
+    result, seen, usage = StreamResult(), 0, None
     async for chunk in response:
         usage = chunk.usage
-        said.prompt += (chunk.model_extra or {}).get("prompt_token_ids", [])
+        result.prompt += (chunk.model_extra or {}).get("prompt_token_ids", [])
         if chunk.choices:
             (choice,) = chunk.choices
-            said.tokens += (choice.model_extra or {}).get("token_ids") or []
-            said.text += choice.delta.content or ""
+            result.tokens += (choice.model_extra or {}).get("token_ids") or []
+            result.text += choice.delta.content or ""
             seen += bool(choice.delta.content)
         if leave_after is not None and seen >= leave_after:
             await response.close()
-            return said
-    assert usage.completion_tokens == len(said.tokens) == TOKENS
-    return said
+            return result
+    assert usage.completion_tokens == len(result.tokens) == TOKENS
+    return result
 
 
 async def test_streams_lose_no_token_and_disconnects_free_everything(
@@ -86,10 +86,10 @@ async def test_streams_lose_no_token_and_disconnects_free_everything(
     assert gauge(busy_server, "kv_cache_usage_perc") == 0
     reference = load_reference(default_model, torch.float32, "cpu")
     tokenizer = load_tokenizer(default_model)
-    for index, said in enumerate(answers):
+    for index, result in enumerate(answers):
         # Each token is the likeliest after the tokens before it, as for a request alone on the server.
-        assert said.tokens == greedy_choices(reference, said.prompt, said.tokens)
-        text = tokenizer.backend.decode(said.tokens, skip_special_tokens=True)
-        assert text.startswith(said.text) if index in leavers else text == said.text
+        assert result.tokens == greedy_choices(reference, result.prompt, result.tokens)
+        text = tokenizer.backend.decode(result.tokens, skip_special_tokens=True)
+        assert text.startswith(result.text) if index in leavers else text == result.text
     again = await stream(sdk, CLIENTS - 1)
     assert again == answers[-1]

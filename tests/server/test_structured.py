@@ -60,7 +60,7 @@ async def create(sdk, **fields):
     )
 
 
-async def streamed(sdk, **fields):
+async def create_streamed(sdk, **fields):
     """Assemble content, calls and finish reason from a stream."""
     content, calls, reason = "", {}, None
     async for chunk in await create(sdk, stream=True, **fields):
@@ -73,26 +73,26 @@ async def streamed(sdk, **fields):
     return content or None, list(calls.values()), reason
 
 
-def said(completion):
+def summarize(completion):
     choice = completion.choices[0]
     calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
     return choice.message.content or None, calls, choice.finish_reason
 
 
-def structured(**wanted):
+def structured_outputs(**wanted):
     return {"extra_body": {"structured_outputs": wanted}}
 
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"])
 async def test_required_tool_calls_are_made(sdk, choice, reason):
     fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
-    whole = said(await create(sdk, **fields))
+    whole = summarize(await create(sdk, **fields))
     content, ((name, arguments),), ended = whole
     assert (content, ended) == (None, reason)
     if choice is NAMED:
         assert name == "get_weather"
     jsonschema.validate(json.loads(arguments), PARAMETERS if name == "get_weather" else {"const": {}})
-    assert await streamed(sdk, **fields) == whole
+    assert await create_streamed(sdk, **fields) == whole
 
 
 async def test_a_round_trip_with_a_tool(sdk):
@@ -108,9 +108,9 @@ async def test_a_round_trip_with_a_tool(sdk):
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
-        (structured(regex="(yes|no), [a-z]{3,8}"), "(yes|no), [a-z]{3,8}"),
-        (structured(choice=["sunny", "rainy"]), "sunny|rainy"),
-        (structured(grammar='root ::= "It is " [0-9]{1,2} " degrees."'), r"It is \d{1,2} degrees\."),
+        (structured_outputs(regex="(yes|no), [a-z]{3,8}"), "(yes|no), [a-z]{3,8}"),
+        (structured_outputs(choice=["sunny", "rainy"]), "sunny|rainy"),
+        (structured_outputs(grammar='root ::= "It is " [0-9]{1,2} " degrees."'), r"It is \d{1,2} degrees\."),
         (
             {
                 "response_format": {
@@ -130,10 +130,10 @@ async def test_a_round_trip_with_a_tool(sdk):
     ids=["regex", "choice", "grammar", "structural tag", "json object, stopped"],
 )
 async def test_text_matches_its_regex_choice_grammar_or_tag(sdk, fields, pattern):
-    whole = said(await create(sdk, **fields))
+    whole = summarize(await create(sdk, **fields))
     assert re.fullmatch(pattern, whole[0])
     assert whole[1:] == ([], "stop")
-    assert await streamed(sdk, **fields) == whole
+    assert await create_streamed(sdk, **fields) == whole
 
 
 async def test_several_choices_seeds_and_logprobs(sdk):
@@ -150,11 +150,11 @@ async def test_several_choices_seeds_and_logprobs(sdk):
 
 
 async def test_constrained_answers_do_not_change_a_free_one(sdk):
-    alone = said(await create(sdk, max_tokens=30))
+    alone = summarize(await create(sdk, max_tokens=30))
     held = [create(sdk, tools=TOOLS, tool_choice=NAMED) for _ in range(3)]
     *calls, free = await asyncio.gather(*held, create(sdk, max_tokens=30))
-    assert said(free) == alone
-    assert len({said(call)[1][0] for call in calls}) == 1
+    assert summarize(free) == alone
+    assert len({summarize(call)[1][0] for call in calls}) == 1
 
 
 async def test_the_client_parses_into_types(sdk):
@@ -174,10 +174,13 @@ async def test_the_client_parses_into_types(sdk):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        (structured(regex="(a"), "structured_outputs.regex"),
-        (structured(grammar="root ::= nothing"), "structured_outputs.grammar"),
-        (structured(structural_tag={"format": {"type": "no such"}}), "structured_outputs.structural_tag.format"),
-        (structured(json={"type": "object", "$ref": "http://example.com/x"}), "structured_outputs.json"),
+        (structured_outputs(regex="(a"), "structured_outputs.regex"),
+        (structured_outputs(grammar="root ::= nothing"), "structured_outputs.grammar"),
+        (
+            structured_outputs(structural_tag={"format": {"type": "no such"}}),
+            "structured_outputs.structural_tag.format",
+        ),
+        (structured_outputs(json={"type": "object", "$ref": "http://example.com/x"}), "structured_outputs.json"),
         (
             {
                 "tools": [
@@ -213,18 +216,18 @@ async def test_reasoning_is_unconstrained_and_has_a_budget(run_server, default_m
     flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.1", "--chat-template", str(template))
     with run_server(model, *flags, "--served-model-name", MODEL) as server:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as sdk:
-            held = ({"tools": TOOLS, "tool_choice": NAMED}, structured(choice=["sunny", "rainy"]))
+            held = ({"tools": TOOLS, "tool_choice": NAMED}, structured_outputs(choice=["sunny", "rainy"]))
             for fields in (*held, {"max_tokens": 30}):
                 extra = {**fields.pop("extra_body", {}), "max_reasoning_tokens": 12}
                 answer = await create(sdk, **fields, extra_body=extra)
                 message = answer.choices[0].message
                 assert message.reasoning
                 assert answer.usage.completion_tokens_details.reasoning_tokens == 13
-                assert said(answer) == (await streamed(sdk, **fields, extra_body=extra))
+                assert summarize(answer) == (await create_streamed(sdk, **fields, extra_body=extra))
                 if "tools" in fields:
                     jsonschema.validate(json.loads(message.tool_calls[0].function.arguments), PARAMETERS)
                 elif extra.keys() > {"max_reasoning_tokens"}:
                     assert message.content in ("sunny", "rainy")
-            answer = await create(sdk, reasoning_effort="none", **structured(choice=["sunny", "rainy"]))
+            answer = await create(sdk, reasoning_effort="none", **structured_outputs(choice=["sunny", "rainy"]))
             assert answer.choices[0].message.content in ("sunny", "rainy")
             assert answer.usage.completion_tokens_details.reasoning_tokens == 0

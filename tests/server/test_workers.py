@@ -45,7 +45,7 @@ def client(server):
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60)
 
 
-async def ask(server, **fields):
+async def send_request(server, **fields):
     """Send a request on a new connection, so that either worker may get it."""
     async with client(server) as sdk:
         return await sdk.chat.completions.create(
@@ -78,14 +78,16 @@ def get(server, path):
             return error.code, error.read().decode()
 
 
-def value(server, name):
+def metric_value(server, name):
     return float(re.search(rf"^nanovllm:{name}(?:{{[^}}]*}})? (\S+)$", get(server, "/metrics")[1], re.MULTILINE)[1])
 
 
 async def test_two_workers_give_the_same_answers_and_metrics(pair):
     texts = await asyncio.gather(*(read_stream(pair, number, 20) for number in range(16)))
     for number in (0, 7, 15):
-        answer = await ask(pair, max_tokens=20, messages=[{"role": "user", "content": f"Tell me of {number}."}])
+        answer = await send_request(
+            pair, max_tokens=20, messages=[{"role": "user", "content": f"Tell me of {number}."}]
+        )
         assert answer.choices[0].message.content == texts[number]
     # Each scrape is a new connection; either worker reports the numbers of both.
     names = ("request_generation_tokens_sum", 'request_success_total{finished_reason="length",model_name="tiny"}')
@@ -99,25 +101,25 @@ async def test_two_workers_give_the_same_answers_and_metrics(pair):
 async def test_workers_share_one_queue_limit(pair):
     streams = [asyncio.create_task(read_stream(pair, number, 600)) for number in range(24)]
     async with asyncio.timeout(20):
-        while value(pair, "num_requests_running") + value(pair, "num_requests_waiting") < 24:
+        while metric_value(pair, "num_requests_running") + metric_value(pair, "num_requests_waiting") < 24:
             await asyncio.sleep(0.01)
     for _ in range(6):
         with pytest.raises(openai.RateLimitError, match="24 sequences of at most 24"):
-            await ask(pair)
+            await send_request(pair)
     for stream in streams:
         stream.cancel()
     await asyncio.wait(streams)
     async with asyncio.timeout(20):
-        while value(pair, "num_requests_running") + value(pair, "num_requests_waiting"):
+        while metric_value(pair, "num_requests_running") + metric_value(pair, "num_requests_waiting"):
             await asyncio.sleep(0.05)
     for _ in range(6):
-        assert (await ask(pair, max_tokens=1)).usage.completion_tokens == 1
+        assert (await send_request(pair, max_tokens=1)).usage.completion_tokens == 1
 
 
 async def test_a_dead_worker_is_replaced(pair):
     streams = [asyncio.create_task(read_stream(pair, number, 500)) for number in range(8)]
     async with asyncio.timeout(20):
-        while value(pair, "num_requests_running") < 8:
+        while metric_value(pair, "num_requests_running") < 8:
             await asyncio.sleep(0.01)
     victim, other = pair.worker_pids()
     os.kill(victim, signal.SIGKILL)
@@ -127,14 +129,14 @@ async def test_a_dead_worker_is_replaced(pair):
     assert len(lost) < 8
     assert all(isinstance(error, openai.APIError | OSError) or "peer closed" in str(error) for error in lost)
     async with asyncio.timeout(30):
-        while not (len(pids := pair.worker_pids()) == 2 and value(pair, "num_requests_running") == 0):
+        while not (len(pids := pair.worker_pids()) == 2 and metric_value(pair, "num_requests_running") == 0):
             await asyncio.sleep(0.05)
     assert other in pids
     assert victim not in pids
     # Either worker may get a connection; one for the replaced worker waits for its successor.
     for _ in range(8):
-        assert (await ask(pair, max_tokens=2)).usage.completion_tokens == 2
-    assert value(pair, "kv_cache_usage_perc") == 0
+        assert (await send_request(pair, max_tokens=2)).usage.completion_tokens == 2
+    assert metric_value(pair, "kv_cache_usage_perc") == 0
     assert all(has_rings(pid) for pid in pids)
     lines = [json.loads(line) for line in pair.errors if line.startswith("{")]
     assert [line["exit_code"] for line in lines if line["event"] == "HTTP worker died"] == [-9]
@@ -144,7 +146,7 @@ async def test_workers_that_share_encodings_give_the_same_answer(pair):
     assert all(has_rings(pid) for pid in pair.worker_pids())
     assert not has_rings(pair.engine_pid())
     turns = [{"role": "user", "content": f"Turn {index}: " + "tell me more " * 30} for index in range(4)]
-    answers = [await ask(pair, max_tokens=8, messages=turns) for _ in range(8)]
+    answers = [await send_request(pair, max_tokens=8, messages=turns) for _ in range(8)]
     assert len({(answer.usage.prompt_tokens, answer.choices[0].message.content) for answer in answers}) == 1
     assert not any("malformed encodings" in line for line in pair.errors)
 
@@ -158,12 +160,12 @@ async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
     with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--drain-timeout", "300") as server:
         streams = [asyncio.create_task(read_stream(server, number, 500)) for number in range(8)]
         async with asyncio.timeout(60):
-            while value(server, "num_requests_running") < 8:
+            while metric_value(server, "num_requests_running") < 8:
                 await asyncio.sleep(0.01)
         # These requests wait in the queue; they are accepted too.
         streams += [asyncio.create_task(read_stream(server, number, 100)) for number in range(8, 12)]
         async with asyncio.timeout(60):
-            while value(server, "num_requests_waiting") < 4:
+            while metric_value(server, "num_requests_waiting") < 4:
                 await asyncio.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
         # A service manager may signal all processes of the service; only the parent reacts.
@@ -200,7 +202,7 @@ async def test_no_process_outlives_the_parent(run_server, tiny_model):
         pids = [*server.worker_pids(), server.engine_pid()]
         server.process.kill()
         async with asyncio.timeout(10):
-            while any(alive(pid) for pid in pids):
+            while any(is_alive(pid) for pid in pids):
                 await asyncio.sleep(0.05)
     assert not any("Traceback" in line for line in server.errors)
     with pytest.raises(ConnectionRefusedError):
@@ -221,7 +223,7 @@ def test_no_process_outlives_a_parent_that_is_killed_while_all_load(tiny_model, 
         parent.kill()
         assert parent.communicate()[0] == b"", "the server was ready before it was killed"
     deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in children):
+    while any(is_alive(pid) for pid in children):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not list(tmp_path.glob("nanovllm-*"))
@@ -234,7 +236,7 @@ def has_rings(pid):
         return False
 
 
-def alive(pid):
+def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

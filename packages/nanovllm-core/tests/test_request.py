@@ -5,7 +5,8 @@ import pytest
 
 from nanovllm_core import Request, RequestError
 from nanovllm_core.engine import wire
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.token_ids import as_token_ids
 
 
@@ -49,24 +50,23 @@ def test_a_read_only_array_is_shared_and_a_writeable_one_copied():
     assert np.shares_memory(Request("c", request.prompt_ids[1:]).prompt_ids, request.prompt_ids)
 
 
-def test_known_ids_are_the_prompt_and_then_the_outputs():
-    request = Request("a", [1, 2, 3])
-    assert request.known_ids() is request.prompt_ids
+def test_token_ids_are_the_prompt_and_then_the_outputs():
+    request = RequestState(0, Request("a", [1, 2, 3]))
+    assert request.token_ids() is request.prompt_ids
     request.output_ids += [4, 5]
     assert (request.num_prompt_tokens, request.num_tokens) == (3, 5)
-    assert (request.known_ids().tolist(), request.known_ids().dtype) == ([1, 2, 3, 4, 5], np.int32)
+    assert (request.token_ids().tolist(), request.token_ids().dtype) == ([1, 2, 3, 4, 5], np.int32)
 
 
 def test_a_request_travels_with_its_prompt_as_bytes():
     sent = Request("a", range(1000), SamplingParams(max_tokens=7, seed=3), "salt", 2, 1.5)
-    sent.key = 11
-    payload = wire.encode(wire.Submit.of(sent))
+    payload = wire.encode(wire.Submit.from_request(11, sent))
     assert np.arange(1000, dtype=np.int32).tobytes() in payload
     message = wire.decode_to_engine(payload)
     assert isinstance(message, wire.Submit)
-    got = message.request()
+    got = message.to_request()
     assert got.prompt_ids.tolist() == [*range(1000)]
-    assert (got.key, got.id, got.sampling, got.cache_salt, got.priority, got.arrival_time) == (
+    assert (message.key, got.id, got.sampling, got.cache_salt, got.priority, got.arrival_time) == (
         *(11, "a", sent.sampling),
         *("salt", 2, 1.5),
     )

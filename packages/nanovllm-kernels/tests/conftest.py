@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.linear_attention import CHECKPOINT, DeltaWeights, StateBatch, plan_states
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, DeltaWeights, StateBatch, plan_states
 from nanovllm_kernels.platform import has_triton
 
 KERNELS = Path(__file__).parent / "kernels"
-# These files take about half of the total time.
-HALF = (KERNELS / "test_attention.py", KERNELS / "test_sampling.py")
+# These files take about half of the total time, so that two processes take equally long.
+FIRST_HALF_FILES = (KERNELS / "test_attention.py", KERNELS / "test_sampling.py")
 INTERPRETER = Path(__file__).with_name("test_interpreter.py")
 INTERPRETED = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
 
@@ -32,10 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the processes that `test_interpreter` waits for, if it was collected."""
-    wanted = any(item.path == INTERPRETER for item in session.items)
-    if not wanted or not has_triton() or session.config.option.collectonly:
+    is_collected = any(item.path == INTERPRETER for item in session.items)
+    if not is_collected or not has_triton() or session.config.option.collectonly:
         return
-    runs = {"half": HALF, "rest": (KERNELS, *(f"--ignore={file}" for file in HALF))}
+    runs = {"half": FIRST_HALF_FILES, "rest": (KERNELS, *(f"--ignore={file}" for file in FIRST_HALF_FILES))}
     session.config.stash[INTERPRETED] = {
         name: subprocess.Popen(
             # nice: let other processes have the core first.
@@ -91,11 +91,11 @@ def make_batch(
     generator = torch.Generator().manual_seed(len(lengths) + head_dim)
     pages = [-(-seq_len // page_size) for _, seq_len in lengths]
     num_blocks = sum(pages) + 3
-    free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    free_ids = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     tables = torch.randint(0, num_blocks, (len(lengths), max(pages) + 2), generator=generator, dtype=torch.int32)
     kv = torch.full((num_blocks * page_size, 2 * num_kv_heads, head_dim), math.nan)
     for request, (_, seq_len) in enumerate(lengths):
-        blocks = torch.tensor([free.pop() for _ in range(pages[request])], dtype=torch.long)
+        blocks = torch.tensor([free_ids.pop() for _ in range(pages[request])], dtype=torch.long)
         tables[request, : len(blocks)] = blocks
         slots = (blocks[:, None] * page_size + torch.arange(page_size)).flatten()[:seq_len]
         kv[slots] = torch.randn((seq_len, *kv.shape[1:]), generator=generator)
@@ -121,9 +121,9 @@ def make_quantized(batch: PagedBatch) -> PagedBatch:
     sizes = torch.rand((num_pages, page_size, num_cached), generator=generator)
     sizes[..., num_cached // 2 :] *= -15
     kv = batch.kv_cache.float() * sizes.to(batch.q.device).exp2().unsqueeze(-1)
-    numbers, exponents = fp8.quantize(kv)
+    fp8_values, exponents = fp8.quantize(kv)
     exponents[kv.isnan().any(-1)] = 255
-    return replace(batch, kv_cache=numbers, kv_scales=exponents.transpose(1, 2).contiguous())
+    return replace(batch, kv_cache=fp8_values, kv_scales=exponents.transpose(1, 2).contiguous())
 
 
 def attend_naively(batch: PagedBatch) -> Tensor:
@@ -143,8 +143,8 @@ def attend_naively(batch: PagedBatch) -> Tensor:
         k, v = kv.chunk(2, 1)
         q = batch.q[starts[request] : starts[request + 1]].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * batch.scale
-        seen = positions <= (seq_len - q.shape[0] + torch.arange(q.shape[0], device=q.device))[:, None]
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        is_visible = positions <= (seq_len - q.shape[0] + torch.arange(q.shape[0], device=q.device))[:, None]
+        weights = scores.masked_fill(~is_visible, -math.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outs)
 
@@ -192,9 +192,9 @@ def quantize_latents(batch: LatentBatch) -> LatentBatch:
     num_pages, page_size, _, _ = batch.kv_cache.shape
     sizes = torch.rand((num_pages, page_size, 1), generator=torch.Generator().manual_seed(num_pages)) * -6
     kv = batch.kv_cache.float() * sizes.to(batch.q.device).exp2().unsqueeze(-1)
-    numbers, exponents = fp8.quantize(kv)
+    fp8_values, exponents = fp8.quantize(kv)
     exponents[kv.isnan().any(-1)] = 255
-    return replace(batch, kv_cache=numbers, kv_scales=exponents.transpose(1, 2).contiguous())
+    return replace(batch, kv_cache=fp8_values, kv_scales=exponents.transpose(1, 2).contiguous())
 
 
 def attend_latents_naively(batch: LatentBatch) -> Tensor:
@@ -215,8 +215,8 @@ def attend_latents_naively(batch: LatentBatch) -> Tensor:
         q = batch.q[starts[request] : starts[request + 1]].double()
         scores = torch.einsum("qhd,khd->hqk", q[..., :key_dim], k)
         scores = (scores + torch.einsum("qhd,kd->hqk", q[..., key_dim:], cached[:, latent_dim:])) * batch.scale
-        seen = positions <= (seq_len - q.shape[0] + torch.arange(q.shape[0], device=q.device))[:, None]
-        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v))
+        is_visible = positions <= (seq_len - q.shape[0] + torch.arange(q.shape[0], device=q.device))[:, None]
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_visible, -math.inf).softmax(-1), v))
     return torch.cat(outs)
 
 
@@ -287,8 +287,8 @@ def make_states(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    free = (torch.randperm(num_slots - 1, generator=generator) + 1).tolist()
-    slots = [free.pop() for _ in lengths]
+    free_ids = (torch.randperm(num_slots - 1, generator=generator) + 1).tolist()
+    slots = [free_ids.pop() for _ in lengths]
     recurrent = torch.full((num_slots, num_v_heads, v_dim, k_dim), torch.nan)
     conv = torch.full((num_slots, width, channels), torch.nan)
     saves = []
@@ -296,10 +296,12 @@ def make_states(
         before = length - count
         if before:
             recurrent[slot] = random(*recurrent.shape[1:]) * 0.3
-            held = torch.arange(max(0, before - width + 1), before) % width
-            conv[slot, held] = random(len(held), channels)
-        reached = range((before // CHECKPOINT + 1) * CHECKPOINT, length + 1, CHECKPOINT)
-        saves.append([(position, free.pop()) for position in reached][-2:])
+            filled_positions = torch.arange(max(0, before - width + 1), before) % width
+            conv[slot, filled_positions] = random(len(filled_positions), channels)
+        checkpoint_positions = range(
+            (before // CHECKPOINT_INTERVAL + 1) * CHECKPOINT_INTERVAL, length + 1, CHECKPOINT_INTERVAL
+        )
+        saves.append([(position, free_ids.pop()) for position in checkpoint_positions][-2:])
     weights = DeltaWeights(
         conv=random(width, channels) * 0.5,
         decay=torch.rand(num_v_heads, generator=generator) * 2 + 0.01,

@@ -13,8 +13,8 @@ from nanovllm_kernels.platform import has_numba, runs_in_float32
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def run(batch):
-    planned = plan_batch(
+def attend(batch):
+    batch_plan = plan_batch(
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
@@ -25,41 +25,41 @@ def run(batch):
         kv_cache=batch.kv_cache,
         backend="torch",
     )
-    return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale, kv_scales=batch.kv_scales)
+    return paged_attention(batch.q, batch.kv_cache, batch_plan, scale=batch.scale, kv_scales=batch.kv_scales)
 
 
 @st.composite
-def lengths(draw):
+def draw_requests(draw):
     decodes = draw(st.lists(st.integers(1, 70), max_size=4))
     prefills = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=not decodes, max_size=3))
-    return [(1, length) for length in decodes] + [(query, query + context) for query, context in prefills]
+    return [(1, length) for length in decodes] + [(query_len, query_len + context) for query_len, context in prefills]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    lengths(),
+    draw_requests(),
     st.sampled_from([(1, 1, 64), (9, 3, 64), (8, 8, 80), (4, 2, 96), (8, 1, 128)]),
     st.sampled_from([16, 32, 64]),
     st.sampled_from(list(TOLERANCE)),
     st.booleans(),
 )
 def test_random_batches_match_float64(
-    paged_batch, quantized, naive_attention, requests, heads, page_size, dtype, in_fp8
+    paged_batch, quantized, naive_attention, requests, heads, page_size, dtype, is_fp8
 ):
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(
         requests, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype
     )
-    if in_fp8:
+    if is_fp8:
         batch = quantized(batch)
-    out = run(batch)
+    out = attend(batch)
     assert out.dtype == dtype
     assert out.is_contiguous()
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
 def test_decodes_in_several_gather_groups_match_float64(paged_batch, naive_attention, monkeypatch):
-    monkeypatch.setattr("nanovllm_kernels.attention.reference.GATHER_TOKENS", 48)
+    monkeypatch.setattr("nanovllm_kernels.attention.plan.gathers.MAX_GATHER_TOKENS", 48)
     batch = paged_batch(
         [(1, 5), (1, 40), (1, 100), (1, 3), (1, 16), (1, 16)],
         num_heads=4,
@@ -68,16 +68,16 @@ def test_decodes_in_several_gather_groups_match_float64(paged_batch, naive_atten
         page_size=16,
         dtype=torch.float32,
     )
-    torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
+    torch.testing.assert_close(attend(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("seq_len", [1, 16, 17, 200])
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_single_decode_matches_float64(paged_batch, quantized, naive_attention, seq_len, in_fp8):
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_single_decode_matches_float64(paged_batch, quantized, naive_attention, seq_len, is_fp8):
     batch = paged_batch([(1, seq_len)], num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, dtype=torch.float32)
-    if in_fp8:
+    if is_fp8:
         batch = quantized(batch)
-    torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
+    torch.testing.assert_close(attend(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
 
 
 REQUESTS = [
@@ -94,7 +94,7 @@ REQUESTS = [
 @pytest.mark.parametrize("requests", REQUESTS)
 @pytest.mark.parametrize(("heads", "page_size"), [((9, 3, 64), 16), ((8, 1, 80), 32), ((2, 2, 18), 4)])
 def test_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, requests, heads, page_size):
-    if not runs_in_float32(sum(query for query, _ in requests)):
+    if not runs_in_float32(sum(query_len for query_len, _ in requests)):
         pytest.skip("torch attends with so many queries here")
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(
@@ -106,7 +106,7 @@ def test_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, request
         dtype=torch.bfloat16,
     )
     batch = replace(batch, q=torch.randn(batch.q.shape))
-    out = run(batch)
+    out = attend(batch)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-6, rtol=0)
 
@@ -114,29 +114,29 @@ def test_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, request
 @pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
 @pytest.mark.usefixtures("threads", "bf16_units")
 def test_query_result_does_not_depend_on_chunk_or_batch(paged_batch):
-    heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": torch.bfloat16}
-    batch = paged_batch([(1, 33), (150, 150)], **heads)
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": torch.bfloat16}
+    batch = paged_batch([(1, 33), (150, 150)], **shape)
     if not runs_in_float32(151):
         pytest.skip("torch attends with so many queries here")
     batch = replace(batch, q=torch.randn(batch.q.shape))
-    whole = run(batch)
-    for count in (1, 2, 7, 64, 149):
-        start = torch.tensor([0, count], dtype=torch.int32)
-        alone = replace(
+    full_out = attend(batch)
+    for chunk_len in (1, 2, 7, 64, 149):
+        query_start_loc = torch.tensor([0, chunk_len], dtype=torch.int32)
+        chunk = replace(
             batch,
-            q=batch.q[-count:],
+            q=batch.q[-chunk_len:],
             block_tables=batch.block_tables[1:],
             seq_lens=batch.seq_lens[1:],
-            query_start_loc=start,
-            num_decodes=int(count == 1),
-            max_query_len=count,
+            query_start_loc=query_start_loc,
+            num_decodes=int(chunk_len == 1),
+            max_query_len=chunk_len,
         )
-        assert torch.equal(run(alone), whole[-count:])
+        assert torch.equal(attend(chunk), full_out[-chunk_len:])
 
 
-@pytest.mark.parametrize("first", [1, 3])
-def test_consecutive_pages_match_float64(naive_attention, paged_batch, first):
+@pytest.mark.parametrize("first_page", [1, 3])
+def test_consecutive_pages_match_float64(naive_attention, paged_batch, first_page):
     batch = paged_batch([(1, 40)], num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32)
     batch.kv_cache[:] = torch.randn(batch.kv_cache.shape)
-    batch.block_tables[0, :3] = torch.tensor([first, first + 1, first + 2])
-    torch.testing.assert_close(run(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
+    batch.block_tables[0, :3] = torch.tensor([first_page, first_page + 1, first_page + 2])
+    torch.testing.assert_close(attend(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)

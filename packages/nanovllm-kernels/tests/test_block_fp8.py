@@ -75,7 +75,7 @@ def test_blocks_are_rounded_to_nearest(shape):
 @pytest.mark.parametrize("extras", [True, False])
 def test_linear_matches_float64_of_quantised_inputs(dtype, rows, width, block_rows, extras, monkeypatch):
     # Process the weight in several steps.
-    monkeypatch.setattr(block_fp8.reference, "WIDE_ELEMENTS", 64 * width)
+    monkeypatch.setattr(block_fp8.reference, "DEQUANTIZED_ELEMENTS", 64 * width)
     weight = make_weight(rows, width, block_rows)
     x = torch.randn(5, width).to(dtype)
     bias, residual = (torch.randn(rows).to(dtype), torch.randn(5, rows)) if extras else (None, None)

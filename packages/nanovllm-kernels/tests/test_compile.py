@@ -17,11 +17,11 @@ SHARED_MEMORY = 227 * 1024
 INT32, INT64, FLOAT, BFLOAT, FP8, BYTES = "*i32", "*i64", "*fp32", "*bf16", "*fp8e4nv", "*u8"
 STEP = dict.fromkeys(
     ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
-) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "samples_ptr", "counts_ptr"], INT32)
+) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "is_sampled_ptr", "counts_ptr"], INT32)
 SAMPLING = (
     dict.fromkeys(["logits_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "best_ptr", "masses_ptr"], FLOAT)
-    | {"peaks_ptr": FLOAT}
-    | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "hits_ptr", "out_ptr"], INT32)
+    | {"segment_maxima_ptr": FLOAT}
+    | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "candidate_segments_ptr", "out_ptr"], INT32)
     | dict.fromkeys(["seeds_ptr", "positions_ptr"], INT64)
 )
 PENALTIES = dict.fromkeys(["repetition_ptr", "presence_ptr", "frequency_ptr", "out_ptr"], FLOAT) | dict.fromkeys(
@@ -34,20 +34,20 @@ BIAS = dict.fromkeys(["rows_ptr", "ids_ptr", "until_ptr"], INT32) | {
 }
 ROPE = {"cos_sin_ptr": FLOAT, "positions_ptr": INT64, "slot_mapping_ptr": INT64, "eps": "fp32"}
 ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "HALF": 16, "PADDED_HALF": 16} | {
-    "HEADS": 8,
+    "HEADS_PER_PROGRAM": 8,
     "Q_BLOCKS": 2,
     "PAGE_SIZE": 16,
     "OVERLAP": True,
 }
 STATES = (
     dict.fromkeys(["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
-    | dict.fromkeys(["conv_weight_ptr", "weight_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "totals_ptr"], FLOAT)
+    | dict.fromkeys(["conv_weight_ptr", "weight_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "log_decays_ptr"], FLOAT)
     | {"recurrent_ptr": FLOAT, "eps": "fp32"}
 )
-DELTA_HEADS = {"HEADS": 32, "GROUP": 2, "K_DIM": 128, "V_DIM": 128}
-DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192, "WIDTH": 4, "OVERLAP": True}
-SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT": 16, "SEGMENTS": 256}
-CHOOSE = SCAN | {"NEVER_DRAWN": 30.0, "PADDED_CHUNKS": 64, "HITS": 512, "BLOCK": 8192}
+DELTA_HEADS = {"HEADS": 32, "GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128}
+DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "OVERLAP": True}
+SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT_TOKENS": 16, "SEGMENTS_PER_CHUNK": 256}
+CHOOSE = SCAN | {"MAX_DRAWN_DISTANCE": 30.0, "PADDED_CHUNKS": 64, "MAX_CANDIDATE_SEGMENTS": 512, "BLOCK": 8192}
 
 # (module, kernel, warps, argument types other than bf16 pointers and int32, constants)
 KERNELS = [
@@ -56,21 +56,21 @@ KERNELS = [
         "_rms_norm",
         16,
         {"eps": "fp32"},
-        {"PER_TOKEN": 1, "WIDTH": 4096, "BLOCK": 4096, "ROWS": 1, "OVERLAP": True},
+        {"ROWS_PER_TOKEN": 1, "ROW_SIZE": 4096, "BLOCK": 4096, "ROWS": 1, "OVERLAP": True},
     ),
     (
         "elementwise.triton_norm",
         "_rms_norm",
         8,
         {"eps": "fp32"},
-        {"PER_TOKEN": 8, "WIDTH": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
+        {"ROWS_PER_TOKEN": 8, "ROW_SIZE": 80, "BLOCK": 128, "ROWS": 16, "OVERLAP": True},
     ),
     (
         "elementwise.triton_norm",
         "_norm_parts",
         16,
         {"eps": "fp32"},
-        {"FIRST": 6144, "SECOND": 1024, "BLOCK": 8192, "OVERLAP": True},
+        {"FIRST_SIZE": 6144, "SECOND_SIZE": 1024, "BLOCK": 8192, "OVERLAP": True},
     ),
     ("elementwise.triton_activation", "_silu_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
     ("elementwise.triton_activation", "_sigmoid_and_mul", 4, {}, {"WIDTH": 3000, "BLOCK": 1024, "OVERLAP": True}),
@@ -79,86 +79,86 @@ KERNELS = [
         "_rope_and_cache",
         2,
         ROPE,
-        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "KEEP": True},
+        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "KEEP_KEYS": True},
     ),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
         ROPE | {"kv_cache_ptr": FP8, "kv_scales_ptr": BYTES},
-        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP": False},
+        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP_KEYS": False},
     ),
     (
-        "linear_attention.triton_step",
-        "_step",
+        "linear_attention.triton_decode",
+        "_decode_requests",
         8,
         STATES,
-        DELTA_STEP | {"BLOCK_V": 128, "BLOCKS": 1, "STAGES": 1},
+        DELTA_STEP | {"BLOCK_V": 128, "NUM_BLOCKS": 1, "STAGES": 1},
     ),
     (
-        "linear_attention.triton_step",
-        "_step",
+        "linear_attention.triton_decode",
+        "_decode_requests",
         2,
         STATES | {"recurrent_ptr": BFLOAT},
-        DELTA_STEP | {"BLOCK_V": 16, "BLOCKS": 8, "STAGES": 4},
+        DELTA_STEP | {"BLOCK_V": 16, "NUM_BLOCKS": 8, "STAGES": 4},
     ),
     (
-        "linear_attention.triton_prepare",
-        "_convolve",
+        "linear_attention.triton_chunks",
+        "_convolve_chunks",
         8,
         STATES,
-        {"GROUP": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "CHANNELS": 8192, "WIDTH": 4},
+        {"GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4},
     ),
     (
-        "linear_attention.triton_prepare",
-        "_keep_inputs",
+        "linear_attention.triton_chunks",
+        "_save_conv_inputs",
         4,
         STATES,
-        {"PER_KEY": 512, "GATES": 256, "CHANNELS": 8192, "WIDTH": 4, "CHANNEL_BLOCK": 1024},
+        {"PER_KEY": 512, "GATES": 256, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "CHANNEL_BLOCK": 1024},
     ),
     (
-        "linear_attention.triton_prepare",
-        "_solve",
+        "linear_attention.triton_chunks",
+        "_solve_chunks",
         4,
         STATES,
-        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "CHANNELS": 8192},
+        DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "NUM_CHANNELS": 8192},
     ),
     (
-        "linear_attention.triton_chunk",
-        "_scan",
+        "linear_attention.triton_prefill",
+        "_scan_chunks",
         4,
         STATES,
-        DELTA_HEADS | {"PADDED_K": 128, "VALUES": 32, "CHANNELS": 8192},
+        DELTA_HEADS | {"PADDED_K": 128, "BLOCK_V": 32, "NUM_CHANNELS": 8192},
     ),
     (
-        "linear_attention.triton_copy",
+        "linear_attention.triton_copy_states",
         "_copy_states",
         8,
         {"states_ptr": FLOAT, "sources_ptr": INT64, "targets_ptr": INT64, "layer_stride": "i64"},
         {"BLOCK": 4096},
     ),
-    ("linear_attention.triton_chunk", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
+    ("linear_attention.triton_prefill", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
-        "batch.triton_batch",
+        "request_tables.triton_request_tables",
         "_build_inputs",
         4,
         STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64, "last_ptr": INT64},
         {"PAGE_SIZE": 16, "BLOCK": 256},
     ),
-    ("batch.triton_batch", "_commit_tokens", 8, STEP, {"COUNT": True, "BLOCK": 256}),
-    ("batch.triton_batch", "_commit_tokens", 8, STEP, {"COUNT": False, "BLOCK": 256}),
-    ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT": 1 << 30, "BLOCK": 2048}),
-    ("sampling.triton_adjust", "_add_bias", 4, BIAS, {"BLOCK": 128}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNTS_TOKENS": True, "BLOCK": 256}),
+    ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNTS_TOKENS": False, "BLOCK": 256}),
+    ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT_BIT": 1 << 30, "BLOCK": 2048}),
+    ("sampling.triton_adjust", "_apply_bias", 4, BIAS, {"BLOCK": 128}),
     (
         "sampling.triton_adjust",
         "_apply_masks",
         4,
-        {"out_ptr": FLOAT, "which_ptr": INT32, "masks_ptr": INT32},
-        {"LEAST_ALLOWED": -1e30, "BLOCK": 2048},
+        {"out_ptr": FLOAT, "mask_rows_ptr": INT32, "masks_ptr": INT32},
+        {"MIN_ALLOWED_LOGIT": -1e30, "BLOCK": 2048},
     ),
     (
         "sampling.triton_adjust",
-        "_forbid",
+        "_forbid_sequences",
         4,
         {"out_ptr": FLOAT}
         | dict.fromkeys(["rows_ptr", "positions_ptr", "tokens_ptr"], INT32)
@@ -167,16 +167,16 @@ KERNELS = [
     ),
     (
         "sampling.triton_logprobs",
-        "_normalize",
+        "_compute_normalizer",
         16,
         {"tokens_ptr": INT32, "chosen_ptr": FLOAT, "normalizer_ptr": FLOAT},
         {"BLOCK": 4096},
     ),
-    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": True, "FILTER": False}),
-    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "FILTER": False}),
-    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "FILTER": True}),
-    ("sampling.triton_sample", "_choose", 1, SAMPLING, CHOOSE | {"FILTER": False}),
-    ("sampling.triton_sample", "_choose", 16, SAMPLING, CHOOSE | {"FILTER": True}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": True, "HAS_FILTERS": False}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "HAS_FILTERS": False}),
+    ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": False, "HAS_FILTERS": True}),
+    ("sampling.triton_sample", "_choose_token", 1, SAMPLING, CHOOSE | {"HAS_FILTERS": False}),
+    ("sampling.triton_sample", "_choose_token", 16, SAMPLING, CHOOSE | {"HAS_FILTERS": True}),
 ]
 
 
@@ -206,7 +206,7 @@ def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=
 def check_conversions(sass):
     """Assert that conversions to FP8 write whole words, and that none converts a constant.
 
-    The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_one`.
+    The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_matvec`.
     """
     written = {"RZ"}
     for line in sass.splitlines():
@@ -229,7 +229,7 @@ def test_kernel_compiles(module, name, num_warps, types, constants):
 def attention_constants(config, head_dim, group):
     return {
         "NUM_KV_HEADS": 8,
-        "GROUP": group,
+        "GROUP_SIZE": group,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": 1 << (head_dim - 1).bit_length(),
         "PAGE_SIZE": 16,
@@ -254,16 +254,19 @@ def compile_tile(kernel, types, constants, config):
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("dtype", "cached"), [(BFLOAT, BFLOAT), (FLOAT, FLOAT), (BFLOAT, FP8), (FLOAT, FP8)])
 def test_attention_fits_registers_and_shared_memory(head_dim, wide, dtype, cached):
-    from nanovllm_kernels.attention import tiles, triton_gqa
+    from nanovllm_kernels.attention.gqa import triton_gqa
+    from nanovllm_kernels.attention.plan import tile_configs
 
     group = 4
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
-    config = tiles.tile_config(head_dim, tiles.number_size(sizes[dtype], sizes[cached]), group, wide=wide)
+    config = tile_configs.gqa_tile_config(
+        head_dim, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), group, is_wide=wide
+    )
     types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
     types |= {"q_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
-    types |= {"out_ptr": dtype, "partial_ptr": FLOAT, "lse_ptr": FLOAT}
+    types |= {"out_ptr": dtype, "partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT}
     constants = attention_constants(config, head_dim, group) | {"QUANTIZED": cached == FP8, "OVERLAP": True}
-    constants |= {"BLOCK_Q": config.block_m // group, "FULL_BLOCKS": wide}
+    constants |= {"BLOCK_Q": config.block_m // group, "UNMASKED_LOOP": wide}
     compiled = compile_tile(triton_gqa._attend, types, constants, config)
     if dtype == BFLOAT:
         assert ("wgmma.mma_async" if wide else "mma.sync") in compiled.asm["ptx"]
@@ -273,7 +276,7 @@ def test_attention_fits_registers_and_shared_memory(head_dim, wide, dtype, cache
         assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
 
 
-LATENTS = {"LATENT": 512, "PADDED_LATENT": 512, "ROPE": 64, "PADDED_ROPE": 64, "PAGE_SIZE": 64}
+LATENTS = {"LATENT_DIM": 512, "PADDED_LATENT_DIM": 512, "ROPE_DIM": 64, "PADDED_ROPE_DIM": 64, "PAGE_SIZE": 64}
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -282,32 +285,36 @@ LATENTS = {"LATENT": 512, "PADDED_LATENT": 512, "ROPE": 64, "PADDED_ROPE": 64, "
     [(16, BFLOAT, BFLOAT), (128, BFLOAT, BFLOAT), (16, BFLOAT, FP8), (128, BFLOAT, FP8), (16, FLOAT, FLOAT)],
 )
 def test_latent_attention_compiles(num_heads, wide, dtype, cached):
-    from nanovllm_kernels.attention import tiles, triton_mla
+    from nanovllm_kernels.attention.mla import triton_absorbed
+    from nanovllm_kernels.attention.plan import tile_configs
 
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
-    config = tiles.latent_config(num_heads, tiles.number_size(sizes[dtype], sizes[cached]), wide=wide)
-    tile_heads = tiles.latent_tile_heads(num_heads, config)
+    config = tile_configs.latent_tile_config(
+        num_heads, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), is_wide=wide
+    )
+    tile_heads = tile_configs.latent_tile_heads(num_heads, config)
     types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
     types |= {"q_latent_ptr": dtype, "q_rope_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
-    types |= {"out_ptr": dtype, "partial_ptr": FLOAT, "lse_ptr": FLOAT}
+    types |= {"out_ptr": dtype, "partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT}
     constants = LATENTS | {"NUM_HEADS": num_heads, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     constants |= {"TILE_HEADS": tile_heads, "BLOCK_Q": config.block_m // tile_heads, "OVERLAP": True}
     constants["QUANTIZED"] = cached == FP8
-    compiled = compile_tile(triton_mla._attend_latents, types, constants, config)
+    compiled = compile_tile(triton_absorbed._attend_latents, types, constants, config)
     if dtype == BFLOAT:
         assert ("mma.sync" if config.block_m < 64 else "wgmma.mma_async") in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, 2), (FLOAT, 4)])
 def test_latent_attention_of_whole_prompts_compiles(dtype, size):
-    from nanovllm_kernels.attention import tiles, triton_mla_plain
+    from nanovllm_kernels.attention.mla import triton_expanded
+    from nanovllm_kernels.attention.plan import tile_configs
 
-    config = tiles.PLAIN_LATENT[size]
-    constants = {"NUM_HEADS": 16, "TOKEN_STRIDE": 16 * 256, "KEY_DIM": 128, "PADDED_KEY": 128, "ROPE": 64}
-    constants |= {"PADDED_ROPE": 64, "VALUE_DIM": 128, "PADDED_VALUE": 128}
+    config = tile_configs.EXPANDED_TILES[size]
+    constants = {"NUM_HEADS": 16, "TOKEN_STRIDE": 16 * 256, "KEY_DIM": 128, "PADDED_KEY_DIM": 128, "ROPE_DIM": 64}
+    constants |= {"PADDED_ROPE_DIM": 64, "VALUE_DIM": 128, "PADDED_VALUE_DIM": 128}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     types = LENGTHS | dict.fromkeys(["q_ptr", "kv_ptr", "k_rope_ptr", "out_ptr"], dtype) | {"scale_log2": "fp32"}
-    kernel = triton_mla_plain._attend_whole_prompts
+    kernel = triton_expanded._attend_whole_prompts
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
     assert dtype == FLOAT or "wgmma.mma_async" in compiled.asm["ptx"]
@@ -316,13 +323,13 @@ def test_latent_attention_of_whole_prompts_compiles(dtype, size):
 @pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, 2), (FLOAT, 4)])
 @pytest.mark.parametrize(("depth", "columns", "turned"), [(128, 512, False), (512, 128, True)])
 def test_head_projections_compile(dtype, size, depth, columns, turned):
-    from nanovllm_kernels.attention import tiles, triton_mla_heads
+    from nanovllm_kernels.attention.mla import triton_head_projection
 
-    tile = tiles.HEADS_TILE[size]
-    constants = {"K": depth, "COLUMNS": columns, "weight_stride_k" if turned else "weight_stride_n": 1}
+    tile = triton_head_projection.PRODUCT_TILES[size]
+    constants = {"K": depth, "N": columns, "weight_stride_k" if turned else "weight_stride_n": 1}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    types = dict.fromkeys(["x_ptr", "weight_ptr", "out_ptr"], dtype) | {"count_ptr": INT32}
-    kernel = triton_mla_heads._project_heads
+    types = dict.fromkeys(["x_ptr", "weight_ptr", "out_ptr"], dtype) | {"num_projected_ptr": INT32}
+    kernel = triton_head_projection._project_heads
     compiled = compile_kernel(kernel, types, constants, tile.num_warps, tile.num_stages)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert dtype == FLOAT or "wgmma.mma_async" in compiled.asm["ptx"]
@@ -330,17 +337,17 @@ def test_head_projections_compile(dtype, size, depth, columns, turned):
 
 @pytest.mark.parametrize("cached", [BFLOAT, FP8])
 def test_latent_rope_and_cache_compiles(cached):
-    from nanovllm_kernels.attention import triton_mla_plain
+    from nanovllm_kernels.attention.mla import triton_expanded
     from nanovllm_kernels.elementwise import triton_latent
 
     types = LENGTHS | {"kv_ptr": cached, "scales_ptr": BYTES}
     constants = {"WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cached == FP8}
-    compile_kernel(triton_mla_plain._gather_latents, types, constants, num_warps=2)
-    constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "ROPE": 64, "PADDED_HEADS": 16, "PADDED_ROPE": 64}
-    compile_kernel(triton_mla_plain._spread_key_parts, {}, constants, num_warps=4)
+    compile_kernel(triton_expanded._gather_latents, types, constants, num_warps=2)
+    constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "ROPE_DIM": 64, "PADDED_HEADS": 16, "PADDED_ROPE_DIM": 64}
+    compile_kernel(triton_expanded._copy_key_parts, {}, constants, num_warps=4)
     types = ROPE | {"kv_cache_ptr": cached, "kv_scales_ptr": BYTES}
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "LATENT": 512, "PADDED_LATENT": 512, "HALF": 32, "PADDED_HALF": 32}
-    constants |= {"HEADS": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}
+    constants |= {"HEADS_PER_PROGRAM": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}
     compile_kernel(triton_latent._latent_rope_and_cache, types, constants, num_warps=2)
 
 
@@ -348,14 +355,14 @@ def test_latent_rope_and_cache_compiles(cached):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("num_columns", "width"), [(1024, 3072), (4096, 4096), (14336, 1024)])
 def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_columns, width):
-    from nanovllm_kernels.gemm import tiles, triton_rows
+    from nanovllm_kernels.gemm import tiles, triton_few_rows
 
-    config = tiles.rows_config(num_rows, num_columns, width, gated=gated)
+    config = tiles.few_rows_config(num_rows, num_columns, width, gated=gated)
     constants = {
         "K": width,
         "ROWS": num_rows,
         "BLOCK_N": config.block_n,
-        "CHUNKS": 32 * config.num_warps,
+        "NUM_CHUNKS": 32 * config.num_warps,
         "VECTOR": 8,
         "NORM": True,
         "BIAS": False,
@@ -363,7 +370,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
         "GATED": gated,
         "OVERLAP": True,
     }
-    compiled = compile_kernel(triton_rows._project_rows, {"eps": "fp32"}, constants, config.num_warps)
+    compiled = compile_kernel(triton_few_rows._project_few_rows, {"eps": "fp32"}, constants, config.num_warps)
     ptx = compiled.asm["ptx"]
     # Loads have sixteen bytes, and weights are loaded before the wait.
     assert "ld.global.v4" in ptx[: ptx.index("griddepcontrol.wait")]
@@ -372,7 +379,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
 
 @pytest.mark.parametrize("num_rows", [16, 32, 64, 128, 256])
 def test_split_kernel_prefetches_weights_before_waiting(num_rows):
-    from nanovllm_kernels.gemm import tiles, triton_split
+    from nanovllm_kernels.gemm import tiles, triton_split_k
 
     config = tiles.split_config(num_rows)
     constants = {
@@ -380,14 +387,14 @@ def test_split_kernel_prefetches_weights_before_waiting(num_rows):
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "SPLITS": config.splits,
+        "NUM_SPLITS": config.num_splits,
         "STAGES": config.num_stages,
         "BIAS": False,
         "RESIDUAL": True,
         "OVERLAP": True,
     }
     types = {"partial_ptr": FLOAT, "counter_ptr": INT32}
-    compiled = compile_kernel(triton_split._project_split, types, constants, config.num_warps, config.num_stages)
+    compiled = compile_kernel(triton_split_k._project_split_k, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.block_m >= 64 else "mma.sync") in ptx
@@ -404,7 +411,7 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
     groups = 32
     config = tiles.block_fp8_config(num_rows, num_columns, groups, gated=gated, may_split=True)
     # Gated products follow a norm.
-    fused = num_rows <= tiles.FUSED_FP8_ROWS and not gated
+    fused = num_rows <= tiles.MAX_FUSED_FP8_ROWS and not gated
     constants = {
         "K": groups * 128,
         "GROUPS": groups,
@@ -412,11 +419,11 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
         "BLOCK_ROWS": 128,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "SPLITS": config.splits,
+        "NUM_SPLITS": config.num_splits,
         "STAGES": config.num_stages,
-        "EARLY": triton_block_fp8.EARLY_TILES,
+        "PREFETCHED_TILES": triton_block_fp8.NUM_PREFETCHED_TILES,
         "ALIGNED": True,
-        "SWAP": config.block_m < triton_block_fp8.SWAPPED_BELOW,
+        "SWAP": config.block_m < triton_block_fp8.MIN_LEFT_ROWS,
         "QUANTIZED": not fused,
         "GATED": gated,
         "BIAS": False,
@@ -443,32 +450,40 @@ def test_quantize_groups_compiles():
     types = {"numbers_ptr": FP8, "scales_ptr": FLOAT, "eps": "fp32"}
     sizes = {"GROUP": 128, "OVERLAP": True}
     for groups, norm in ((56, True), (8, False)):
-        shape = {"K": groups * 128, "GROUPS": groups, "TOGETHER": 1 << (groups - 1).bit_length(), "NORM": norm}
-        compiled = compile_kernel(triton_block_fp8._quantize_groups, types, sizes | shape, num_warps=8)
+        shape = {"K": groups * 128, "GROUPS": groups, "BLOCK_GROUPS": 1 << (groups - 1).bit_length(), "NORM": norm}
+        compiled = compile_kernel(triton_block_fp8._norm_and_quantize_groups, types, sizes | shape, num_warps=8)
         assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+        assert "div.rn.f32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(("slots", "rows"), [(16, 1), (4, 8)])
 def test_merge_of_parts_compiles(slots, rows):
-    from nanovllm_kernels.attention import triton_work_list
+    from nanovllm_kernels.attention import triton_split_kv
 
-    types = WORK_LIST | {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "query_start_loc_ptr": INT32}
-    sizes = {"NUM_HEADS": 32, "GROUP": 4, "HEAD_DIM": 80, "PADDED_DIM": 128, "BLOCK_M": 16 * rows, "BLOCK_Q": 4 * rows}
-    sizes |= {"SLOTS": slots, "ROWS": rows, "OVERLAP": True}
-    compile_kernel(triton_work_list._merge_parts, types, sizes, num_warps=4)
+    types = WORK_LIST | {"partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT, "query_start_loc_ptr": INT32}
+    sizes = {
+        "NUM_HEADS": 32,
+        "BLOCK_HEADS": 4,
+        "HEAD_DIM": 80,
+        "PADDED_DIM": 128,
+        "BLOCK_M": 16 * rows,
+        "BLOCK_Q": 4 * rows,
+    }
+    sizes |= {"MERGED_SLOTS": slots, "MERGED_ROWS": rows, "OVERLAP": True}
+    compile_kernel(triton_split_kv._merge_parts, types, sizes, num_warps=4)
 
 
 def test_gather_of_requests_compiles():
-    from nanovllm_kernels.attention import triton_gather_requests
+    from nanovllm_kernels.attention.plan import triton_flash_requests
 
-    kernel = triton_gather_requests._gather_requests
+    kernel = triton_flash_requests._gather_requests
     types = {name: INT32 for name in kernel.arg_names if name.endswith("_ptr")}
-    sizes = {"REQUEST_BLOCK": triton_gather_requests.REQUEST_BLOCK, "PAGE_BLOCK": triton_gather_requests.PAGE_BLOCK}
+    sizes = {"REQUEST_BLOCK": triton_flash_requests.REQUEST_BLOCK, "PAGE_BLOCK": triton_flash_requests.PAGE_BLOCK}
     compile_kernel(kernel, types, sizes, num_warps=4)
 
 
 def test_work_list_planning_compiles():
-    from nanovllm_kernels.attention import triton_work_list
+    from nanovllm_kernels.attention.plan import triton_work_list
 
     kernel = triton_work_list._plan_work
     types = {name: INT32 for name in kernel.arg_names if name.endswith("_ptr")} | WORK_LIST
@@ -498,14 +513,14 @@ def test_cute_decode_of_fp8_cache_compiles(head_dim, group, page_size, dtype, tm
 def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
     import cutlass
 
-    from nanovllm_kernels.attention import cute_decode
-    from nanovllm_kernels.attention.cute_tile import Shape
+    from nanovllm_kernels.attention.gqa import cute_decode
+    from nanovllm_kernels.attention.gqa.cute_tile import DecodeShape
 
-    ring = cute_decode.FP8_RINGS[head_dim] if cached == "Uint8" else cute_decode.RINGS[head_dim]
-    shape = Shape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
+    ring = cute_decode.FP8_RING_SIZES[head_dim] if cached == "Uint8" else cute_decode.RING_SIZES[head_dim]
+    shape = DecodeShape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
     # Rings, barriers, the warps' statistics and places, each rounded up; the system reserves the first KiB.
     slot = shape.slot_bytes + shape.scale_bytes + 8
-    assert shape.warps * (shape.stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
+    assert shape.num_warps * (shape.num_stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
     assert compiled.__cubin__
     ptx = compiled.__ptx__
@@ -516,7 +531,7 @@ def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
 
 ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "partial_ptr"], FLOAT) | (
     dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
-    | dict.fromkeys(["counts_ptr", "ranks_ptr", "begins_ptr"], INT32)
+    | dict.fromkeys(["counts_ptr", "ranks_ptr", "first_rows_ptr"], INT32)
 )
 
 
@@ -532,7 +547,7 @@ def test_route_compiles(groups, shared):
     kinds = {"SIGMOID": num_groups > 1, "BIAS": num_groups > 1, "RENORMALIZE": True, "OVERLAP": True}
     kinds["GATED"] = shared == "gated"
     types = ROUTED | {"logits_ptr": FLOAT, "bias_ptr": FLOAT, "scale": "fp32"}
-    compile_kernel(triton_route._route, types, sizes | kinds | {"LEAST_SUM": 1e-20}, num_warps=1)
+    compile_kernel(triton_route._route, types, sizes | kinds | {"SCORE_SUM_EPS": 1e-20}, num_warps=1)
 
 
 @pytest.mark.parametrize(
@@ -541,16 +556,21 @@ def test_route_compiles(groups, shared):
 )
 @pytest.mark.parametrize("gated", [True, False])
 def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantized):
-    from nanovllm_kernels.moe import tiles, triton_few
+    from nanovllm_kernels.moe import policy, triton_unsorted
 
     hidden_size, width = 2048, 768
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    config = tiles.few_config(rows, num_groups, columns, depth, wide=False, quantized=quantized)
-    constants = {"WIDTH": columns, "K": depth, "TOP_K": top_k, "PADDED_K": 8 if top_k == 8 else 16, "ROWS": rows}
+    config = policy.unsorted_config(rows, num_groups, columns, depth, is_float32=False, is_block_fp8=quantized)
+    constants = {"N": columns, "K": depth, "TOP_K": top_k, "PADDED_TOP_K": 8 if top_k == 8 else 16, "ROWS": rows}
     constants |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages}
-    constants |= {"QUANTIZED": quantized, "SWAPPED": config.swapped, "BY_EXPERT": num_groups == 128, "OVERLAP": True}
+    constants |= {
+        "QUANTIZED": quantized,
+        "SWAPPED": config.swapped,
+        "GRID_BY_EXPERT": num_groups == 128,
+        "OVERLAP": True,
+    }
     constants |= {} if gated else {"RESIDUAL": True}
-    kernel = triton_few._few_gate_up if gated else triton_few._few_down
+    kernel = triton_unsorted._gate_up if gated else triton_unsorted._down
     types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     # Two programs must fit an SM to hide the latency of loads.
@@ -558,34 +578,36 @@ def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantize
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.swapped else "mma.sync") in ptx
     assert ("e4m3.e4m3" in ptx) == quantized
+    assert ("div.rn.f32" in ptx) == quantized
     assert "cp.async" in ptx
 
 
 @pytest.mark.parametrize(
     ("name", "columns", "depth", "top_k"),
     [
-        ("_one_gate_up", 512, 2048, 11),
-        ("_one_gate_up", 1536, 3072, 8),
-        ("_one_gate_up", 2048, 7168, 9),
-        ("_one_down", 2048, 512, 11),
-        ("_one_down", 2048, 768, 8),
-        ("_one_down", 7168, 2048, 9),
+        ("_gate_up", 512, 2048, 11),
+        ("_gate_up", 1536, 3072, 8),
+        ("_gate_up", 2048, 7168, 9),
+        ("_down", 2048, 512, 11),
+        ("_down", 2048, 768, 8),
+        ("_down", 7168, 2048, 9),
     ],
 )
 def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top_k):
-    from nanovllm_kernels.moe import tiles, triton_one
+    from nanovllm_kernels.moe import policy, triton_matvec
 
     padded_k = 1 << (top_k - 1).bit_length()
-    config = tiles.one_config(depth, padded_k if name == "_one_down" else 2)
-    constants = {"WIDTH": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.groups, "OVERLAP": True}
-    constants |= {"PADDED_K": padded_k, "RESIDUAL": False} if name == "_one_down" else {}
+    config = policy.matvec_config(depth, padded_k if name == "_down" else 2)
+    constants = {"N": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.num_groups, "OVERLAP": True}
+    constants |= {"PADDED_TOP_K": padded_k, "RESIDUAL": False} if name == "_down" else {}
     types = ROUTED | {"weight_ptr": FP8}
-    compiled = compile_kernel(vars(triton_one)[name], types, constants, config.num_warps, multiples=("k",))
+    compiled = compile_kernel(vars(triton_matvec)[name], types, constants, config.num_warps, multiples=("k",))
     ptx = compiled.asm["ptx"]
     # Loads have sixteen elements.
     assert "ld.global.v4.b32" in ptx
     # Memory that the previous kernel reads or writes is not accessed before it has ended.
     assert not re.search(r"(ld|st|prefetch)\.global", ptx[: ptx.index("griddepcontrol.wait")])
+    assert "div.rn.f32" in ptx
     # No load is masked out at compile time, because the assembler miscompiles known zeros.
     assert not re.search(r"mov\.pred\s+%p\d+, 0;", ptx)
     # Values are rounded to FP8, so that `check_conversions` has checked them.
@@ -593,10 +615,12 @@ def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top
 
 
 def grouped_configs():
-    from nanovllm_kernels.moe import tiles
+    from nanovllm_kernels.moe import policy
 
-    plain = [(config, False) for config in (*tiles.GROUPED.values(), tiles.MANY)]
-    return plain + [(config, True) for config in (*tiles.GROUPED_FP8.values(), tiles.MANY_FP8)]
+    plain = [(config, False) for config in (*policy.GROUPED_BY_MAX_ROWS.values(), policy.GROUPED_OF_MORE_ROWS)]
+    return plain + [
+        (config, True) for config in (*policy.GROUPED_FP8_BY_MAX_ROWS.values(), policy.GROUPED_FP8_OF_MORE_ROWS)
+    ]
 
 
 @pytest.mark.parametrize(("config", "quantized"), grouped_configs())
@@ -605,7 +629,7 @@ def test_grouped_experts_compile(gated, config, quantized):
     from nanovllm_kernels.moe import triton_grouped
 
     columns, depth = (768, 2048) if gated else (2048, 768)
-    constants = {"WIDTH": columns, "K": depth, "TOP_K": 8, "GATED": gated, "QUANTIZED": quantized, "OVERLAP": True}
+    constants = {"N": columns, "K": depth, "TOP_K": 8, "GATED": gated, "QUANTIZED": quantized, "OVERLAP": True}
     constants |= {"SWAPPED": config.swapped, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     constants |= {"BLOCK_K": config.block_k, "STAGES": config.num_stages}
     types = ROUTED | ({"x_ptr": FP8, "weight_ptr": FP8} if quantized else {})
@@ -615,6 +639,7 @@ def test_grouped_experts_compile(gated, config, quantized):
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert ("e4m3.e4m3" in ptx) == quantized
+    assert ("div.rn.f32" in ptx) == (quantized and gated)
     assert "cp.async" in ptx
 
 
@@ -624,33 +649,34 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     from nanovllm_kernels.moe import gluon_grouped as kernels
 
     columns, depth = (width, hidden_size) if gated else (hidden_size, width)
-    constants = {"WIDTH": columns, "K": depth, "GATED": gated, "STAGES": kernels.STAGES, "OVERLAP": True}
-    constants |= {"GROUP_REGISTERS": kernels.GROUP_REGISTERS, "FETCH_REGISTERS": kernels.FETCH_REGISTERS}
+    constants = {"N": columns, "K": depth, "GATED": gated, "STAGES": kernels.STAGES, "OVERLAP": True}
+    constants |= {"MULTIPLY_REGISTERS": kernels.MULTIPLY_REGISTERS, "COPY_REGISTERS": kernels.COPY_REGISTERS}
     types = ROUTED | ({"out_ptr": FP8} if gated else {})
-    for name, rows in (("x_desc", kernels.HALF), ("weight_desc", kernels.COLUMNS)):
-        types[name] = f"tensordesc<fp8e4nv[{rows}, {kernels.DEPTH}],{kernels.SHARED!r}>"
+    for name, rows in (("x_desc", kernels.GROUP_ROWS), ("weight_desc", kernels.BLOCK_COLUMNS)):
+        types[name] = f"tensordesc<fp8e4nv[{rows}, {kernels.STEP_DEPTH}],{kernels.SHARED_LAYOUT!r}>"
     options = {"maxnreg": kernels.LAUNCH_REGISTERS, "launch_pdl": True}
     compiled = compile_kernel(kernels._grouped_product, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
+    assert ("div.rn.f32" in compiled.asm["ptx"]) == gated
     sass = compiled.asm["sass"]
     # Sums stay in registers, each half of the rows has one product, and results are stored by sixteen bytes.
     assert not re.search(r"\b(STL|LDL)\b", sass)
-    assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.DEPTH // 32
+    assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.STEP_DEPTH // 32
     assert "UTMALDG" in sass
     assert "STG.E.128" in sass
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_specialized_latent_attention_does_not_spill(page_size):
-    from nanovllm_kernels.attention import gluon_mla as kernels
+    from nanovllm_kernels.attention.mla import gluon_absorbed as kernels
 
     constants = {"NUM_HEADS": 128, "PAGE_SIZE": page_size, "STAGES": kernels.STAGES, "OVERLAP": True}
-    constants |= {"GROUP_REGISTERS": kernels.GROUP_REGISTERS, "FETCH_REGISTERS": kernels.FETCH_REGISTERS}
-    types = LENGTHS | WORK_LIST | {"partial_ptr": FLOAT, "lse_ptr": FLOAT, "scale_log2": "fp32"}
+    constants |= {"MULTIPLY_REGISTERS": kernels.MULTIPLY_REGISTERS, "COPY_REGISTERS": kernels.COPY_REGISTERS}
+    types = LENGTHS | WORK_LIST | {"partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT, "scale_log2": "fp32"}
     for name, rows in (("q_desc", 64), ("rope_desc", 64), ("kv_desc", page_size), ("out_desc", 64)):
-        types[name] = f"tensordesc<bf16[{rows}, {kernels.BOX}],{kernels.SHARED!r}>"
+        types[name] = f"tensordesc<bf16[{rows}, {kernels.BOX_COLUMNS}],{kernels.SHARED_LAYOUT!r}>"
     options = {"maxnreg": kernels.LAUNCH_REGISTERS, "launch_pdl": True}
-    compiled = compile_kernel(kernels._attend_latent_work, types, constants, num_warps=4, **options)
+    compiled = compile_kernel(kernels._attend_parts, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     sass = compiled.asm["sass"]
     # Results stay in registers, and each product occurs once in the code. Only the copying warp, which waits for
@@ -677,8 +703,10 @@ def test_gather_of_rows_compiles():
 def test_sort_of_pairs_has_barrier_before_counting(alone):
     from nanovllm_kernels.moe import triton_sort
 
-    sizes = {"PADDED": 1024, "BLOCK": triton_sort.ALONE if alone else triton_sort.PART, "OVERLAP": True}
-    counting, rest = triton_sort._count_pairs, {"PARTS": triton_sort.COUNTED_AT_ONCE, "ALONE": alone, "BLOCK_M": 64}
+    sizes = {"PADDED_EXPERTS": 1024, "OVERLAP": True}
+    sizes["BLOCK"] = triton_sort.MAX_SINGLE_PART_PAIRS if alone else triton_sort.SMALL_PART_PAIRS
+    counting, rest = triton_sort._count_pairs, {"SINGLE_PART": alone, "BLOCK_M": 64}
+    rest["PARTS_PER_LOAD"] = triton_sort.PARTS_PER_LOAD
     sorting = compile_kernel(triton_sort._sort_pairs, ROUTED, sizes | rest, num_warps=8)
     if not alone:
         assert "atom.global" not in sorting.asm["ptx"]
@@ -690,5 +718,5 @@ def test_sort_of_pairs_has_barrier_before_counting(alone):
 def test_sum_of_experts_compiles():
     from nanovllm_kernels.moe import triton_grouped
 
-    sizes = {"WIDTH": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
+    sizes = {"N": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
     compile_kernel(triton_grouped._sum_pairs, {}, sizes, num_warps=4)

@@ -7,7 +7,7 @@ from torch.nn import functional
 from nanovllm_kernels import gemm
 from nanovllm_kernels.elementwise import pack_norm, rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, split_float32, tiles
-from nanovllm_kernels.platform import FEW_ROWS, can_pack_bf16, has_numba, runs_in_float32
+from nanovllm_kernels.platform import MAX_FLOAT32_ROWS, can_pack_bf16, has_numba, runs_in_float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,7 +78,7 @@ def test_norm_and_linear_match_float64(dtype, with_bias, num_rows, device):
             assert (out.double() - wanted).norm() < tolerance * wanted.norm()
 
 
-@pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, FEW_ROWS + 1)])
+@pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, MAX_FLOAT32_ROWS + 1)])
 def test_fused_linear_equals_separate_operators_on_cpu(dtype, num_rows):
     if dtype == torch.bfloat16 and runs_in_float32(num_rows):
         pytest.skip("one kernel, which rounds nothing in between, takes them")
@@ -90,21 +90,21 @@ def test_fused_linear_equals_separate_operators_on_cpu(dtype, num_rows):
 
 
 def test_few_row_kernel_is_chosen_by_shape():
-    assert not tiles.pays(0, 4096, 1024)
-    assert tiles.pays(1, 151_936, 1024)
-    assert tiles.pays(2, 28672, 4096)
-    assert tiles.pays(3, 4096, 4096)
-    assert not tiles.pays(4, 6144, 4096)
-    assert tiles.pays(8, 1024, 3072)
-    assert tiles.pays(8, 6144, 1024)
-    assert not tiles.pays(8, 4096, 4096)
-    assert not tiles.pays(9, 8, 8)
+    assert not tiles.is_few_rows_faster(0, 4096, 1024)
+    assert tiles.is_few_rows_faster(1, 151_936, 1024)
+    assert tiles.is_few_rows_faster(2, 28672, 4096)
+    assert tiles.is_few_rows_faster(3, 4096, 4096)
+    assert not tiles.is_few_rows_faster(4, 6144, 4096)
+    assert tiles.is_few_rows_faster(8, 1024, 3072)
+    assert tiles.is_few_rows_faster(8, 6144, 1024)
+    assert not tiles.is_few_rows_faster(8, 4096, 4096)
+    assert not tiles.is_few_rows_faster(9, 8, 8)
 
 
 def test_only_bf16_weights_are_packed():
     plain = torch.randn(8, 8)
     assert pack_linear(plain).data is plain
-    assert pack_linear(plain.to(torch.bfloat16)).blocked == can_pack_bf16()
+    assert pack_linear(plain.to(torch.bfloat16)).in_onednn_layout == can_pack_bf16()
 
 
 def test_packing_accepts_any_layout():
@@ -117,7 +117,7 @@ def test_few_rows_use_panels_beside_a_blocked_weight():
     weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
     packed = pack_linear(weight)
     assert (packed.panels is not None) == has_numba()
-    if packed.blocked:
+    if packed.in_onednn_layout:
         assert pack_linear(torch.zeros(4096, 4096, dtype=torch.bfloat16)).panels is None
     x, residual = torch.randn(9, 64).to(torch.bfloat16), torch.randn(9, 40).to(torch.bfloat16)
     many = linear(x, packed, None, residual.clone())
@@ -233,9 +233,9 @@ def test_logits_differ_where_bf16_would_tie(num_rows, dtype, device):
 
 
 @pytest.mark.parametrize("size", [5, 700, 1024, 5000])
-def test_leaders_are_the_largest_values(size):
+def test_find_largest_returns_the_largest_values(size):
     values = torch.randn(3, size).to(torch.bfloat16)
-    found = values.gather(1, gemm._leaders(values, 16))
+    found = values.gather(1, gemm._find_largest(values, 16))
     assert torch.equal(found.sort(-1).values, values.topk(min(16, size)).values.sort(-1).values)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nanovllm_kernels.linear_attention import CHECKPOINT, copy_states, gated_delta_net, plan_states
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states, gated_delta_net, plan_states
 
 
 def recur(case):
@@ -96,7 +96,7 @@ def test_bf16_states_match_float64(lengths, state_case):
 def test_continuing_from_saved_state_matches_whole_prompt(state_case):
     whole = state_case([(200, 200)])
     (at, slot), (_, later) = whole.saves[0]
-    assert at == 2 * CHECKPOINT
+    assert at == 2 * CHECKPOINT_INTERVAL
     recurrent, conv = whole.recurrent.clone(), whole.conv.clone()
     expected = gated_delta_net(whole.qkvz, whole.ba, whole.weights, recurrent, conv, whole.plan("torch"))
     rest = replace(

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nanovllm_kernels.elementwise import norm_parts, pack_norm
 from nanovllm_kernels.gemm import block_fp8
-from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_experts, route, tiles
+from nanovllm_kernels.moe import ChosenExperts, PackedExperts, Routing, fused_experts, pack_experts, policy, route
 
 
 def route_naively(logits: Tensor, routing: Routing, bias: Tensor | None) -> list[dict[int, float]]:
@@ -104,7 +104,7 @@ def test_fused_experts_match_float64(num_tokens, num_experts, sizes, dtype, floa
     if residual is not None:
         added = torch.randn(num_tokens, hidden_size).to(x.dtype if residual == "same" else torch.float32)
         expected += added.double()
-    out = fused_experts(x, pack_experts(w13, w2), weights, ids.int(), added)
+    out = fused_experts(x, pack_experts(w13, w2), ChosenExperts(weights, ids.int()), added)
     assert out.dtype == (x.dtype if added is None else added.dtype)
     tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     assert (out.double() - expected).norm() < tolerance * (expected.norm() + 1)
@@ -141,7 +141,9 @@ def test_block_fp8_experts_match_float64(hidden_size, width):
         for weight, expert in zip(weights[token], ids[token], strict=True):
             gate, up = (rounded(x[token : token + 1]) @ w13[expert].T).chunk(2, -1)
             expected[token] += weight * (rounded(functional.silu(gate) * up) @ w2[expert].T)[0]
-    torch.testing.assert_close(fused_experts(x, experts, weights, ids.int()), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        fused_experts(x, experts, ChosenExperts(weights, ids.int())), expected, rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("shared", ["none", "gated"])
@@ -151,7 +153,7 @@ def test_compiled_experts_match_eager_experts(shared):
 
     def layer(x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = route(logits, routing, bias)
-        return fused_experts(x, pack_experts(w13, w2), weights, ids, x)
+        return fused_experts(x, pack_experts(w13, w2), ChosenExperts(weights, ids), x)
 
     x, logits = torch.randn(5, 16), torch.randn(5, 6 + (shared == "gated"))
     expected = layer(x.clone(), logits)
@@ -177,10 +179,10 @@ def test_norm_parts_matches_two_norms(dtype):
 
 
 @pytest.mark.parametrize(("num_pairs", "num_experts"), [(1, 1), (7, 128), (600, 8), (4096, 256), (9, 3)])
-def test_most_tiles_covers_the_worst_case(num_pairs, num_experts):
+def test_max_tiles_covers_the_worst_case(num_pairs, num_experts):
     for block_m in (16, 128):
         # One expert has all pairs except one pair for each other expert.
         others = min(num_experts - 1, num_pairs - 1)
         worst = others + -(-(num_pairs - others) // block_m)
         even = num_experts * -(-(num_pairs // num_experts) // block_m)
-        assert tiles.most_tiles(num_pairs, num_experts, block_m) >= max(worst, min(even, num_pairs))
+        assert policy.max_tiles(num_pairs, num_experts, block_m) >= max(worst, min(even, num_pairs))

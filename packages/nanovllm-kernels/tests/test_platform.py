@@ -9,25 +9,25 @@ import pytest
 import torch
 
 from nanovllm_kernels.platform import (
-    NARROW,
+    MIN_WIDE_HIDDEN_SIZE,
     can_pack_bf16,
-    describe,
     describe_arithmetic,
+    describe_device,
     has_cuda,
     residual_dtype,
 )
 
-MODULES = ("attention", "batch", "elementwise", "fp8", "gemm", "ladder", "platform", "sampling")
+MODULES = ("attention", "elementwise", "fp8", "gemm", "ladder", "platform", "request_tables", "sampling")
 
 
 def test_cpu_description_has_no_gpu_properties():
-    info = describe(torch.device("cpu"))
+    info = describe_device(torch.device("cpu"))
     assert (info.name, info.capability, info.num_sms, info.total_memory) == ("cpu", None, 0, 0)
 
 
 def test_gpu_description_has_gpu_properties():
     if has_cuda():
-        info = describe(torch.device("cuda"))
+        info = describe_device(torch.device("cuda"))
         assert info.capability >= (8, 0)
         assert info.num_sms > 0
         assert info.total_memory > 1 << 30
@@ -38,8 +38,8 @@ def test_gpu_description_has_gpu_properties():
 def test_residual_is_float32_where_that_is_free():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert residual_dtype(dtype, cuda, NARROW) == dtype
-        assert residual_dtype(dtype, cuda, NARROW - 1) == torch.float32
+        assert residual_dtype(dtype, cuda, MIN_WIDE_HIDDEN_SIZE) == dtype
+        assert residual_dtype(dtype, cuda, MIN_WIDE_HIDDEN_SIZE - 1) == torch.float32
     assert residual_dtype(torch.bfloat16, cpu, 8192) == torch.float32
     assert residual_dtype(torch.float16, cpu, 8192) == torch.float16
 

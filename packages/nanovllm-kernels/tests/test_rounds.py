@@ -2,10 +2,10 @@
 
 import pytest
 
-from nanovllm_kernels.attention.rounds import LISTED_RATE, SMALLEST_ROUNDS, AttentionRounds, attention_pairs
+from nanovllm_kernels.attention.plan.rounds import ONE_TOKEN_ROUNDS, WORK_LIST_RATE, AttentionRounds, attention_pairs
 
 ROUNDS = AttentionRounds(tile_tokens=32, num_tiles=16)
-TURN = (32_000, 100)
+LATE_CHUNK = (32_000, 100)
 
 
 def test_pairs_follow_the_causal_mask():
@@ -14,37 +14,39 @@ def test_pairs_follow_the_causal_mask():
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "rounds"), [(32, 1), (100, 1), (512, 1), (513, 2), (528, 2), (1024, 2), (1025, 3)]
+    ("num_tokens", "num_rounds"), [(32, 1), (100, 1), (512, 1), (513, 2), (528, 2), (1024, 2), (1025, 3)]
 )
-def test_chunk_takes_whole_rounds(num_tokens, rounds):
-    pairs = ROUNDS.pairs([(90_000, num_tokens)])
-    assert pairs == rounds * 512 * attention_pairs(90_000, num_tokens) // num_tokens
+def test_chunk_takes_whole_rounds(num_tokens, num_rounds):
+    pairs = ROUNDS.estimate_pairs([(90_000, num_tokens)])
+    assert pairs == num_rounds * 512 * attention_pairs(90_000, num_tokens) // num_tokens
 
 
 def test_chunks_of_one_length_share_a_round():
-    in_one_round = ROUNDS.pairs([TURN])
-    assert ROUNDS.pairs([TURN] * 4) == in_one_round
-    assert ROUNDS.pairs([TURN] * 5) == ROUNDS.pairs([TURN] * 8) == 2 * in_one_round
+    in_one_round = ROUNDS.estimate_pairs([LATE_CHUNK])
+    assert ROUNDS.estimate_pairs([LATE_CHUNK] * 4) == in_one_round
+    assert ROUNDS.estimate_pairs([LATE_CHUNK] * 5) == ROUNDS.estimate_pairs([LATE_CHUNK] * 8) == 2 * in_one_round
 
 
 def test_short_contexts_fill_incomplete_rounds_of_long_chunks():
-    long = (90_000, 128)
-    assert ROUNDS.pairs([(0, 380), long]) == ROUNDS.pairs([long])
+    long_chunk = (90_000, 128)
+    assert ROUNDS.estimate_pairs([(0, 380), long_chunk]) == ROUNDS.estimate_pairs([long_chunk])
 
 
 def test_many_short_contexts_take_at_least_their_pairs():
     chunks = [(0, 500)] * 40
-    assert ROUNDS.pairs(chunks) >= sum(attention_pairs(*chunk) for chunk in chunks)
+    assert ROUNDS.estimate_pairs(chunks) >= sum(attention_pairs(*chunk) for chunk in chunks)
 
 
 def test_few_tokens_over_long_contexts_use_work_lists():
-    rounds = AttentionRounds(32, 16, few_tokens=179, min_context=1024)
-    by_lists = attention_pairs(*TURN) * 1.28 / LISTED_RATE
-    assert rounds.pairs([TURN]) == pytest.approx(by_lists)
-    assert rounds.pairs([TURN, TURN]) == ROUNDS.pairs([TURN, TURN])
-    assert rounds.pairs([(0, 100)]) == ROUNDS.pairs([(0, 100)])
+    rounds = AttentionRounds(32, 16, work_list_limit=179, min_work_list_context=1024)
+    work_list_pairs = attention_pairs(*LATE_CHUNK) * 1.28 / WORK_LIST_RATE
+    assert rounds.estimate_pairs([LATE_CHUNK]) == pytest.approx(work_list_pairs)
+    assert rounds.estimate_pairs([LATE_CHUNK, LATE_CHUNK]) == ROUNDS.estimate_pairs([LATE_CHUNK, LATE_CHUNK])
+    assert rounds.estimate_pairs([(0, 100)]) == ROUNDS.estimate_pairs([(0, 100)])
 
 
 def test_device_without_rounds_takes_the_sum_of_pairs():
-    assert SMALLEST_ROUNDS.pairs([(30_000, 128), (7, 5)]) == attention_pairs(30_000, 128) + attention_pairs(7, 5)
-    assert SMALLEST_ROUNDS.pairs([]) == 0
+    assert ONE_TOKEN_ROUNDS.estimate_pairs([(30_000, 128), (7, 5)]) == attention_pairs(30_000, 128) + attention_pairs(
+        7, 5
+    )
+    assert ONE_TOKEN_ROUNDS.estimate_pairs([]) == 0

@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm_kernels.sampling import (
-    IN_PROMPT,
+    IN_PROMPT_BIT,
+    DrawSettings,
     apply_bias_,
     apply_masks_,
     apply_penalties,
-    forbid_,
-    logprobs,
+    compute_logprobs,
+    compute_ranks,
+    forbid_sequences_,
     noise,
-    ranks,
     reference,
     sample,
 )
@@ -30,11 +31,13 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, 
 
     return sample(
         logits,
-        by_row(temperature, torch.float32),
-        by_row(top_k, torch.int32),
-        by_row(top_p, torch.float32),
-        by_row(min_p, torch.float32),
-        torch.arange(num_rows) if seeds is None else seeds,
+        DrawSettings(
+            by_row(temperature, torch.float32),
+            by_row(top_k, torch.int32),
+            by_row(top_p, torch.float32),
+            by_row(min_p, torch.float32),
+            torch.arange(num_rows) if seeds is None else seeds,
+        ),
         by_row(0 if positions is None else positions, torch.int64),
         all_greedy=False,
         any_filter=top_k > 0 or top_p < 1 or min_p > 0,
@@ -72,8 +75,8 @@ def test_filters_match_their_definition(seed, vocab_size, top_k, top_p, min_p, c
         # Many ties.
         logits = logits.round()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "FIRST_CANDIDATES", first)
-        patch.setattr(reference, "TIE_ROOM", 1)
+        patch.setattr(reference, "NUM_FIRST_CANDIDATES", first)
+        patch.setattr(reference, "NUM_TIE_CANDIDATES", 1)
         values, token_ids = reference.filter_row(logits, top_k, top_p, min_p)
     assert torch.equal(values, logits[token_ids])
     assert set(token_ids.tolist()) == kept_naively(logits, top_k, top_p, min_p)
@@ -85,17 +88,8 @@ def test_greedy_takes_lowest_id_of_equal_logits():
         for temperature in (0.0, 1e-6):
             assert draw(logits.to(dtype), temperature=temperature).tolist() == [1, 0, 2]
         zeros, ones = torch.zeros(3), torch.ones(3)
-        greedy = sample(
-            logits.to(dtype),
-            zeros,
-            zeros.int(),
-            ones,
-            zeros,
-            zeros.long(),
-            zeros.long(),
-            all_greedy=True,
-            any_filter=False,
-        )
+        settings = DrawSettings(zeros, zeros.int(), ones, zeros, zeros.long())
+        greedy = sample(logits.to(dtype), settings, zeros.long(), all_greedy=True, any_filter=False)
         assert (greedy.tolist(), greedy.dtype) == ([1, 0, 2], torch.int32)
 
 
@@ -146,12 +140,12 @@ def test_draw_does_not_depend_on_batch_or_row():
     temperature = torch.tensor([1.0, 0.0, 0.7, 1.3, 1.0, 0.9])
     top_k = torch.tensor([0, 0, 20, 0, 0, 7], dtype=torch.int32)
     seeds, positions = torch.tensor([5, 5, 6, -7, 2**62, 0]), torch.tensor([0, 9, 1, 1, 4000, 3])
-    settings = (temperature, top_k, torch.ones(6), torch.zeros(6), seeds, positions)
-    together = sample(logits, *settings, all_greedy=False, any_filter=True)
+    settings = DrawSettings(temperature, top_k, torch.ones(6), torch.zeros(6), seeds)
+    together = sample(logits, settings, positions, all_greedy=False, any_filter=True)
     for order in ([0], [1], [5, 2], [3, 4, 0, 1, 2, 5]):
-        picked = [tensor[order] for tensor in settings]
+        row_settings = DrawSettings(*(setting[order] for setting in settings))
         filtered = bool((top_k[order] > 0).any())
-        alone = sample(logits[order], *picked, all_greedy=False, any_filter=filtered)
+        alone = sample(logits[order], row_settings, positions[order], all_greedy=False, any_filter=filtered)
         assert alone.tolist() == together[order].tolist()
 
 
@@ -163,16 +157,16 @@ def test_draw_does_not_depend_on_block_size(monkeypatch):
 
 
 def test_noise_is_uniform_and_bounded():
-    first, second = noise.row_keys(torch.tensor([0, 1]), torch.tensor([0, 0]))
+    first, second = noise.derive_row_keys(torch.tensor([0, 1]), torch.tensor([0, 0]))
     bits = noise.hash_tokens(torch.arange(200_000, dtype=torch.int32), first[:, None], second[:, None])
-    uniform = -noise.negative_exponentials(bits).double().expm1()
+    uniform = -noise.draw_negative_exponentials(bits).double().expm1()
     for row in uniform:
         counts = row.histc(100, 0, 1)
         assert (counts - 2000).square().sum() / 2000 < 200
     correlation = torch.corrcoef(torch.stack((*uniform, uniform[0].roll(1))))
     assert (correlation - torch.eye(3)).abs().max() < 0.01
     extremes = torch.tensor([0, -1, 0x7FFFFFFF, -0x80000000, 0x7FFFFF7F], dtype=torch.int32)
-    bounded = -noise.negative_exponentials(extremes)
+    bounded = -noise.draw_negative_exponentials(extremes)
     assert (bounded > 0).all()
     assert (bounded < 17).all()
 
@@ -182,7 +176,7 @@ def test_penalties_match_their_definition(dtype):
     logits = torch.randn(3, 20).to(dtype)
     before = logits.clone()
     counts = torch.zeros((5, 20), dtype=torch.int32)
-    counts[2, 3], counts[2, 4], counts[2, 5] = IN_PROMPT, IN_PROMPT + 2, 1
+    counts[2, 3], counts[2, 4], counts[2, 5] = IN_PROMPT_BIT, IN_PROMPT_BIT + 2, 1
     counts[0, 7] = 3
     rows = torch.tensor([2, 0, 2], dtype=torch.int32)
     repetition, presence, frequency = torch.rand(5) + 0.5, torch.tensor([0.5, 0.1, 0.0, 0.2, 0.3]), torch.rand(5)
@@ -192,7 +186,7 @@ def test_penalties_match_their_definition(dtype):
     for b, row in enumerate(rows.tolist()):
         for token in range(20):
             value, seen = float(logits[b, token]), int(counts[row, token])
-            made = seen % IN_PROMPT
+            made = seen % IN_PROMPT_BIT
             if seen:
                 value = value / float(repetition[row]) if value > 0 else value * float(repetition[row])
             value -= float(presence[row]) * (made > 0) + float(frequency[row]) * made
@@ -288,7 +282,7 @@ def test_tokens_that_complete_forbidden_sequences_are_forbidden():
     # Outputs, with prompts in brackets: [5,] 6, 7; [1, 2,] 3, 4 ("2, 3" begins in the prompt); [5,] 6, 7, 8, 9.
     expected[0, 1] = -math.inf
     expected[1, [9, 8]] = -math.inf
-    forbid_(logits, rows, torch.tensor([3, 4, 5]), tokens, num_prompt, sequences)
+    forbid_sequences_(logits, rows, torch.tensor([3, 4, 5]), tokens, num_prompt, sequences)
     torch.testing.assert_close(logits, expected)
 
 
@@ -296,7 +290,7 @@ def test_tokens_that_complete_forbidden_sequences_are_forbidden():
 def test_logprobs_match_log_softmax(num_top):
     logits = (torch.randn(4, 100) * 3).to(torch.bfloat16)
     tokens = torch.tensor([0, 99, 5, 5], dtype=torch.int32)
-    result = logprobs(logits, tokens, num_top)
+    result = compute_logprobs(logits, tokens, num_top)
     expected = logits.double().log_softmax(-1)
     torch.testing.assert_close(result.chosen.double(), expected[range(4), tokens.long()], atol=1e-5, rtol=0)
     best = expected.topk(num_top).values
@@ -310,7 +304,7 @@ def test_ranks_match_sorted_order():
     tokens = torch.tensor([0, 99, 5, 7], dtype=torch.int32)
     logits[2, 5] = 100.0
     logits[3, [6, 7, 8]] = -100.0
-    found = ranks(logits, tokens)
+    found = compute_ranks(logits, tokens)
     order = logits.argsort(-1, descending=True).tolist()
     assert found.tolist()[:3] == [order[row].index(token) + 1 for row, token in enumerate(tokens.tolist()[:3])]
     # Equal logits all have the rank of the last.

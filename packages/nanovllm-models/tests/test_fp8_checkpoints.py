@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import INDEX, read_tensors, write_checkpoint, write_twin
 
 import nanovllm_models
-from nanovllm_core.layers import compiled
+from nanovllm_core.layers import compilation
 from nanovllm_core.layers.weights import WeightError
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, quantize_groups
 from nanovllm_models import llama
@@ -84,7 +84,7 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
     assert 2**-8 < (found - plain).norm() / plain.norm() < bound
 
 
-def test_a_module_that_is_kept_stays_as_it_is(tmp_path, session):
+def test_modules_that_are_not_quantised_keep_their_weights(tmp_path, session):
     write_checkpoint(tmp_path, make_model("llama"), fp8=True)
     tensors = read_tensors(tmp_path)
     # As if the publisher had not quantised the first layer's attention output and the last layer.
@@ -121,7 +121,7 @@ def test_a_module_that_is_kept_stays_as_it_is(tmp_path, session):
     ],
     ids=["a part is kept", "what is quantised is said to be kept", "no quantization_config"],
 )
-def test_a_config_that_is_not_of_the_weights_is_refused(config, message, tmp_path, session):
+def test_a_config_that_does_not_fit_the_weights_is_refused(config, message, tmp_path, session):
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["quantization_config"] = None if config is None else fields["quantization_config"] | config
@@ -130,7 +130,7 @@ def test_a_config_that_is_not_of_the_weights_is_refused(config, message, tmp_pat
         session(nanovllm_models.load(tmp_path))
 
 
-def test_a_scale_that_is_missing_is_named(tmp_path, session):
+def test_a_missing_scale_is_named(tmp_path, session):
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)
     file = next(file for file in sorted(tmp_path.glob("*.safetensors")) if "layers.1.mlp" in str(read_names(file)))
     tensors = load_file(file)
@@ -153,7 +153,7 @@ def test_random_weights_are_quantised_too(tmp_path, session):
     assert model.step(PROMPTS)[0].isfinite().all()
 
 
-def test_bfloat16_is_near_float32(tmp_path, session):
+def test_bfloat16_logits_are_near_float32_logits(tmp_path, session):
     write_checkpoint(tmp_path, make_model("llama"), dtype=torch.bfloat16, fp8=True)
     spec = nanovllm_models.load(tmp_path)
     assert spec.dtype == torch.bfloat16
@@ -163,8 +163,8 @@ def test_bfloat16_is_near_float32(tmp_path, session):
 
 
 def test_compiling_gives_nearly_the_same_logits(tmp_path, session, monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    monkeypatch.setattr(llama, "LEAST_ROWS", 9)
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    monkeypatch.setattr(llama, "MIN_COMPILED_ROWS", 9)
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)
     spec = nanovllm_models.load(tmp_path)
     plain, fast = session(spec), session(spec, compiled=True)

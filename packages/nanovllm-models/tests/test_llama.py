@@ -10,7 +10,7 @@ from tiny_families import PROMPTS, make_checkpoint
 import nanovllm_models
 
 
-def test_a_tied_checkpoint_may_carry_its_head_and_frequencies(tmp_path, session):
+def test_a_tied_checkpoint_may_have_a_head_and_rotary_frequencies(tmp_path, session):
     theirs = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
     expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
     tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
@@ -20,7 +20,7 @@ def test_a_tied_checkpoint_may_carry_its_head_and_frequencies(tmp_path, session)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_the_spec_says_what_the_engine_must_know_and_travels_by_pickle(tmp_path, session):
+def test_the_spec_has_the_fields_of_the_engine_and_can_be_pickled(tmp_path, session):
     make_checkpoint(tmp_path, "llama", eos_token_id=[7, 9])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
     spec = nanovllm_models.load(tmp_path, served_name="tiny")

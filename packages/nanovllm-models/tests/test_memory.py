@@ -73,7 +73,7 @@ def write_large(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_loading_holds_the_model_and_a_file_at_most(tmp_path):
+def test_loading_needs_memory_for_the_model_and_one_file(tmp_path):
     model, shard = write_large(tmp_path)
     # This fails if the model is in memory twice.
     assert model > 2 * (shard + SLACK)

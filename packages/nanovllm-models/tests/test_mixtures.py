@@ -27,7 +27,7 @@ QWEN3, MINIMAX = "qwen3_moe", "minimax_m2"
     ],
     ids=["qwen3_moe", "minimax_m2"],
 )
-def test_tensors_of_experts_that_are_wrong_are_named(family, expert, tmp_path, session):
+def test_missing_and_misshapen_expert_tensors_are_named(family, expert, tmp_path, session):
     make_checkpoint(tmp_path, family)
     spec = nanovllm_models.load(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -131,9 +131,9 @@ def test_fields_left_out_have_the_defaults_of_transformers(family, config, tmp_p
     }
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
-    sparse = family.parse_sparse_config(fields, *([24] if family is qwen3_moe else []))
+    sparse = family.parse_moe_config(fields, *([24] if family is qwen3_moe else []))
     assert (sparse.num_experts, sparse.routing.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
     if family is qwen3_moe:
-        assert sparse.moe_intermediate_size == theirs.moe_intermediate_size
+        assert sparse.intermediate_size == theirs.moe_intermediate_size
         assert sparse.routing.renormalize == theirs.norm_topk_prob
         assert sparse.sparse_layers == frozenset(range(24))

@@ -8,7 +8,7 @@ from tiny_families import DEEPSEEK_YARN, FAMILIES, PROMPTS, make_checkpoint
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nanovllm_models
-from nanovllm_core.layers import compiled
+from nanovllm_core.layers import compilation
 from nanovllm_models import deepseek_v3, llama, qwen3_next
 
 # A recurrence that is computed in chunks adds up in another order than transformers.
@@ -146,9 +146,9 @@ def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, sessi
 def test_each_kind_of_layer_is_compiled_once(family, variant, kinds, tmp_path, session, monkeypatch):
     """Qwen3-Next compiles once per kind of neighbouring layers."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compiled, "BACKEND", counter)
+    monkeypatch.setattr(compilation, "BACKEND", counter)
     for module in (llama, qwen3_next, deepseek_v3):
-        monkeypatch.setattr(module, "LEAST_ROWS", 9)
+        monkeypatch.setattr(module, "MIN_COMPILED_ROWS", 9)
     make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
     spec = nanovllm_models.load(tmp_path)
     plain, fast = session(spec), session(spec, compiled=True)
@@ -190,7 +190,7 @@ def test_chunked_prefill_gives_the_same_logits(family, variant, tmp_path, sessio
     ],
     ids=["llama", "deepseek_v3"],
 )
-def test_the_config_as_transformers_4_wrote_it_means_the_same(family, rope, kind, added, tmp_path, session):
+def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, kind, added, tmp_path, session):
     make_checkpoint(tmp_path, family, rope_parameters=rope)
     expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
     file = tmp_path / "config.json"
@@ -215,7 +215,7 @@ def test_the_config_as_transformers_4_wrote_it_means_the_same(family, rope, kind
         ("deepseek_v3", "dense", 0.99, 1),
     ],
 )
-def test_bfloat16_is_near_float32(family, variant, near, share, tmp_path, session):
+def test_bfloat16_logits_are_near_float32_logits(family, variant, near, share, tmp_path, session):
     make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
     spec = nanovllm_models.load(tmp_path)
     exact, coarse = (torch.cat(session(spec, dtype).step(PROMPTS)) for dtype in (torch.float32, torch.bfloat16))

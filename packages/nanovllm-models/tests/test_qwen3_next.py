@@ -12,7 +12,7 @@ import nanovllm_models
 from nanovllm_core.layers.weights import WeightError
 from nanovllm_core.model import PagedSpec, StateSpec
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, dequantize
-from nanovllm_kernels.linear_attention import CHECKPOINT
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 from nanovllm_models.errors import ModelError
 
 TOLERANCE = 2e-4
@@ -40,21 +40,23 @@ def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, ses
     spec = nanovllm_models.load(tmp_path)
     prompt = PROMPTS[1]
     ours = session(spec)
-    ours.saves[0] = CHECKPOINT
+    ours.saves[0] = CHECKPOINT_INTERVAL
     expected = ours.step([prompt])[0]
     following = ours.step([[3]])[0]
     ours.rewind(0)
-    torch.testing.assert_close(ours.step([prompt[CHECKPOINT:]])[0], expected[CHECKPOINT:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        ours.step([prompt[CHECKPOINT_INTERVAL:]])[0], expected[CHECKPOINT_INTERVAL:], atol=1e-5, rtol=1e-5
+    )
     torch.testing.assert_close(ours.step([[3]])[0], following, atol=1e-5, rtol=1e-5)
     # Here a step of one token saves the state.
     ours = session(spec)
-    ours.saves[0] = CHECKPOINT
-    ours.step([prompt[: CHECKPOINT - 1]])
-    ours.step([prompt[CHECKPOINT - 1 : CHECKPOINT]])
-    ours.step([prompt[CHECKPOINT:]])
+    ours.saves[0] = CHECKPOINT_INTERVAL
+    ours.step([prompt[: CHECKPOINT_INTERVAL - 1]])
+    ours.step([prompt[CHECKPOINT_INTERVAL - 1 : CHECKPOINT_INTERVAL]])
+    ours.step([prompt[CHECKPOINT_INTERVAL:]])
     ours.rewind(0)
-    found = ours.step([prompt[CHECKPOINT:]])[0]
-    torch.testing.assert_close(found, expected[CHECKPOINT:], atol=TOLERANCE, rtol=TOLERANCE)
+    found = ours.step([prompt[CHECKPOINT_INTERVAL:]])[0]
+    torch.testing.assert_close(found, expected[CHECKPOINT_INTERVAL:], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_cache_specs_of_each_layer(tmp_path, session):
@@ -96,7 +98,7 @@ def test_a_head_for_multi_token_prediction_is_loaded_and_changes_nothing(tmp_pat
         ("model.layers.3.mlp.shared_expert.down_proj.weight", "[32, 40]"),
     ],
 )
-def test_tensors_that_are_wrong_are_named(name, shape, tmp_path, session):
+def test_invalid_tensors_are_named(name, shape, tmp_path, session):
     make_checkpoint(tmp_path, "qwen3_next")
     tensors = load_file(tmp_path / "model.safetensors")
     extra = name.replace(".layers.", ".layers.1")
@@ -124,7 +126,7 @@ def test_tensors_that_are_wrong_are_named(name, shape, tmp_path, session):
         ({"hidden_act": "gelu"}, "hidden_act .* must be silu"),
     ],
 )
-def test_configs_that_are_wrong_are_refused(changes, message, tmp_path):
+def test_invalid_configs_are_refused(changes, message, tmp_path):
     make_checkpoint(tmp_path, "qwen3_next")
     file = tmp_path / "config.json"
     fields = json.loads(file.read_text()) | changes
@@ -136,7 +138,7 @@ def test_configs_that_are_wrong_are_refused(changes, message, tmp_path):
 
 
 @pytest.mark.parametrize("shared_width", [40, 24], ids=["shared among the others", "beside them"])
-def test_block_fp8_weights_get_to_where_the_float32_twins_are(shared_width, tmp_path, session):
+def test_block_fp8_weights_are_loaded_into_the_rows_of_the_float32_weights(shared_width, tmp_path, session):
     changes = {"mlp_only_layers": [1], "num_hidden_layers": 2, "full_attention_interval": 2, "initializer_range": 0.1}
     model = make_model("qwen3_next", head_dim=128, shared_expert_intermediate_size=shared_width, **changes)
     write_checkpoint(tmp_path / "fp8", model, fp8=True, mtp=True, old_config=True)

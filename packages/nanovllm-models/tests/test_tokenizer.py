@@ -36,7 +36,7 @@ def write_tokenizer(tmp_path):
     return write
 
 
-def test_text_to_ids_and_back_whole_whatever_the_file_says_of_lengths(write_tokenizer):
+def test_text_survives_encoding_and_decoding_despite_truncation_and_padding_in_the_file(write_tokenizer):
     tokenizer = load_tokenizer(write_tokenizer(None))
     assert tokenizer.encode("hello world hello", add_special_tokens=True).tolist() == [0, 3, 4, 3]
     assert tokenizer.encode("<s>hello", add_special_tokens=False).tolist() == [0, 3]
@@ -67,7 +67,7 @@ def test_chat_template_is_the_source_of_the_template(write_tokenizer):
     assert load_tokenizer(write_tokenizer(several)).chat_template == "a\nb"
 
 
-def test_a_template_of_the_caller_replaces_the_model_s(write_tokenizer):
+def test_a_callers_template_replaces_the_models(write_tokenizer):
     for own in (None, TEMPLATE):
         tokenizer = load_tokenizer(write_tokenizer(own), chat_template="{{ messages[0].content }}!")
         assert tokenizer.render_chat(HELLO) == "hello!"
@@ -86,7 +86,9 @@ def test_a_template_of_the_caller_replaces_the_model_s(write_tokenizer):
         (TEMPLATE, [], "refuses these messages"),
     ],
 )
-def test_what_a_template_refuses_is_a_template_error_of_one_line(write_tokenizer, template, messages, message):
+def test_a_conversation_that_a_template_refuses_is_a_template_error_of_one_line(
+    write_tokenizer, template, messages, message
+):
     tokenizer = load_tokenizer(write_tokenizer(template))
     with pytest.raises(TemplateError) as caught:
         tokenizer.render_chat(messages)
@@ -95,7 +97,7 @@ def test_what_a_template_refuses_is_a_template_error_of_one_line(write_tokenizer
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation"])
-def test_values_for_the_template_cannot_reach_beyond_it(write_tokenizer, name):
+def test_template_values_cannot_have_names_of_transformers_parameters(write_tokenizer, name):
     with pytest.raises(TemplateValueError, match=f"{name} can't be given"):
         load_tokenizer(write_tokenizer(TEMPLATE)).render_chat(HELLO, template_values={name: "x"})
 

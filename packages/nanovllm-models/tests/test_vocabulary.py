@@ -21,9 +21,9 @@ def test_the_default_models_vocabulary_has_the_bytes_of_its_tokens(default_model
 def test_special_tokens_are_text_where_a_family_writes_them(tmp_path):
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
+    from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 
-    backend = Tokenizer(models.BPE(vocab=dict(BYTES_OF_CHARACTERS), merges=[]))
+    backend = Tokenizer(models.BPE(vocab=dict(BYTE_BY_CHARACTER), merges=[]))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>", "<|python_tag|>", "<|other|>"])
     backend.add_tokens([AddedToken("<think>", special=False), AddedToken("two words", special=False)])

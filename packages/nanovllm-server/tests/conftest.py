@@ -9,39 +9,34 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import Exchange, check
+from contract import ObservedResponse, check_response
 from hypercorn.typing import ASGIFramework
 from numpy.typing import NDArray
 from quart import Quart
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from nanovllm_core.engine.engine import Engine
+from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.status import EngineInfo
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
-from nanovllm_core.request import (
-    GrammarError,
-    GrammarSpec,
-    ParameterTypes,
-    PromptLogprobs,
-    Request,
-    StepOutputs,
-    TokenLogprobs,
-)
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
+from nanovllm_core.outputs import PromptLogprobs, StepOutputs, TokenLogprobs
+from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
-from nanovllm_models.token_bytes import BYTES_OF_CHARACTERS
-from nanovllm_server.chat.detokenizing import TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
+from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.admission import AdmissionControl
 from nanovllm_server.http.app import create_app
 from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import configure_logs, get_logger
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.shared_counters import SharedCounters, allocate_counters
+from nanovllm_server.parsing.detokenizing import TextVocabulary
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.processes.server import bind
-from nanovllm_server.processes.shared_counters import SharedCounters, allocate_counters
-from nanovllm_server.processes.worker import http_config
+from nanovllm_server.processes.worker import hypercorn_config
 
 EOS = 259
 VOCAB_SIZE = 320
@@ -50,7 +45,7 @@ MAX_MODEL_LEN = 512
 
 def make_backend() -> Tokenizer:
     """A vocabulary with one token per byte, and a few merged tokens."""
-    vocab = dict(BYTES_OF_CHARACTERS)
+    vocab = dict(BYTE_BY_CHARACTER)
     vocab["he"] = 256
     vocab["Ġt"] = 257
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("Ġ", "t")]))
@@ -110,7 +105,7 @@ class ScriptedEngine(Engine):
                 kv_cache_bytes=1 << 20,
                 prefix_caching=True,
                 attention_backend="torch",
-                grammars=True,
+                supports_grammars=True,
             )
         )
         self.reply: list[int] = [*b"Hello"]
@@ -119,12 +114,13 @@ class ScriptedEngine(Engine):
         self.num_cached_tokens = 8
         self.endless = False
         self.crash: Exception | None = None
-        # Of grammars: how long each takes to compile, and what is wrong with those that hold such a text.
+        # How long a grammar takes to compile, and error messages of grammars that contain the text of the key.
         self.compiling_s = 0.0
         self.grammar_errors: dict[str, str] = {}
         self.compiled: list[GrammarSpec] = []
         self.num_compiling = 0
         self.requests: list[Request] = []
+        self.keys: list[int] = []
         self.aborted: list[int] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -138,13 +134,14 @@ class ScriptedEngine(Engine):
     async def stop(self) -> None:
         self._die("stopped")
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, key: int, request: Request) -> None:
         if self.crash is not None:
             raise self.crash
         self.requests.append(request)
-        task = asyncio.get_running_loop().create_task(self._run(request))
-        self._tasks[request.key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request.key, None))
+        self.keys.append(key)
+        task = asyncio.get_running_loop().create_task(self._run(key, request))
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         self.num_compiling += 1
@@ -160,14 +157,14 @@ class ScriptedEngine(Engine):
         return enforceable.parameter_types
 
     def refuse_grammar(self, key: int, reason: str) -> None:
-        self._streams.dispatch(StepOutputs(failures=[(key, reason)]))
+        self._output_buffers.dispatch(StepOutputs(failures=[(key, reason)]))
 
     def _abort(self, key: int) -> None:
         self.aborted.append(key)
         if key in self._tasks:
             self._tasks[key].cancel()
 
-    def _tell(self, request: Request) -> list[tuple[int, PromptLogprobs]]:
+    def _prompt_logprobs(self, key: int, request: Request) -> list[tuple[int, PromptLogprobs]]:
         """Log-probabilities in which each prompt token is the second likeliest, after the token with the next id."""
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
@@ -176,37 +173,37 @@ class ScriptedEngine(Engine):
         top_ids = tokens[:, None] + np.array([1, 0, *range(2, 20)], np.int32)[:num_top]
         top_logprobs = np.broadcast_to(np.float32([-0.5, -1.5, *range(-3, -21, -1)])[:num_top], top_ids.shape)
         own = np.full_like(tokens, -1.5, np.float32), np.full_like(tokens, 2)
-        return [(request.key, PromptLogprobs(num_top, *(each.tobytes() for each in (*own, top_ids, top_logprobs))))]
+        return [(key, PromptLogprobs(num_top, *(array.tobytes() for array in (*own, top_ids, top_logprobs))))]
 
-    async def _run(self, request: Request) -> None:
+    async def _run(self, key: int, request: Request) -> None:
         sampling = request.sampling
         tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
         limit = sampling.max_tokens or MAX_MODEL_LEN - request.num_prompt_tokens
-        made = 0
-        while made < limit:
-            if self.delay or made % 50 == 49:
+        num_generated = 0
+        while num_generated < limit:
+            if self.delay or num_generated % 50 == 49:
                 await asyncio.sleep(self.delay)
-            new = list(itertools.islice(tokens, min(self.burst, limit - made)))
-            made += len(new)
-            stop = next((token for token in new if token == EOS or token in sampling.stop_token_ids), None)
+            new_tokens = list(itertools.islice(tokens, min(self.burst, limit - num_generated)))
+            num_generated += len(new_tokens)
+            stop = next((token for token in new_tokens if token == EOS or token in sampling.stop_token_ids), None)
             if stop is not None:
-                made -= len(new) - new.index(stop) - 1
-                new = new[: new.index(stop) + 1]
-            reason = "stop" if stop is not None else "length" if made >= limit else None
-            key, top = request.key, sampling.logprobs
-            self._streams.dispatch(
+                num_generated -= len(new_tokens) - new_tokens.index(stop) - 1
+                new_tokens = new_tokens[: new_tokens.index(stop) + 1]
+            reason = "stop" if stop is not None else "length" if num_generated >= limit else None
+            num_top = sampling.logprobs
+            self._output_buffers.dispatch(
                 StepOutputs(
-                    keys=[key] * len(new),
-                    tokens=new,
+                    keys=[key] * len(new_tokens),
+                    tokens=new_tokens,
                     logprobs=[]
-                    if top is None
+                    if num_top is None
                     else [
-                        (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(top))))
-                        for token in new
+                        (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(num_top))))
+                        for token in new_tokens
                     ],
-                    begins=[(key, self.num_cached_tokens)] if made == len(new) else [],
-                    ends=[(key, reason, stop)] if reason is not None else [],
-                    prompt_logprobs=self._tell(request) if made == len(new) else [],
+                    starts=[(key, self.num_cached_tokens)] if num_generated == len(new_tokens) else [],
+                    finishes=[(key, reason, stop)] if reason is not None else [],
+                    prompt_logprobs=self._prompt_logprobs(key, request) if num_generated == len(new_tokens) else [],
                 )
             )
             if reason is not None:
@@ -255,12 +252,12 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Te
     service.renderer.close()
 
 
-class Witness:
-    """Wraps the application, and checks every response against the contract."""
+class ResponseRecorder:
+    """Wraps the application, and records every response for the check against the contract."""
 
     def __init__(self, app: ASGIFramework):
         self._app = app
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[ObservedResponse] = []
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
@@ -268,7 +265,7 @@ class Witness:
             return
         status, kind, body, complete = 0, "", bytearray(), False
 
-        async def send_and_see(event) -> None:
+        async def send_and_record(event) -> None:
             nonlocal status, kind, complete
             if event["type"] == "http.response.start":
                 status = event["status"]
@@ -279,20 +276,22 @@ class Witness:
             await send(event)
 
         try:
-            await self._app(scope, receive, send_and_see)
+            await self._app(scope, receive, send_and_record)
         finally:
             if status:
-                self.exchanges.append(Exchange(scope["method"], scope["path"], status, kind, bytes(body), complete))
+                self.exchanges.append(
+                    ObservedResponse(scope["method"], scope["path"], status, kind, bytes(body), complete)
+                )
 
 
 @pytest.fixture
 def app(service: Service) -> Iterator[Quart]:
     app = create_app(service)
-    witness = Witness(app.asgi_app)
-    app.asgi_app = witness
+    recorder = ResponseRecorder(app.asgi_app)
+    app.asgi_app = recorder
     yield app
-    for exchange in witness.exchanges:
-        check(exchange)
+    for exchange in recorder.exchanges:
+        check_response(exchange)
 
 
 @pytest.fixture
@@ -302,7 +301,7 @@ def client(app: Quart):
 
 @pytest.fixture
 def post(client) -> Callable[..., Any]:
-    """Sends a chat completion; the given fields replace those of a small valid request."""
+    """Sends a chat completion request. `fields` replace the fields of a small valid request."""
 
     async def post(headers: dict[str, str] | None = None, **fields: Any):
         body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -312,14 +311,14 @@ def post(client) -> Callable[..., Any]:
 
 
 @contextlib.asynccontextmanager
-async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, stalled_s: float = 60) -> AsyncIterator[str]:
+async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
     (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
-    config = http_config()
+    config = hypercorn_config()
     config.graceful_timeout = 1
     config.keep_alive_timeout = keep_alive_s
     closing = asyncio.Event()
-    task = asyncio.create_task(serve(app, listener, config, closing.wait, stalled_s=stalled_s))
+    task = asyncio.create_task(serve(app, listener, config, closing.wait, write_timeout_s=write_timeout_s))
     await asyncio.sleep(0)
     yield f"http://127.0.0.1:{port}"
     closing.set()
@@ -330,11 +329,11 @@ async def behind_a_socket(app: Quart, *, keep_alive_s: float = 75, stalled_s: fl
 @pytest.fixture
 async def url(app: Quart) -> AsyncIterator[str]:
     """The same server behind a real socket."""
-    async with behind_a_socket(app) as url:
+    async with serve_on_socket(app) as url:
         yield url
 
 
 @pytest.fixture
 def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
     """Serves the test's own application, or other settings, behind a real socket."""
-    return behind_a_socket
+    return serve_on_socket

@@ -94,7 +94,7 @@ def test_stop():
     assert model().invoke(MESSAGES, stop=[stop]).content == text[: text.index(stop)]
 
 
-def test_tools_and_back():
+def test_tool_call_and_its_result():
     asked = (
         model(max_tokens=80).bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False).invoke(MESSAGES)
     )

@@ -100,7 +100,7 @@ def test_stop():
     assert litellm.completion(**ASKED, stop=[stop]).choices[0].message.content == text[: text.index(stop)]
 
 
-def test_tools_and_back():
+def test_tool_call_and_its_result():
     fields = {"tools": [WEATHER], "parallel_tool_calls": False}
     asked = litellm.completion(**ASKED | fields | {"tool_choice": "required", "max_tokens": 80})
     message = asked.choices[0].message

@@ -103,7 +103,7 @@ def test_chat(sdk):
     assert answer._request_id
 
 
-async def test_a_stream_is_the_whole_in_pieces(sdk, sdk_async):
+async def test_streamed_pieces_join_to_the_complete_answer(sdk, sdk_async):
     whole = create(sdk, logprobs=True, top_logprobs=2)
     stream = await create(sdk_async, stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=2)
     chunks = [chunk async for chunk in stream]
@@ -125,7 +125,7 @@ async def test_a_stream_is_the_whole_in_pieces(sdk, sdk_async):
     assert [len(entry.top_logprobs) for entry in entries] == [2] * whole.usage.completion_tokens
 
 
-def test_the_stream_helper_gathers_the_same(sdk):
+def test_the_stream_helper_joins_the_same_answer(sdk):
     # The SDK raises for an answer that ended at the length limit.
     stop = create(sdk).choices[0].message.content[12:16]
     whole = create(sdk, stop=stop)
@@ -186,7 +186,7 @@ def arguments(call):
     return GetWeather.model_validate_json(call.function.arguments, strict=True, extra="forbid")
 
 
-def test_tools_and_back(sdk):
+def test_tool_call_and_its_result(sdk):
     asked = create(sdk, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_completion_tokens=80)
     (choice,) = asked.choices
     assert choice.finish_reason == "tool_calls"
@@ -229,7 +229,7 @@ def test_allowed_tools(sdk):
     arguments(call)
 
 
-def test_streamed_tool_calls_are_the_whole_ones_in_pieces(sdk):
+def test_streamed_tool_calls_join_to_the_complete_calls(sdk):
     fields = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 80}
     (expected,) = create(sdk, **fields).choices[0].message.tool_calls
     chunks = list(create(sdk, stream=True, **fields))

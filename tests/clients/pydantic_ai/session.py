@@ -64,7 +64,7 @@ async def test_stream():
     assert result.usage.output_tokens == whole.usage.output_tokens
 
 
-async def test_a_conversation_goes_on():
+async def test_a_conversation_continues():
     first = await agent().run(QUESTION, model_settings=SHORT)
     second = await agent().run("And of Italy?", message_history=first.all_messages(), model_settings=SHORT)
     assert second.output
@@ -111,7 +111,7 @@ async def test_prompted_object():
     assert isinstance(result.output, Note)
 
 
-async def test_tools_and_back():
+async def test_tool_call_and_its_result():
     asked = []
 
     def settings(context):

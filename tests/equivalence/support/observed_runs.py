@@ -14,7 +14,7 @@ from nanovllm_core.engine.status import EngineStats
 from nanovllm_models import load
 
 # Tokens of an answer, and how many likeliest tokens have their log-probabilities reported at each position.
-OUTPUT, NUM_TOP = 6, 20
+OUTPUT_LEN, NUM_TOP = 6, 20
 
 
 class Scores(NamedTuple):
@@ -62,7 +62,7 @@ async def observe(path: Path, config: EngineConfig, prompts: list[list[int]]) ->
     engine = await AsyncEngine.start(load(path), config)
 
     async def collect(prompt: list[int], name: str, options: dict[str, int]) -> list[RequestOutput]:
-        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, **options)
+        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, **options)
         return [output async for output in engine.generate(Request(name, prompt, sampling))]
 
     async def run(**options: int) -> Run:

@@ -15,8 +15,8 @@ from nanovllm_kernels.linear_attention import StateBatch
 Attention = Callable[[Tensor, AttentionBatch], Tensor]
 
 
-class Launch(Protocol):
-    """Runs a layer's attention outside of a captured graph, see `ForwardContext.launch`."""
+class LaunchAttention(Protocol):
+    """Runs a layer's attention outside of a captured graph, see `ForwardContext.launch_attention`."""
 
     def __call__(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """Result [T, heads, value_dim] of `attention` of `q` [T, heads, head_dim]. value_dim: None for head_dim."""
@@ -71,8 +71,9 @@ class ForwardContext:
         rope_dim].
     kv_scales: one per cache if these are FP8, else empty: uint8 [num_blocks, heads, block_size], where heads is the
         third dimension of the cache; see `nanovllm_kernels.fp8`.
-    launch: if set, a layer calls it with its attention and queries instead of computing attention. It is set while a
-        step is captured in pieces: attention runs between the captured graphs, and is launched anew at each replay.
+    launch_attention: if set, a layer calls this function with its attention and queries instead of computing attention.
+        It is set while a step is captured in pieces: attention runs between the captured graphs and is launched anew at
+        each replay.
     state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
     states: state slots of the batch's requests; None for a model without recurrent layers.
     """
@@ -81,7 +82,7 @@ class ForwardContext:
     slot_mapping: Tensor
     kv_caches: tuple[Tensor, ...]
     kv_scales: tuple[Tensor, ...] = ()
-    launch: Launch | None = None
+    launch_attention: LaunchAttention | None = None
     state_caches: tuple[StateCache, ...] = ()
     states: StateBatch | None = None
 

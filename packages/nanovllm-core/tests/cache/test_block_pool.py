@@ -3,24 +3,25 @@ import pytest
 from nanovllm_core.cache.block_pool import NULL_BLOCK, BlockPool
 from nanovllm_core.cache.manager import BlockShortage, CacheManager
 from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
 
 
 def manager(num_blocks: int = 8, *, prefix_hash: str = "fast", watermark: float = 0.0) -> CacheManager:
     return CacheManager(num_blocks, 4, prefix_caching=True, prefix_hash=prefix_hash, watermark=watermark)
 
 
-def admitted(cache: CacheManager, name: str, tokens: list[int], salt: str = "") -> Request:
-    request = Request(name, list(tokens), cache_salt=salt)
+def admitted(cache: CacheManager, name: str, tokens: list[int], salt: str = "") -> RequestState:
+    request = RequestState(0, Request(name, list(tokens), cache_salt=salt))
     assert cache.admit(request, keep_watermark=False) is not None
     return request
 
 
 def found(cache: CacheManager, tokens: list[int], salt: str = "") -> int | None:
     """How many tokens of a prompt need not be computed."""
-    return cache.admit(Request("x", list(tokens), cache_salt=salt), keep_watermark=False)
+    return cache.admit(RequestState(0, Request("x", list(tokens), cache_salt=salt)), keep_watermark=False)
 
 
-def finish(cache: CacheManager, request: Request) -> None:
+def finish(cache: CacheManager, request: RequestState) -> None:
     cache.commit(request, request.num_tokens)
     cache.release(request)
 
@@ -88,7 +89,7 @@ def test_blocks_of_a_step_still_in_flight_are_not_found():
 
 def test_failed_admission_changes_nothing():
     cache = manager(num_blocks=2, watermark=0.5)
-    request = Request("a", [1] * 8)
+    request = RequestState(0, Request("a", [1] * 8))
     assert cache.admit(request, keep_watermark=True) == BlockShortage(3)
     assert cache.pool.num_free == 2
     assert cache.admit(request, keep_watermark=False) == 0

@@ -8,13 +8,14 @@ import pytest
 from nanovllm_core.cache.manager import BlockShortage, CacheManager
 from nanovllm_core.cache.prefix import PrefixHasher
 from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
 
 SIZE = 4
 KINDS = pytest.mark.parametrize("kind", ["fast", "sha256"])
 
 
 def hashes(hasher: PrefixHasher, tokens: list[int], salt: str = "") -> list[int | bytes]:
-    request = Request("a", tokens, cache_salt=salt)
+    request = RequestState(0, Request("a", tokens, cache_salt=salt))
     hasher.extend(request)
     return request.block_hashes
 
@@ -24,7 +25,7 @@ def test_hashes_do_not_depend_on_when_tokens_became_known(kind):
     rng, hasher = random.Random(0), PrefixHasher(kind, SIZE)
     for _ in range(50):
         tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]
-        request = Request("a", tokens[: rng.randrange(1, len(tokens) + 1)])
+        request = RequestState(0, Request("a", tokens[: rng.randrange(1, len(tokens) + 1)]))
         while request.num_tokens < len(tokens):
             hasher.extend(request)
             known = request.num_tokens
@@ -63,7 +64,7 @@ def test_no_block_of_a_request_is_hashed_twice(monkeypatch):
         return found
 
     monkeypatch.setattr(cache._hasher, "_chain", counting)
-    first, second = Request("a", [*range(22)]), Request("b", [*range(50, 72)])
+    first, second = RequestState(0, Request("a", [*range(22)])), RequestState(0, Request("b", [*range(50, 72)]))
     assert cache.admit(first, keep_watermark=False) == 0
     for _ in range(3):
         assert isinstance(cache.admit(second, keep_watermark=False), BlockShortage)

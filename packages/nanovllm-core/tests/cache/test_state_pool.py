@@ -2,8 +2,9 @@ import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool, checkpoint_positions
-from nanovllm_core.request import MAX_CHECKPOINTS, Request
-from nanovllm_kernels.linear_attention import CHECKPOINT
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import MAX_CHECKPOINTS, RequestState
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 
 def manager(num_slots: int, max_running: int) -> CacheManager:
@@ -11,14 +12,14 @@ def manager(num_slots: int, max_running: int) -> CacheManager:
     return CacheManager(1000, 16, prefix_caching=True, prefix_hash="fast", watermark=0, states=states)
 
 
-def admitted(cache: CacheManager, tokens: list[int]) -> tuple[Request, int]:
-    request = Request("r", list(tokens))
+def admitted(cache: CacheManager, tokens: list[int]) -> tuple[RequestState, int]:
+    request = RequestState(0, Request("r", list(tokens)))
     computed = cache.admit(request, keep_watermark=False)
     assert computed is not None
     return request, computed
 
 
-def finish(cache: CacheManager, request: Request) -> None:
+def finish(cache: CacheManager, request: RequestState) -> None:
     cache.commit(request, request.num_tokens)
     cache.release(request)
 
@@ -27,10 +28,10 @@ def finish(cache: CacheManager, request: Request) -> None:
 def test_wherever_a_prompt_is_left_a_checkpoint_is_near(length):
     positions = checkpoint_positions(0, length, 0)
     assert len(positions) <= min(MAX_CHECKPOINTS, max(length.bit_length() - 4, 0))
-    assert all(0 < position <= length and position % CHECKPOINT == 0 for position in positions)
+    assert all(0 < position <= length and position % CHECKPOINT_INTERVAL == 0 for position in positions)
     for shared in range(0, length + 1, max(length // 500, 1)):
         last = max((position for position in positions if position <= shared), default=0)
-        assert shared - last <= length - shared + CHECKPOINT
+        assert shared - last <= length - shared + CHECKPOINT_INTERVAL
 
 
 def test_prompt_leaves_a_checkpoint_where_it_differs_from_earlier_prompts():
@@ -51,7 +52,7 @@ def test_a_checkpoint_is_found_only_along_the_same_tokens_and_with_all_blocks_th
     cache.commit(first, 130)
     third, computed = admitted(cache, prompt)
     assert computed == 128
-    assert third.state_origin not in (0, first.state_slot, third.state_slot)
+    assert third.source_state_slot not in (0, first.state_slot, third.state_slot)
     assert admitted(cache, [7, *prompt[1:]])[1] == 0
     for request in (second, first, third):
         finish(cache, request)

@@ -12,8 +12,11 @@ from toy_model import VOCAB, toy_spec
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_core.execution import runner as runner_module
-from nanovllm_core.execution.graphs import CapturedStep, ForwardOutput, GraphShape, StepGraphs
-from nanovllm_core.request import Budget, TokenLogprobs
+from nanovllm_core.execution.forward import ForwardOutput
+from nanovllm_core.execution.graphs import CapturedStep, GraphShape, StepGraphs
+from nanovllm_core.execution.token_choice import CAPTURED_OPS
+from nanovllm_core.outputs import TokenLogprobs
+from nanovllm_core.sampling_params import ReasoningBudget
 
 OUTPUT = 24
 PLAIN = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}]
@@ -21,11 +24,11 @@ SPECIAL = [
     {"temperature": 0.0, "repetition_penalty": 3.0},
     {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"temperature": 0.0, "logit_bias": {3: 4.0, 40: -100.0}},
-    {"temperature": 0.8, "forbidden": (*((token,) for token in range(20, 60)), (5, 6), (7, 8, 9))},
+    {"temperature": 0.8, "forbidden_sequences": (*((token,) for token in range(20, 60)), (5, 6), (7, 8, 9))},
     {"temperature": 0.0, "logprobs": 3},
     {"temperature": 1.0, "top_k": 5, "logprobs": 0},
-    {"temperature": 0.0, "budget": Budget(7, (11, 12, 13))},
-    {"temperature": 0.7, "frequency_penalty": 1.0, "budget": Budget(4, (14,)), "logprobs": 2},
+    {"temperature": 0.0, "reasoning_budget": ReasoningBudget(7, (11, 12, 13))},
+    {"temperature": 0.7, "frequency_penalty": 1.0, "reasoning_budget": ReasoningBudget(4, (14,)), "logprobs": 2},
 ]
 
 Answer = tuple[list[int], list[TokenLogprobs]]
@@ -44,30 +47,30 @@ class Replayed:
 
 
 class StandIns(StepGraphs):
-    """Has a captured step for every decode. num_replays: by the needs that a choice was captured for."""
+    """Has a captured step for every decode. num_replays: by the `SamplingOps` of the replayed sampling graph."""
 
     num_replays: dict[int, int] = {}
 
-    def capture(self, forward, draw, needs, *, progress):
-        self._forward, self._draw, self._needs = forward, draw, needs
+    def capture(self, run_forward, choose_tokens):
+        self._run_forward, self._choose_tokens = run_forward, choose_tokens
 
-    def dispatch(self, batch, *, launched=False):
-        if batch.query_len != 1 or launched:
-            return super().dispatch(batch, launched=launched)
+    def dispatch(self, batch, *, allows_graph=True):
+        if batch.query_len != 1 or not allows_graph:
+            return super().dispatch(batch, allows_graph=allows_graph)
         count = batch.num_reqs
         shape = GraphShape(count, count, 1, "full_decode_only")
         found = ForwardOutput(
             torch.empty(count, VOCAB), torch.empty(count, dtype=torch.int32), torch.empty(count, 16, dtype=torch.int32)
         )
-        step = CapturedStep([Replayed(found, lambda: self._forward(shape, None, num_decodes=count))], [], found)
-        for needs in self._needs:
+        step = CapturedStep([Replayed(found, lambda: self._run_forward(shape, None, num_decodes=count))], [], found)
+        for ops in CAPTURED_OPS:
             tokens = torch.empty(count, dtype=torch.int32)
 
-            def choose(needs=needs):
-                self.num_replays[needs] = self.num_replays.get(needs, 0) + 1
-                return (self._draw(needs, found),)
+            def choose(ops=ops):
+                self.num_replays[ops] = self.num_replays.get(ops, 0) + 1
+                return (self._choose_tokens(ops, found),)
 
-            step.draws[needs] = Replayed((tokens,), choose), tokens
+            step.sampling_graphs[ops] = Replayed((tokens,), choose), tokens
         return step
 
 
@@ -118,7 +121,7 @@ async def test_stand_ins_for_graphs_choose_what_launched_steps_choose(monkeypatc
     monkeypatch.setattr(runner_module, "StepGraphs", StandIns)
     monkeypatch.setattr(StandIns, "num_replays", {})
     check_equal(await answers("cpu", "none"), expected)
-    assert StandIns.num_replays[runner_module.CAPTURED_NEEDS[-1]] > 20
+    assert StandIns.num_replays[CAPTURED_OPS[-1]] > 20
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The engine in its own process gives the same answers, and fails open requests when it dies."""
+"""An engine in its own process gives the same answers, and open requests fail when it dies."""
 
 import asyncio
 import multiprocessing
@@ -34,10 +34,10 @@ async def collect(engine: EngineClient, request: Request) -> list[int]:
 
 
 def pid_of(engine: EngineClient) -> int:
-    return engine._owned.pid
+    return engine._owned_process.pid
 
 
-async def test_the_same_answers_through_the_wire(toy_spec, oracle):
+async def test_answers_equal_those_of_the_oracle(toy_spec, oracle):
     engine = await EngineClient.launch(toy_spec(), CONFIG)
     try:
         assert engine.info.num_blocks == 64
@@ -48,9 +48,9 @@ async def test_the_same_answers_through_the_wire(toy_spec, oracle):
         assert [len(e.top) async for out in engine.generate(request) for e in out.logprobs] == [2, 2, 2]
 
         request = greedy("q", [1, 2, 3], 3, prompt_logprobs=2)
-        told = [output.prompt_logprobs async for output in engine.generate(request)]
-        assert [len(each.top) for each in told[0]] == [2, 2]
-        assert not any(told[1:])
+        prompt_logprobs = [output.prompt_logprobs async for output in engine.generate(request)]
+        assert [len(each.top) for each in prompt_logprobs[0]] == [2, 2]
+        assert not any(prompt_logprobs[1:])
 
         stream = engine.generate(greedy("long", [1, 2, 3], 200))
         await anext(stream)
@@ -61,7 +61,7 @@ async def test_the_same_answers_through_the_wire(toy_spec, oracle):
         assert engine.stats.generation_tokens >= 120
     finally:
         await engine.stop()
-    assert engine.dead == "the engine was stopped"
+    assert engine.death_reason == "the engine was stopped"
 
 
 async def test_killed_engine_fails_open_requests(toy_spec):
@@ -76,15 +76,15 @@ async def test_killed_engine_fails_open_requests(toy_spec):
     await engine.stop()
 
 
-async def test_a_failing_step_tells_why(toy_spec):
+async def test_a_failing_step_fails_requests_with_the_reason(toy_spec):
     engine = await EngineClient.launch(toy_spec("failing"), CONFIG)
     with pytest.raises(EngineDeadError, match="a poisoned token"):
         await collect(engine, greedy("a", [96], 2))
-    assert "a poisoned token" in engine.dead
+    assert "a poisoned token" in engine.death_reason
     await engine.stop()
 
 
-async def test_a_model_that_cannot_be_built_says_so(toy_spec):
+async def test_an_error_while_building_the_model_reaches_the_client(toy_spec):
     with pytest.raises(ConfigError, match="^this model can't be built$"):
         await EngineClient.launch(toy_spec("refusing"), CONFIG)
 
@@ -115,7 +115,7 @@ INFO = EngineInfo(
     kv_cache_bytes=1,
     prefix_caching=True,
     attention_backend="torch",
-    grammars=True,
+    supports_grammars=True,
 )
 
 
@@ -123,14 +123,14 @@ INFO = EngineInfo(
     ("message", "reason"),
     [
         (b"no message", "DecodeError|ValidationError"),
-        # An answer without a question.
+        # An answer to a message that the client has not sent.
         (wire.encode(wire.Compiled(12345, None)), "KeyError: 12345"),
     ],
 )
-async def test_a_message_that_cannot_be_read_fails_all_readers(tmp_path, caplog, message, reason):
-    lifeline, theirs = multiprocessing.Pipe(duplex=False)
+async def test_an_unreadable_message_fails_all_requests(tmp_path, caplog, message, reason):
+    lifeline, write_end = multiprocessing.Pipe(duplex=False)
     endpoint = f"ipc://{tmp_path}/engine"
-    with lifeline, theirs, zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as engine:
+    with lifeline, write_end, zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as engine:
         engine.bind(endpoint)
         connecting = asyncio.create_task(EngineClient.connect(EngineAddress(endpoint, lifeline)))
         identity, _ = await engine.recv_multipart()
@@ -145,7 +145,7 @@ async def test_a_message_that_cannot_be_read_fails_all_readers(tmp_path, caplog,
             for waiting in (reading, compiling):
                 with pytest.raises(EngineDeadError, match=f"messages can't be read: ({reason})"):
                     await waiting
-        assert client.dead is not None
+        assert client.death_reason is not None
         assert "engine client failed" in caplog.text
         with pytest.raises(EngineDeadError):
             await collect(client, greedy("b", [1], 1))

@@ -29,18 +29,18 @@ async def collect(engine: AsyncEngine, request: Request) -> list[int]:
     return [token async for output in engine.generate(request) for token in output.new_token_ids]
 
 
-async def last(engine: AsyncEngine, request: Request) -> RequestOutput:
+async def collect_last_output(engine: AsyncEngine, request: Request) -> RequestOutput:
     outputs = [output async for output in engine.generate(request)]
     return outputs[-1]
 
 
-async def idle(engine: AsyncEngine) -> None:
+async def wait_until_idle(engine: AsyncEngine) -> None:
     async with asyncio.timeout(10):
         while engine.stats.num_requests_running or engine.stats.num_free_blocks < engine.stats.num_blocks:
             await asyncio.sleep(0.01)
 
 
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
+def make_prompts(count: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     shared = [rng.randrange(90) for _ in range(40)]
     return [
@@ -69,24 +69,24 @@ CONFIGS = {
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_the_same_tokens_as_the_oracle_whatever_the_settings(name, device, toy_spec, oracle):
+async def test_tokens_equal_those_of_the_oracle_for_all_settings(name, device, toy_spec, oracle):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, **CONFIGS[name], "device": device}))
     rng = random.Random(1)
 
     async def arrive(index: int, prompt: list[int]) -> list[int]:
-        # A GPU would be through with most of what came before.
+        # On a GPU, earlier requests would finish before the later ones arrive, and none would be preempted.
         await asyncio.sleep(0 if name.startswith("preempted") else rng.random() * 0.05)
         return await collect(engine, greedy(f"r{index}", prompt, 40))
 
-    work = prompts(16)
+    prompts = make_prompts(16)
     try:
-        found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(work)))
-        await idle(engine)
+        found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(prompts)))
+        await wait_until_idle(engine)
         assert (engine.stats.num_preemptions > 0) == name.startswith("preempted")
         assert (engine.stats.prefix_cache_hits > 0) == ("no prefix" not in name)
     finally:
         await engine.stop()
-    assert found == [oracle(prompt, 40) for prompt in work]
+    assert found == [oracle(prompt, 40) for prompt in prompts]
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ async def engine(toy_spec):
     await engine.stop()
 
 
-async def test_stopping(engine, oracle):
-    prompt = prompts(1)[0]
+async def test_a_stop_token_ends_a_request_and_is_its_last_token(engine, oracle):
+    prompt = make_prompts(1)[0]
     tokens = oracle(prompt, 30)
     stop = tokens[7]
     cut = tokens[: tokens.index(stop) + 1]
@@ -106,36 +106,36 @@ async def test_stopping(engine, oracle):
     assert [token for output in outputs for token in output.new_token_ids] == cut
     assert outputs[-1].finish_reason == "stop"
     assert outputs[-1].stop_token == stop
-    assert (await last(engine, greedy("b", prompt, 3))).finish_reason == "length"
+    assert (await collect_last_output(engine, greedy("b", prompt, 3))).finish_reason == "length"
 
 
 async def test_min_tokens_suppresses_stop_tokens(engine, oracle):
-    prompt = prompts(1)[0]
+    prompt = make_prompts(1)[0]
     stop = oracle(prompt, 1)[0]
     tokens = await collect(engine, greedy("a", prompt, 10, stop_token_ids=(stop,), min_tokens=4))
     assert len(tokens) >= 5
     assert stop not in tokens[:4]
 
 
-async def test_the_context_ends_a_request(toy_spec):
+async def test_a_request_ends_where_the_context_is_full(toy_spec):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**BASE, max_model_len=50))
     request = Request("a", list(range(40)), SamplingParams(temperature=0, ignore_eos=True))
-    output = await last(engine, request)
+    output = await collect_last_output(engine, request)
     assert (output.finish_reason, output.num_output_tokens) == ("length", 10)
     await engine.stop()
 
 
 async def test_usage_counts_cached_tokens(engine):
     prompt = list(range(50))
-    first = await last(engine, greedy("a", prompt, 5))
-    again = await last(engine, greedy("b", prompt, 5))
+    first = await collect_last_output(engine, greedy("a", prompt, 5))
+    again = await collect_last_output(engine, greedy("b", prompt, 5))
     salted = Request("c", prompt, SamplingParams(temperature=0, max_tokens=5), cache_salt="other")
     assert (first.num_prompt_tokens, first.num_cached_tokens, first.num_output_tokens) == (50, 0, 5)
     assert again.num_cached_tokens == 48
-    assert (await last(engine, salted)).num_cached_tokens == 0
+    assert (await collect_last_output(engine, salted)).num_cached_tokens == 0
 
 
-async def test_a_seed_gives_the_same_tokens_in_any_company(engine):
+async def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
     def sampled(name: str, seed: int | None) -> Request:
         return Request(name, [1, 2, 3], SamplingParams(seed=seed, max_tokens=20, ignore_eos=True, top_p=0.95))
 
@@ -147,7 +147,7 @@ async def test_a_seed_gives_the_same_tokens_in_any_company(engine):
 
 
 async def test_penalties_and_biases_reach_the_sampler(engine, oracle):
-    prompt = prompts(1)[0]
+    prompt = make_prompts(1)[0]
     tokens = oracle(prompt, 20)
     assert await collect(engine, greedy("a", prompt, 1, logit_bias={42: 100.0})) == [42]
     penalised = await collect(engine, greedy("b", prompt, 20, frequency_penalty=2.0, presence_penalty=2.0))
@@ -157,28 +157,28 @@ async def test_penalties_and_biases_reach_the_sampler(engine, oracle):
 
 async def test_options_of_a_rows_last_request_are_cleared(engine, oracle):
     """One request of the batch has such options, so the step reads the tables of all rows."""
-    prompt = prompts(1)[0]
-    options = {"logit_bias": {42: 100.0}, "forbidden": (tuple(oracle(prompt, 1)),)}
+    prompt = make_prompts(1)[0]
+    options = {"logit_bias": {42: 100.0}, "forbidden_sequences": (tuple(oracle(prompt, 1)),)}
     await asyncio.gather(*(collect(engine, greedy(f"a{index}", prompt, 3, **options)) for index in range(8)))
-    one, *others = await asyncio.gather(
+    with_options, *others = await asyncio.gather(
         collect(engine, greedy("b", prompt, 20, **options)),
         *(collect(engine, greedy(f"c{index}", prompt, 20)) for index in range(7)),
     )
-    assert one == [42] * 20
+    assert with_options == [42] * 20
     assert others == [oracle(prompt, 20)] * 7
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_forbidden_sequences_never_come(engine, oracle, seed):
-    prompt = prompts(4, seed)[seed]
+async def test_forbidden_sequences_do_not_occur(engine, oracle, seed):
+    prompt = make_prompts(4, seed)[seed]
     expected = oracle(prompt, 30)
-    # The first one goes into its prompt, where it doesn't count.
+    # The first sequence begins in the prompt, where it is allowed.
     forbidden = ((prompt[-1], expected[0]), tuple(expected[1:3]), tuple(expected[6:10]), (expected[15],))
-    found = await collect(engine, greedy("a", prompt, 30, forbidden=forbidden))
+    found = await collect(engine, greedy("a", prompt, 30, forbidden_sequences=forbidden))
     assert found[:2] == expected[:2]
     assert found != expected
     for sequence in forbidden:
-        assert not any(tuple(found[at : at + len(sequence)]) == sequence for at in range(30))
+        assert not any(tuple(found[start : start + len(sequence)]) == sequence for start in range(30))
 
 
 async def test_logprobs_are_of_the_models_own_distribution(engine):
@@ -193,16 +193,16 @@ async def test_logprobs_are_of_the_models_own_distribution(engine):
         assert entry.logprob < values[-1] <= 0
 
 
-async def test_closing_a_stream_frees_everything(engine, monkeypatch):
-    monkeypatch.setattr(loop, "STATS_SECONDS", 0)
+async def test_closing_a_stream_frees_blocks_and_id(engine, monkeypatch):
+    monkeypatch.setattr(loop, "STATS_INTERVAL_S", 0)
     stream = engine.generate(greedy("a", list(range(60)), 150))
     await anext(stream)
     assert engine.stats.num_free_blocks < engine.stats.num_blocks
     steps = engine.stats.num_steps
     await stream.aclose()
-    await idle(engine)
+    await wait_until_idle(engine)
     assert engine.stats.num_steps <= steps + 3
-    assert await collect(engine, greedy("a", [1], 2)), "the id is free again"
+    assert await collect(engine, greedy("a", [1], 2)), "the id can be used again"
 
 
 async def test_more_urgent_request_goes_first(toy_spec):
@@ -210,9 +210,8 @@ async def test_more_urgent_request_goes_first(toy_spec):
     order = []
 
     async def ask(name: str, priority: int) -> None:
-        request = greedy(name, [1, 2, 3], 20)
-        request.priority = priority
-        await collect(engine, request)
+        sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        await collect(engine, Request(name, [1, 2, 3], sampling, priority=priority))
         order.append(name)
 
     running = asyncio.create_task(ask("running", 9))
@@ -250,10 +249,10 @@ async def test_duplicate_request_id_is_refused_without_affecting_others(engine, 
         ("logit_bias", Request("x", [1], SamplingParams(logit_bias={97: 1.0}))),
         ("logit_bias", Request("x", [1], SamplingParams(logit_bias={1: float("inf")}))),
         ("stop_token_ids", Request("x", [1], SamplingParams(stop_token_ids=(99,)))),
-        ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,), (2, 97))))),
-        ("forbidden", Request("x", [1], SamplingParams(forbidden=((),)))),
-        ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,) * 17,)))),
-        ("forbidden", Request("x", [1], SamplingParams(forbidden=((1,),) * 257))),
+        ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((1,), (2, 97))))),
+        ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((),)))),
+        ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((1,) * 17,)))),
+        ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((1,),) * 257))),
         ("logprobs", Request("x", [1], SamplingParams(logprobs=21))),
         ("prompt_logprobs", Request("x", [1], SamplingParams(prompt_logprobs=21))),
         ("prompt_logprobs", Request("x", [1], SamplingParams(prompt_logprobs=-1))),
@@ -261,14 +260,14 @@ async def test_duplicate_request_id_is_refused_without_affecting_others(engine, 
         ("seed", Request("x", [1], SamplingParams(seed=1 << 63))),
     ],
 )
-async def test_bad_requests_name_the_field(engine, field, request_):
+async def test_an_invalid_request_raises_an_error_with_the_field(engine, field, request_):
     with pytest.raises(RequestError) as caught:
         await collect(engine, request_)
     assert caught.value.field == field
-    assert field in str(caught.value)
+    assert field.removesuffix("_sequences") in str(caught.value)
 
 
-async def test_a_failing_step_fails_everyone_with_the_reason(toy_spec, caplog):
+async def test_a_failing_step_fails_all_requests_with_the_reason(toy_spec, caplog):
     engine = await AsyncEngine.start(toy_spec("failing"), EngineConfig(**BASE))
     good = asyncio.create_task(collect(engine, greedy("good", [1], 200)))
     await asyncio.sleep(0.05)
@@ -278,7 +277,7 @@ async def test_a_failing_step_fails_everyone_with_the_reason(toy_spec, caplog):
         await good
     with pytest.raises(EngineDeadError):
         await collect(engine, greedy("late", [1], 2))
-    assert "a poisoned token" in engine.dead
+    assert "a poisoned token" in engine.death_reason
     assert "the engine failed" in caplog.text
     await engine.stop()
 
@@ -295,7 +294,7 @@ async def test_a_failing_step_fails_everyone_with_the_reason(toy_spec, caplog):
         ({"attention_backend": "triton"}, "needs a GPU"),
     ],
 )
-async def test_bad_settings_name_themselves(toy_spec, settings, message):
+async def test_an_invalid_setting_is_named_in_the_error(toy_spec, settings, message):
     with pytest.raises(ConfigError, match=message):
         await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, **settings}))
 

@@ -9,7 +9,7 @@ import toy_model
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_core.config import resolve
-from nanovllm_core.execution.runner import Runner
+from nanovllm_core.execution.runner import start_runner
 
 BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_dtype": "fp8", "depth": 2}
 CONFIGS = {
@@ -65,6 +65,6 @@ def test_fp8_cache_changes_tokens(oracle, expected):
 def test_the_cache_takes_the_bytes_it_was_planned_with(toy_spec, kind, itemsize):
     config = EngineConfig(device="cpu", num_blocks=20, max_model_len=64, kv_cache_dtype=kind)
     resolved = resolve(config, max_position=256, model_dtype=torch.float32, has_cuda=False)
-    runner = Runner(toy_spec(), resolved)
-    assert sum(cache.nbytes for cache in (*runner._kv_caches, *runner._kv_scales)) == runner.kv_cache_bytes
-    assert runner._kv_caches[0].element_size() == itemsize
+    cache = start_runner(toy_spec(), resolved).cache
+    assert sum(tensor.nbytes for tensor in (*cache.kv_caches, *cache.kv_scales)) == cache.kv_bytes
+    assert cache.kv_caches[0].element_size() == itemsize

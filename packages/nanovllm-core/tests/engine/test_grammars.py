@@ -1,4 +1,4 @@
-"""Answers held to grammars, beside free ones, over every setting."""
+"""Requests with grammars beside requests without one, over all settings of the engine."""
 
 import asyncio
 import random
@@ -11,12 +11,12 @@ from grammars import CHECKS, EBNF, JSON, REGEX, SLOW, TAG, XML, XML_TYPES, text_
 
 from nanovllm_core import (
     AsyncEngine,
-    Budget,
     EngineClient,
     EngineConfig,
     EngineDeadError,
     GrammarError,
     GrammarSpec,
+    ReasoningBudget,
     Request,
     RequestError,
     RequestOutput,
@@ -68,13 +68,13 @@ def request(name: str, prompt: list[int], grammar: GrammarSpec | None, **samplin
     return Request(name, prompt, SamplingParams(**{"max_tokens": OUTPUT, "grammar": grammar, **sampling}))
 
 
-async def collect(engine, request: Request, most: int = 1000) -> list[RequestOutput]:
-    """Its outputs, or those up to `most` tokens, and then it is aborted."""
+async def collect(engine, request: Request, max_tokens: int = 1000) -> list[RequestOutput]:
+    """The outputs of a request, which is aborted after `max_tokens` tokens."""
     outputs: list[RequestOutput] = []
     stream = engine.generate(request)
     async for output in stream:
         outputs.append(output)
-        if output.num_output_tokens >= most:
+        if output.num_output_tokens >= max_tokens:
             break
     await stream.aclose()
     return outputs
@@ -84,8 +84,8 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
-def check(compiler, spec: GrammarSpec, outputs: list[RequestOutput]) -> None:
-    """An answer that ended matches its grammar; one that was cut begins as one that does."""
+def check_answer(compiler, spec: GrammarSpec, outputs: list[RequestOutput]) -> None:
+    """A complete answer matches its grammar; an incomplete answer is a prefix of a matching one."""
     tokens = tokens_of(outputs)
     if outputs[-1].finish_reason == "stop":
         assert outputs[-1].stop_token == toy_model.EOS
@@ -97,34 +97,34 @@ def check(compiler, spec: GrammarSpec, outputs: list[RequestOutput]) -> None:
 
 
 async def serve(toy_spec, compiler, oracle, device: str, settings: dict) -> tuple[int, int]:
-    """Many of all kinds at random times: how many ended of themselves, and how many were preempted."""
+    """Run requests that arrive at random times. Returns the numbers of complete answers and of preemptions."""
     config = EngineConfig(**{**BASE, **settings, "device": device}, forbid_sync=device == "cuda")
     engine = await AsyncEngine.start(toy_spec(), config)
-    rng, finished = random.Random(3), 0
+    rng, num_complete = random.Random(3), 0
 
-    async def held(index: int, spec: GrammarSpec) -> None:
-        nonlocal finished
+    async def run_constrained(index: int, spec: GrammarSpec) -> None:
+        nonlocal num_complete
         await asyncio.sleep(rng.random() * 0.1)
         prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 60))]
-        most = rng.choice([1, 7, 1000, 1000, 1000])
-        asked = request(f"h{index}", prompt, spec, seed=index, **SETTINGS[index % len(SETTINGS)])
-        outputs = await collect(engine, asked, most)
-        finished += outputs[-1].finish_reason == "stop"
-        check(compiler, spec, outputs)
+        max_tokens = rng.choice([1, 7, 1000, 1000, 1000])
+        constrained_request = request(f"h{index}", prompt, spec, seed=index, **SETTINGS[index % len(SETTINGS)])
+        outputs = await collect(engine, constrained_request, max_tokens)
+        num_complete += outputs[-1].finish_reason == "stop"
+        check_answer(compiler, spec, outputs)
 
-    async def free(index: int) -> None:
+    async def run_unconstrained(index: int) -> None:
         await asyncio.sleep(rng.random() * 0.1)
         prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 60))]
         outputs = await collect(engine, request(f"f{index}", prompt, None, temperature=0, ignore_eos=True))
         assert tokens_of(outputs) == oracle(prompt, OUTPUT)
 
     try:
-        work = [held(index, spec) for index, spec in enumerate([*CHECKS] * 6)]
-        await asyncio.gather(*work, *map(free, range(8)))
+        work = [run_constrained(index, spec) for index, spec in enumerate([*CHECKS] * 6)]
+        await asyncio.gather(*work, *map(run_unconstrained, range(8)))
         async with asyncio.timeout(10):
             while engine.stats.num_requests_running or engine.stats.num_free_blocks < engine.stats.num_blocks:
                 await asyncio.sleep(0.01)
-        return finished, engine.stats.num_preemptions
+        return num_complete, engine.stats.num_preemptions
     finally:
         await engine.stop()
 
@@ -147,13 +147,13 @@ async def test_answers_match_on_a_gpu(name, toy_spec, compiler, oracle, vetter, 
     assert finished >= 8
 
 
-async def test_a_seed_gives_the_same_answer_in_any_company(engine):
+async def test_a_seed_gives_the_same_answer_in_any_batch(engine):
     async def ask(name: str, seed: int) -> list[int]:
         return tokens_of(await collect(engine, request(name, [1, 2, 3], JSON, seed=seed)))
 
     alone = await ask("a", 7)
-    company = (collect(engine, request(f"c{index}", [index], REGEX)) for index in range(3))
-    together, other, *_ = await asyncio.gather(ask("b", 7), ask("c", 8), *company)
+    other_requests = (collect(engine, request(f"c{index}", [index], REGEX)) for index in range(3))
+    together, other, *_ = await asyncio.gather(ask("b", 7), ask("c", 8), *other_requests)
     assert together == alone
     assert other != alone
 
@@ -167,12 +167,12 @@ async def test_logprobs_are_of_the_models_own_distribution(engine):
     assert held.logprobs[0].logprob < free.logprobs[0].logprob
 
 
-async def test_where_only_the_end_is_allowed_it_comes_whatever_holds_it_back(engine):
-    held_back = {"min_tokens": 40, "ignore_eos": True, "logit_bias": {toy_model.EOS: -100.0}}
-    outputs = await collect(engine, request("a", [1, 2], GrammarSpec("regex", "ab"), **held_back))
+async def test_the_end_token_is_sampled_if_the_grammar_allows_no_other(engine):
+    options_against_end = {"min_tokens": 40, "ignore_eos": True, "logit_bias": {toy_model.EOS: -100.0}}
+    outputs = await collect(engine, request("a", [1, 2], GrammarSpec("regex", "ab"), **options_against_end))
     assert text_of(tokens_of(outputs)) == b"ab"
     assert (outputs[-1].finish_reason, outputs[-1].stop_token) == ("stop", toy_model.EOS)
-    # Where something else is, min_tokens holds.
+    # If the grammar allows other tokens, min_tokens applies.
     outputs = await collect(engine, request("b", [1, 2], GrammarSpec("regex", "(ab)+"), min_tokens=20, temperature=0))
     assert len(tokens_of(outputs)) > 20
 
@@ -186,50 +186,53 @@ async def test_stop_token_ids_stop_where_the_grammar_allows_them(engine):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_budget_closes_an_overlong_first_part(depth, toy_spec, oracle):
+async def test_a_reasoning_budget_closes_overlong_reasoning(depth, toy_spec, oracle):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, "depth": depth}, device="cpu"))
     prompt = [7, 8, 9]
     free = oracle(prompt, 40)
 
-    async def ask(name: str, budget: Budget) -> list[int]:
-        asked = request(name, prompt, None, temperature=0, ignore_eos=True, max_tokens=40, budget=budget)
+    async def ask(name: str, budget: ReasoningBudget) -> list[int]:
+        asked = request(name, prompt, None, temperature=0, ignore_eos=True, max_tokens=40, reasoning_budget=budget)
         return tokens_of(await collect(engine, asked))
 
     absent = [token for token in range(toy_model.VOCAB) if token not in free][:3]
     try:
-        found, begun, early, late, alone = await asyncio.gather(
-            ask("a", Budget(10, tuple(absent))),
-            ask("b", Budget(10, (free[9], *absent))),
-            ask("c", Budget(10, tuple(free[3:6]))),
-            ask("d", Budget(40, tuple(absent))),
-            ask("e", Budget(0, (absent[0],))),
+        forced, completed, early, late, at_once = await asyncio.gather(
+            ask("a", ReasoningBudget(10, tuple(absent))),
+            ask("b", ReasoningBudget(10, (free[9], *absent))),
+            ask("c", ReasoningBudget(10, tuple(free[3:6]))),
+            ask("d", ReasoningBudget(40, tuple(absent))),
+            ask("e", ReasoningBudget(0, (absent[0],))),
         )
     finally:
         await engine.stop()
-    assert found[:13] == [*free[:10], *absent]
-    assert found[13:] == oracle([*prompt, *found[:13]], 27)
-    assert begun[:13] == [*free[:10], *absent]
+    assert forced[:13] == [*free[:10], *absent]
+    assert forced[13:] == oracle([*prompt, *forced[:13]], 27)
+    assert completed[:13] == [*free[:10], *absent]
     assert early == free
     assert late == free
-    assert alone == [absent[0], *oracle([*prompt, absent[0]], 39)]
+    assert at_once == [absent[0], *oracle([*prompt, absent[0]], 39)]
 
 
-async def test_a_budget_goes_through_the_grammar(engine, compiler):
+async def test_a_reasoning_budget_follows_the_grammar(engine, compiler):
     end = tuple(toy_model.toy_vocabulary().tokens.index(piece) for piece in (b"</t", b"hink>"))
-    asked = [request(f"r{seed}", [seed], TAG, seed=seed, budget=Budget(12, end), max_tokens=120) for seed in range(6)]
+    asked = [
+        request(f"r{seed}", [seed], TAG, seed=seed, reasoning_budget=ReasoningBudget(12, end), max_tokens=120)
+        for seed in range(6)
+    ]
     answers = await asyncio.gather(*(collect(engine, each) for each in asked))
     for outputs in answers:
-        check(compiler, TAG, outputs)
+        check_answer(compiler, TAG, outputs)
         thought, tag, _ = text_of(tokens_of(outputs)).partition(b"</think>")
         assert tag
         assert len(thought) <= 3 * 12
     assert any(outputs[-1].finish_reason == "stop" for outputs in answers)
-    # It allows no such end: the grammar wins.
-    outputs = await collect(engine, request("b", [1], REGEX, budget=Budget(2, end)))
-    check(compiler, REGEX, outputs)
+    # This grammar does not allow the end of the reasoning, so the budget is dropped.
+    outputs = await collect(engine, request("b", [1], REGEX, reasoning_budget=ReasoningBudget(2, end)))
+    check_answer(compiler, REGEX, outputs)
 
 
-async def test_hostile_grammars_fail_in_time_while_others_go_on(monkeypatch, toy_spec, oracle):
+async def test_hostile_grammars_fail_in_time_and_delay_no_other_request(monkeypatch, toy_spec, oracle):
     monkeypatch.setattr(vetting, "MAX_SECONDS", 1.5)
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**BASE, device="cpu"))
     try:
@@ -253,14 +256,14 @@ async def test_hostile_grammars_fail_in_time_while_others_go_on(monkeypatch, toy
 
 async def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engine):
     stream = engine.generate(request("a", [1], SLOW))
-    coming = asyncio.create_task(anext(stream))
+    first_output = asyncio.create_task(anext(stream))
     async with asyncio.timeout(10):
         while not engine.stats.num_requests_waiting:
             await asyncio.sleep(0.01)
-    assert not coming.done()
-    coming.cancel()
+    assert not first_output.done()
+    first_output.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await coming
+        await first_output
     outputs = await collect(engine, request("b", [1], REGEX))
     assert CHECKS[REGEX](text_of(tokens_of(outputs)))
     assert engine.stats.num_requests_waiting == 0
@@ -268,18 +271,18 @@ async def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engi
 
 async def test_failing_grammar_fails_only_its_request(engine, monkeypatch, oracle):
     free = asyncio.create_task(collect(engine, request("f", [5, 6], None, temperature=0, ignore_eos=True)))
-    # The letter has no token in this vocabulary.
+    # The vocabulary has no token for this letter.
     with pytest.raises(GrammarError, match="allows no token of the vocabulary"):
         await collect(engine, request("a", [1], GrammarSpec("regex", "ab€")))
-    monkeypatch.setattr(constraints, "_TIME_LIMIT", 0.0)
-    monkeypatch.setattr(constraints, "_TIME_LIMIT_PER_TOKEN", 0.0)
+    monkeypatch.setattr(constraints, "_MAX_MATCH_S", 0.0)
+    monkeypatch.setattr(constraints, "_MAX_MATCH_S_PER_TOKEN", 0.0)
     with pytest.raises(GrammarError, match="takes too long to follow"):
         await collect(engine, request("b", [1], EBNF))
     assert tokens_of(await free) == oracle([5, 6], OUTPUT)
-    assert engine.dead is None
+    assert engine.death_reason is None
 
 
-async def test_without_a_vocabulary_there_are_no_grammars(toy_spec):
+async def test_grammars_need_a_vocabulary(toy_spec):
     engine = await AsyncEngine.start(replace(toy_spec(), vocabulary=None), EngineConfig(**BASE, device="cpu"))
     with pytest.raises(GrammarError, match="its ModelSpec has no vocabulary"):
         await engine.compile(REGEX)
@@ -291,7 +294,7 @@ async def test_without_a_vocabulary_there_are_no_grammars(toy_spec):
         await engine.compile(REGEX)
 
 
-async def test_the_same_through_the_wire(toy_spec, compiler, oracle):
+async def test_an_engine_process_compiles_and_follows_grammars(toy_spec, compiler, oracle):
     engine = await EngineClient.launch(toy_spec(), EngineConfig(**BASE, device="cpu"))
     try:
         await asyncio.gather(engine.compile(JSON), engine.compile(REGEX))
@@ -307,13 +310,21 @@ async def test_the_same_through_the_wire(toy_spec, compiler, oracle):
         free = request("f", [5, 6], None, temperature=0, ignore_eos=True)
         alone = oracle([5, 6], OUTPUT)
         end = next(token for token in range(toy_model.VOCAB) if token not in alone)
-        cut = request("c", [5, 6], None, temperature=0, max_tokens=11, ignore_eos=True, budget=Budget(10, (end,)))
+        cut = request(
+            "c",
+            [5, 6],
+            None,
+            temperature=0,
+            max_tokens=11,
+            ignore_eos=True,
+            reasoning_budget=ReasoningBudget(10, (end,)),
+        )
         assert tokens_of(await collect(engine, cut)) == [*alone[:10], end]
         work = [request(f"h{index}", [index], spec, seed=index) for index, spec in enumerate([*CHECKS] * 2)]
         found, *answers = await asyncio.gather(collect(engine, free), *(collect(engine, each) for each in work))
         assert tokens_of(found) == alone
         for asked, outputs in zip(work, answers, strict=True):
-            check(compiler, asked.sampling.grammar, outputs)
+            check_answer(compiler, asked.sampling.grammar, outputs)
         compiling = asyncio.create_task(engine.compile(SLOW))
         await asyncio.sleep(0.1)
     finally:

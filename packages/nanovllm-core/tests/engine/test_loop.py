@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
-from nanovllm_core.engine.async_engine import build_loop
+from nanovllm_core.engine.build import build_loop
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.runner import Runner
@@ -23,29 +23,29 @@ def request() -> Request:
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    """What the loop's thread does, in order: launches steps, and posts their outputs."""
-    done: list[str] = []
+    """The launches and posts of the engine thread, in order."""
+    calls: list[str] = []
 
-    def recorded(cls, name, what):
-        method = getattr(cls, name)
+    def record_calls(cls, method_name, event):
+        method = getattr(cls, method_name)
 
         def wrapped(*args, **kwargs):
-            done.append(what)
+            calls.append(event)
             return method(*args, **kwargs)
 
-        monkeypatch.setattr(cls, name, wrapped)
+        monkeypatch.setattr(cls, method_name, wrapped)
 
-    recorded(Runner, "launch", "launch")
-    recorded(EngineLoop, "_post", "post")
-    return done
+    record_calls(Runner, "launch", "launch")
+    record_calls(EngineLoop, "_post", "post")
+    return calls
 
 
 @pytest.mark.parametrize(
     ("is_asynchronous", "depth", "order"),
     [
-        # On a CPU whoever waits would wait for another step, too.
+        # On a CPU, launching includes has_launched: posting later would delay outputs by a whole step.
         (False, None, "launch post launch post launch post launch post launch post launch post"),
-        # That the last token will be the last is known before the token is.
+        # The length limit is known before the last token is, so no further step is launched.
         (True, 2, "launch launch launch post launch post launch post launch post post post"),
         (True, 1, "launch launch post launch post launch post launch post launch post post"),
     ],
@@ -60,7 +60,7 @@ async def test_next_step_is_launched_before_outputs_are_posted(is_asynchronous, 
     tokens = [token async for output in engine.generate(request()) for token in output.new_token_ids]
     await engine.stop()
     assert tokens == oracle(PROMPT, OUTPUTS)
-    # Then the loop says that it is at rest, if it was not stopped before.
+    # If the loop is not stopped before, it then posts that it is idle.
     assert " ".join(events[: 2 * OUTPUTS]) == order
 
 
@@ -68,38 +68,35 @@ async def test_request_that_arrives_during_a_launch_is_in_the_next_step(toy_spec
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=2))
     loop._runner.is_asynchronous = True
     first, second = request(), request()
-    first.key, second.key = 1, 2
     launch = loop._runner.launch
-    begun: list[list[int]] = []
+    prompt_lengths_by_step: list[list[int]] = []
 
-    def launching(plan):
-        if not begun:
-            loop.submit(second)
-        begun.append([len(row.token_ids) for row in plan.new_rows])
+    def launch_spy(plan):
+        if not prompt_lengths_by_step:
+            loop.submit(2, second)
+        prompt_lengths_by_step.append([len(row.token_ids) for row in plan.new_rows])
         return launch(plan)
 
     def emit(outputs, _):
-        if len(begun) > 1:
+        if len(prompt_lengths_by_step) > 1:
             loop.stop()
 
-    monkeypatch.setattr(loop._runner, "launch", launching)
-    loop.submit(first)
+    monkeypatch.setattr(loop._runner, "launch", launch_spy)
+    loop.submit(1, first)
     async with asyncio.timeout(10):
         await loop.run(emit)
-    assert begun[:2] == [[len(PROMPT)]] * 2
+    assert prompt_lengths_by_step[:2] == [[len(PROMPT)]] * 2
 
 
-async def test_the_thread_ends_with_the_loop_whatever_ended_that(toy_spec):
+async def test_the_engine_thread_ends_when_emitting_fails(toy_spec):
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
 
     def emit(outputs, _):
         if outputs.tokens:
-            raise RuntimeError("nobody takes this")
+            raise RuntimeError("emitting fails")
 
-    asked = request()
-    asked.key = 1
-    loop.submit(asked)
-    with pytest.raises(RuntimeError, match="nobody takes this"):
+    loop.submit(1, request())
+    with pytest.raises(RuntimeError, match="emitting fails"):
         await loop.run(emit)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nanovllm-engine")]
 
@@ -107,23 +104,23 @@ async def test_the_thread_ends_with_the_loop_whatever_ended_that(toy_spec):
 class SlowEvent:
     """An event of a device whose steps take 50 ms each, one after another."""
 
-    device_free = 0.0
+    device_idle_at = 0.0
 
     def __init__(self, seconds: float):
         self._seconds = seconds
-        self.due = 0.0
+        self.finish_time = 0.0
 
     def record(self, stream) -> None:
-        SlowEvent.device_free = self.due = max(SlowEvent.device_free, time.monotonic()) + self._seconds
+        SlowEvent.device_idle_at = self.finish_time = max(SlowEvent.device_idle_at, time.monotonic()) + self._seconds
 
     def query(self) -> bool:
-        return time.monotonic() >= self.due
+        return time.monotonic() >= self.finish_time
 
     def synchronize(self) -> None:
-        time.sleep(max(self.due - time.monotonic(), 0))
+        time.sleep(max(self.finish_time - time.monotonic(), 0))
 
     def elapsed_time(self, end: "SlowEvent") -> float:
-        return (end.due - self.due) * 1e3
+        return (end.finish_time - self.finish_time) * 1e3
 
 
 class SlowHostCopyRing:
@@ -131,12 +128,12 @@ class SlowHostCopyRing:
 
     def __init__(self, size: int):
         self._size = size
-        self.ends: list[SlowEvent] = []
+        self.end_events: list[SlowEvent] = []
 
     def take(self) -> HostCopySlot:
         tokens = torch.zeros(self._size, dtype=torch.int32)
-        self.ends.append(SlowEvent(0.05))
-        return HostCopySlot(tokens, tokens.numpy(), SlowEvent(0.0), self.ends[-1], None)
+        self.end_events.append(SlowEvent(0.05))
+        return HostCopySlot(tokens, tokens.numpy(), SlowEvent(0.0), self.end_events[-1], None)
 
 
 @pytest.fixture
@@ -151,17 +148,16 @@ async def slow_loop(toy_spec) -> EngineLoop:
 async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothing(slow_loop, monkeypatch):
     launch, in_flight = slow_loop._runner.launch, []
 
-    def launching(plan):
-        in_flight.append(1 + sum(not end.query() for end in slow_loop._runner._host_copies.ends))
+    def launch_spy(plan):
+        in_flight.append(1 + sum(not end.query() for end in slow_loop._runner._host_copies.end_events))
         return launch(plan)
 
-    monkeypatch.setattr(slow_loop._runner, "launch", launching)
+    monkeypatch.setattr(slow_loop._runner, "launch", launch_spy)
     long = Request("long", [3] * 250, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-    long.key = 1
-    slow_loop.submit(long)
+    slow_loop.submit(1, long)
 
     def emit(outputs, _):
-        if outputs.ends:
+        if outputs.finishes:
             slow_loop.stop()
 
     async with asyncio.timeout(20):
@@ -170,42 +166,41 @@ async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothin
     assert max(in_flight) == 2
 
 
-async def test_a_request_that_comes_while_a_long_step_runs_is_in_the_step_behind_it(slow_loop, monkeypatch):
+async def test_a_request_that_arrives_during_a_long_step_is_in_the_next_step(slow_loop, monkeypatch):
     runner, launched = slow_loop._runner, []
-    monkeypatch.setattr(slow_loop._scheduler.step_times, "predict", lambda work: 0.05 if work.prompt_pairs else 0.0)
+    monkeypatch.setattr(
+        slow_loop._scheduler.step_time_model, "predict", lambda work: 0.05 if work.prompt_pairs else 0.0
+    )
     launch = runner.launch
 
-    def launching(plan):
+    def launch_spy(plan):
         launched.append((time.monotonic(), [row.num_prompt_tokens for row in plan.new_rows]))
         return launch(plan)
 
-    monkeypatch.setattr(runner, "launch", launching)
+    monkeypatch.setattr(runner, "launch", launch_spy)
     requests = [
         Request(name, [3] * length, SamplingParams(max_tokens=1)) for name, length in (("long", 250), ("short", 5))
     ]
-    for key, asked in enumerate(requests, 1):
-        asked.key = key
-    slow_loop.submit(requests[0])
+    slow_loop.submit(1, requests[0])
     running = asyncio.create_task(slow_loop.run(lambda outputs, stats: None))
     async with asyncio.timeout(20):
         while len(launched) < 3:
             await asyncio.sleep(0.001)
-        slow_loop.submit(requests[1])
+        slow_loop.submit(2, requests[1])
         while not (with_short := [index for index, (_, lengths) in enumerate(launched) if lengths == [5]]):
             await asyncio.sleep(0.001)
     slow_loop.stop()
     await running
-    # Planned at once, it would have been launched 50 ms before the step ahead of it ends.
+    # If the step were planned at once, its launch would come 50 ms before the end of the step before.
     (index,) = with_short
-    assert runner._host_copies.ends[index - 1].due - launched[index][0] < 0.03
+    assert runner._host_copies.end_events[index - 1].finish_time - launched[index][0] < 0.03
 
 
 async def test_an_abort_of_a_lone_long_prompt_takes_effect_within_two_steps(slow_loop, monkeypatch):
     launch, launched = slow_loop._runner.launch, []
     monkeypatch.setattr(slow_loop._runner, "launch", lambda plan: launched.append(plan) or launch(plan))
     long = Request("long", [3] * 250, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-    long.key = 1
-    slow_loop.submit(long)
+    slow_loop.submit(1, long)
     running = asyncio.create_task(slow_loop.run(lambda outputs, stats: None))
     async with asyncio.timeout(20):
         while len(launched) < 3:
@@ -220,19 +215,18 @@ async def test_an_abort_of_a_lone_long_prompt_takes_effect_within_two_steps(slow
     assert slow_loop._scheduler.cache.pool.num_free == 64
 
 
-async def test_outputs_of_a_finished_step_come_out_although_the_next_launch_fails(slow_loop, monkeypatch):
+async def test_outputs_of_a_finished_step_are_emitted_although_the_next_launch_fails(slow_loop, monkeypatch):
     launch, launched = slow_loop._runner.launch, []
 
-    def failing(plan):
+    def fail_third_launch(plan):
         launched.append(plan)
         if len(launched) == 3:
             raise RuntimeError("this launch fails")
         return launch(plan)
 
-    monkeypatch.setattr(slow_loop._runner, "launch", failing)
-    asked, tokens = request(), []
-    asked.key = 1
-    slow_loop.submit(asked)
+    monkeypatch.setattr(slow_loop._runner, "launch", fail_third_launch)
+    tokens = []
+    slow_loop.submit(1, request())
     with pytest.raises(RuntimeError, match="this launch fails"):
         await slow_loop.run(lambda outputs, _: tokens.extend(outputs.tokens))
     assert len(tokens) == 1
@@ -240,81 +234,81 @@ async def test_outputs_of_a_finished_step_come_out_although_the_next_launch_fail
 
 async def test_stats_count_waiting_and_running_requests_during_a_long_step(toy_spec, monkeypatch):
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, max_num_seqs=1))
-    launch, computing, go_on = loop._runner.launch, threading.Event(), threading.Event()
+    launch, has_launched, may_compute = loop._runner.launch, threading.Event(), threading.Event()
 
-    def launching(plan):
-        computing.set()
-        go_on.wait(20)
+    def launch_spy(plan):
+        has_launched.set()
+        may_compute.wait(20)
         return launch(plan)
 
-    monkeypatch.setattr(loop._runner, "launch", launching)
-    told = []
+    monkeypatch.setattr(loop._runner, "launch", launch_spy)
+    emitted_stats = []
 
-    async def tell_within(seconds: float, running: int, waiting: int) -> None:
+    def counts(stats) -> tuple[int, int]:
+        return stats.num_requests_running, stats.num_requests_waiting
+
+    async def wait_for_stats(seconds: float, running: int, waiting: int) -> None:
         async with asyncio.timeout(seconds):
-            while not told or (told[-1].num_requests_running, told[-1].num_requests_waiting) != (running, waiting):
+            while not emitted_stats or counts(emitted_stats[-1]) != (running, waiting):
                 await asyncio.sleep(0.005)
 
-    serving = asyncio.create_task(loop.run(lambda _, stats: told.append(stats) if stats is not None else None))
-    asked = [request() for _ in range(3)]
-    for key, one in enumerate(asked):
-        one.key = key
+    serving = asyncio.create_task(loop.run(lambda _, stats: emitted_stats.append(stats) if stats is not None else None))
     try:
-        loop.submit(asked[0])
-        await asyncio.to_thread(computing.wait, 20)
-        await tell_within(0.2, running=1, waiting=0)
-        loop.submit(asked[1])
-        loop.submit(asked[2])
-        await tell_within(0.2, running=1, waiting=2)
+        loop.submit(0, request())
+        await asyncio.to_thread(has_launched.wait, 20)
+        await wait_for_stats(0.2, running=1, waiting=0)
+        loop.submit(1, request())
+        loop.submit(2, request())
+        await wait_for_stats(0.2, running=1, waiting=2)
         loop.abort(1)
-        await tell_within(0.2, running=1, waiting=1)
-        # The step still computes the first, which runs until its end.
+        await wait_for_stats(0.2, running=1, waiting=1)
+        # The step still computes the first request, which counts as running until the step ends.
         loop.abort(0)
         loop.abort(2)
-        await tell_within(0.2, running=1, waiting=0)
-        go_on.set()
-        await tell_within(0.2, running=0, waiting=0)
+        await wait_for_stats(0.2, running=1, waiting=0)
+        may_compute.set()
+        await wait_for_stats(0.2, running=0, waiting=0)
     finally:
-        go_on.set()
+        may_compute.set()
         loop.stop()
         await serving
-    assert loop._scheduler.counters.steps == 1
+    assert loop._scheduler.counters.num_steps == 1
 
 
-async def test_an_engine_at_rest_says_nothing(toy_spec):
+async def test_an_idle_engine_emits_nothing(toy_spec):
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
-    told = []
-    serving = asyncio.create_task(loop.run(lambda _, stats: told.append(stats)))
+    emitted_stats = []
+    serving = asyncio.create_task(loop.run(lambda _, stats: emitted_stats.append(stats)))
     async with asyncio.timeout(10):
-        while not told:
+        while not emitted_stats:
             await asyncio.sleep(0.005)
-    said = len(told)
+    num_emitted = len(emitted_stats)
     await asyncio.sleep(0.35)
-    assert len(told) == said
+    assert len(emitted_stats) == num_emitted
     loop.stop()
     await serving
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_spinning_is_controlled_while_the_engine_is_there(fails, toy_spec, monkeypatch):
-    done = []
+async def test_spinning_is_controlled_until_the_engine_stops_or_fails_to_start(fails, toy_spec, monkeypatch):
+    calls = []
 
-    class Spins:
+    class FakeSpinControl:
         def __init__(self, *, is_on: bool):
-            done.append(is_on)
+            calls.append(is_on)
 
         def close(self) -> None:
-            done.append("close")
+            calls.append("close")
 
-    monkeypatch.setattr("nanovllm_core.engine.loop.SpinControl", Spins)
-    monkeypatch.setattr("nanovllm_core.engine.loop.can_limit", lambda: True)
+    monkeypatch.setattr("nanovllm_core.engine.build.SpinControl", FakeSpinControl)
+    monkeypatch.setattr("nanovllm_core.engine.build.can_shorten_spins", lambda: True)
     if fails:
-        monkeypatch.setattr("nanovllm_core.engine.loop.calibrate", lambda *_: 1 / 0)
+        monkeypatch.setattr("nanovllm_core.engine.build.calibrate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
     else:
         engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
         assert [token async for output in engine.generate(request()) for token in output.new_token_ids]
-        assert done == [True]
+        assert calls == [True]
         await engine.stop()
-    assert done == [True, "close"]
+    assert calls == [True, "close"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import parents
 import pytest
 
-from nanovllm_core.engine.process import _remove_socket
+from nanovllm_core.engine.server import _remove_socket
 
 
 def is_alive(pid: int) -> bool:

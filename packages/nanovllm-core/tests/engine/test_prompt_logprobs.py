@@ -22,22 +22,22 @@ CONFIGS = {
 }
 
 
-def requests(seed: int) -> list[Request]:
-    """Of prompts that begin alike; most of them ask."""
+def make_requests(seed: int) -> list[Request]:
+    """Requests whose prompts share prefixes. Most of them want log-probabilities of the prompt."""
     rng = random.Random(seed)
     shared = [rng.randrange(90) for _ in range(60)]
-    made = []
+    requests = []
     for index in range(16):
         length = rng.choice([1, 2, rng.randrange(1, 60)])
         prompt = shared[: rng.choice([0, 16, 33, 60])] + [rng.randrange(90) for _ in range(length)]
         num_top = rng.choice([None, 0, 1, 3, 20])
-        # Penalties change what is drawn, but not what is told.
+        # Penalties change the sampled tokens, but not the log-probabilities of the prompt.
         penalty = rng.choice([0.0, 0.0, 2.0])
         sampling = SamplingParams(
             temperature=0, max_tokens=OUTPUT, ignore_eos=True, prompt_logprobs=num_top, presence_penalty=penalty
         )
-        made.append(Request(f"r{index}", prompt, sampling))
-    return made
+        requests.append(Request(f"r{index}", prompt, sampling))
+    return requests
 
 
 async def serve(engine: AsyncEngine, request: Request) -> tuple[list[int], PromptLogprobs | None, int]:
@@ -52,11 +52,11 @@ def prompt_oracle():
     return toy_model.make_prompt_oracle()
 
 
-def check(found: PromptLogprobs, num_top: int, prompt: list[int], expected: torch.Tensor) -> None:
-    assert (found.num_top, len(found)) == (num_top, len(prompt) - 1)
-    for token, entry, row in zip(prompt[1:], found, expected, strict=True):
+def check_logprobs(logprobs: PromptLogprobs, num_top: int, prompt: list[int], expected: torch.Tensor) -> None:
+    assert (logprobs.num_top, len(logprobs)) == (num_top, len(prompt) - 1)
+    for token, entry, row in zip(prompt[1:], logprobs, expected, strict=True):
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
-        # Rounding may decide between two that are nearly equal.
+        # Rounding may decide the order of nearly equal log-probabilities.
         assert int((row > row[token] + 1e-3).sum()) < entry.rank <= int((row > row[token] - 1e-3).sum())
         values = [value for _, value in entry.top]
         assert values == sorted(values, reverse=True)
@@ -70,30 +70,30 @@ def check(found: PromptLogprobs, num_top: int, prompt: list[int], expected: torc
 async def test_prompt_logprobs_equal_the_oracle_for_all_settings(name, device, toy_spec, oracle, prompt_oracle):
     settings = {**BASE, **CONFIGS[name], "device": device, "forbid_sync": device == "cuda"}
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**settings))
-    rng, work = random.Random(1), requests(len(name))
+    rng, requests = random.Random(1), make_requests(len(name))
 
     async def arrive(request: Request):
-        # A GPU would be through with most of what came before.
+        # On a GPU, earlier requests would finish before the later ones arrive, and none would be preempted.
         await asyncio.sleep(0 if name.startswith("preempted") else rng.random() * 0.05)
         return await serve(engine, request)
 
     try:
-        answers = await asyncio.gather(*map(arrive, work))
+        answers = await asyncio.gather(*map(arrive, requests))
         assert (engine.stats.num_preemptions > 0) == name.startswith("preempted")
     finally:
         await engine.stop()
-    for request, (tokens, found, num_cached) in zip(work, answers, strict=True):
+    for request, (tokens, logprobs, num_cached) in zip(requests, answers, strict=True):
         if not request.sampling.presence_penalty:
             assert tokens == oracle(request.prompt_ids.tolist(), OUTPUT)
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
-            assert found is None
+            assert logprobs is None
             continue
         assert num_cached == 0
-        check(found, num_top, request.prompt_ids.tolist(), prompt_oracle(request.prompt_ids.tolist()))
+        check_logprobs(logprobs, num_top, request.prompt_ids.tolist(), prompt_oracle(request.prompt_ids.tolist()))
 
 
-async def test_a_prompt_that_asks_reads_no_cached_blocks_but_leaves_its_own(toy_spec, oracle, prompt_oracle):
+async def test_a_prompt_with_logprobs_reads_no_cached_blocks_but_registers_its_own(toy_spec, oracle, prompt_oracle):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**BASE, device="cpu"))
     prompt = [*range(50)]
 
@@ -107,28 +107,28 @@ async def test_a_prompt_that_asks_reads_no_cached_blocks_but_leaves_its_own(toy_
         await engine.stop()
     assert [num_cached for _, _, num_cached in answers] == [0, 0, 48]
     assert [tokens for tokens, _, _ in answers] == [oracle(prompt, 5)] * 3
-    for _, found, _ in answers[:2]:
-        check(found, 2, prompt, prompt_oracle(prompt))
+    for _, logprobs, _ in answers[:2]:
+        check_logprobs(logprobs, 2, prompt, prompt_oracle(prompt))
 
 
 @pytest.mark.gpu
-async def test_only_steps_that_tell_of_prompts_are_launched(toy_spec, oracle):
+async def test_only_steps_with_prompt_logprobs_are_launched(toy_spec, oracle):
     """All other steps are replayed from graphs."""
     settings = {**BASE, "device": "cuda", "graph_mode": "full", "forbid_sync": True}
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**settings))
     plain = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    asks = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logprobs=1)
-    counts = engine._loop._runner.graphs.counts
+    with_logprobs = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logprobs=1)
+    num_steps = engine._loop._runner.graphs.num_steps
 
     try:
-        beside = asyncio.create_task(serve(engine, Request("a", [1, 2, 3], plain)))
+        plain_task = asyncio.create_task(serve(engine, Request("a", [1, 2, 3], plain)))
         while not engine.stats.generation_tokens:
             await asyncio.sleep(0)
-        launched = counts["none", "mixed"]
-        tokens, _, _ = await serve(engine, Request("b", [4, 5, 6], asks))
-        assert (await beside)[0] == oracle([1, 2, 3], 100)
+        num_launched = num_steps["none", "mixed"]
+        tokens, _, _ = await serve(engine, Request("b", [4, 5, 6], with_logprobs))
+        assert (await plain_task)[0] == oracle([1, 2, 3], 100)
     finally:
         await engine.stop()
     assert tokens == oracle([4, 5, 6], 5)
-    assert counts["none", "mixed"] == launched + 1
-    assert counts["none", "decode"] == 0
+    assert num_steps["none", "mixed"] == num_launched + 1
+    assert num_steps["none", "decode"] == 0

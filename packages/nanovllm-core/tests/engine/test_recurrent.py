@@ -1,6 +1,4 @@
-"""A model with a recurrent layer through the whole engine: states follow their requests, and prompts go on from
-checkpoints.
-"""
+"""The engine with a model that has a recurrent layer: states of running requests, and checkpoints of prompts."""
 
 import asyncio
 import random
@@ -17,7 +15,7 @@ SETTINGS = {
     "depth 1, no prefix cache": {"num_blocks": 400, "depth": 1, "prefix_caching": False},
     "chunked, pages of 32": {"num_blocks": 200, "block_size": 32, "max_num_batched_tokens": 50},
     "preempted": {"num_blocks": 13, "max_num_batched_tokens": 70},
-    "room for few checkpoints": {"num_blocks": 400, "num_state_slots": 11},
+    "few checkpoints": {"num_blocks": 400, "num_state_slots": 11},
 }
 
 
@@ -33,22 +31,22 @@ def expected() -> list[tuple[list[int], list[int]]]:
     return [(prompt, oracle(prompt, OUTPUT)) for prompt in prompts]
 
 
-async def ask(engine: AsyncEngine, name: str, prompt: list[int], count: int = OUTPUT) -> list[int]:
-    request = Request(name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+async def generate(engine: AsyncEngine, name: str, prompt: list[int], num_tokens: int = OUTPUT) -> list[int]:
+    request = Request(name, prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
     return [token async for output in engine.generate(request) for token in output.new_token_ids]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("settings", SETTINGS)
-async def test_tokens_are_those_of_the_oracle(expected, settings, device):
+async def test_tokens_equal_those_of_the_oracle_for_all_settings(expected, settings, device):
     limits = {"max_model_len": 200, "max_num_seqs": 8}
     engine = await AsyncEngine.start(
         recurrent_spec(), EngineConfig(device=device, **limits, **{"depth": 2, **SETTINGS[settings]})
     )
     try:
-        found = await asyncio.gather(*(ask(engine, f"r{i}", prompt) for i, (prompt, _) in enumerate(expected)))
+        found = await asyncio.gather(*(generate(engine, f"r{i}", prompt) for i, (prompt, _) in enumerate(expected)))
         assert found == [output for _, output in expected]
-        again = [await ask(engine, "again", prompt) for prompt, _ in expected[:4]]
+        again = [await generate(engine, "again", prompt) for prompt, _ in expected[:4]]
         assert again == found[:4]
         stats = engine.stats
         assert (stats.num_preemptions > 0) == (settings == "preempted")
@@ -60,27 +58,27 @@ async def test_tokens_are_those_of_the_oracle(expected, settings, device):
         await engine.stop()
 
 
-async def test_a_prompt_that_leaves_another_near_its_end_computes_little(expected):
+async def test_a_prompt_that_diverges_near_the_end_of_another_computes_few_tokens(expected):
     prompt = [6 + index % 90 for index in range(200)]
     other = [*prompt[:180], *range(10, 30)]
     config = EngineConfig(device="cpu", num_blocks=100, max_num_seqs=2)
     engine = await AsyncEngine.start(recurrent_spec(), config)
     try:
-        await ask(engine, "first", prompt, 1)
+        await generate(engine, "first", prompt, 1)
         before = engine.stats.iteration_tokens
-        found = await ask(engine, "second", other, 4)
+        found = await generate(engine, "second", other, 4)
         assert engine.stats.iteration_tokens - before < 20 + 64 + 4
         assert found == Oracle()(other, 4)
-        # The third leaves where the second did, and goes on from there.
+        # The third prompt diverges at the same position, and starts from a checkpoint there.
         third = [*prompt[:180], *range(40, 60)]
         before = engine.stats.iteration_tokens
-        assert await ask(engine, "third", third, 4) == Oracle()(third, 4)
+        assert await generate(engine, "third", third, 4) == Oracle()(third, 4)
         assert engine.stats.iteration_tokens - before < 20 + 64 + 4
     finally:
         await engine.stop()
 
 
-async def test_states_that_do_not_fit_are_refused():
+async def test_too_few_state_slots_are_refused():
     with pytest.raises(ConfigError, match=r"the states of max_num_seqs 64 requests take .* lower max_num_seqs"):
         await AsyncEngine.start(recurrent_spec(), EngineConfig(device="cpu", cpu_cache_gib=1e-4))
     with pytest.raises(ConfigError, match="num_state_slots is 8, but must be at least 9"):

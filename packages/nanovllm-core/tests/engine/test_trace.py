@@ -9,7 +9,7 @@ from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, Request, Sampl
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-async def test_every_step_has_its_spans(tmp_path, device):
+async def test_every_step_has_a_span_per_track(tmp_path, device):
     file = tmp_path / "trace.json"
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(device=device, num_blocks=32, trace=file))
     request = Request("r", [1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
@@ -27,15 +27,15 @@ async def test_every_step_has_its_spans(tmp_path, device):
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-async def test_a_trace_that_cannot_be_written_is_an_error_before_anything_is_loaded(tmp_path):
+async def test_an_unwritable_trace_path_is_refused_before_the_model_is_loaded(tmp_path):
     file = tmp_path / "none" / "trace.json"
-    # Of this model loading fails, too.
+    # Loading this model fails too, with another error.
     with pytest.raises(ConfigError, match=r"trace is '.*trace\.json', which can't be written \(No such file"):
         await AsyncEngine.start(toy_spec("refusing"), EngineConfig(device="cpu", trace=file))
 
 
 async def test_a_trace_is_closed_when_loading_fails(tmp_path):
-    """A file that is left open is a warning, and so an error here."""
+    """An open file would cause a ResourceWarning, which fails the test."""
     file = tmp_path / "trace.json"
     with pytest.raises(ValueError, match="this model can't be built"):
         await AsyncEngine.start(toy_spec("refusing"), EngineConfig(device="cpu", trace=file))

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanovllm_core import Budget, SamplingParams
+from nanovllm_core import ReasoningBudget, SamplingParams
 from nanovllm_core.execution import constraints as constraints_module
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.host_copy import HostCopySlot
-from nanovllm_core.execution.inputs import MaskBuffer
-from nanovllm_core.execution.sampler import Sampled
+from nanovllm_core.execution.inputs import DeviceRows, MaskBuffer
+from nanovllm_core.execution.request_table import StepInputs
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
@@ -77,8 +77,9 @@ class CountingGrammar:
         return CountingMatcher(self.breaks_after, self.calls)
 
 
-def new_row(row: int, budget: Budget | None, grammar: CountingGrammar | None = None) -> NewRow:
-    return NewRow(row, as_token_ids([1, 2]), 2, 0, SamplingParams(budget=budget), seed=0, stop_ids=(), compiled=grammar)
+def new_row(row: int, budget: ReasoningBudget | None, grammar: CountingGrammar | None = None) -> NewRow:
+    sampling = SamplingParams(reasoning_budget=budget)
+    return NewRow(row, as_token_ids([1, 2]), 2, 0, sampling, seed=0, stop_ids=(), compiled_grammar=grammar)
 
 
 def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bool] | None = None) -> StepPlan:
@@ -90,8 +91,9 @@ def plan(rows: list[int], new_rows: list[NewRow] | None = None, samples: list[bo
 def handle(tokens: list[int]) -> tuple[StepHandle, Event]:
     landed, event = torch.empty(len(tokens) + 1, dtype=torch.int32), Event()
     place = HostCopySlot(landed, landed.numpy(), Event(), event, None)
-    sampled = Sampled(torch.tensor(tokens, dtype=torch.int32), None, None, None)
-    return StepHandle(sampled, np.arange(len(tokens)), np.full(len(tokens), -1), place), event
+    rows = DeviceRows(*(torch.empty(0),) * 3)
+    step = StepInputs(rows, np.arange(len(tokens)), 0, np.full(len(tokens), -1), -1)
+    return StepHandle(step, torch.tensor(tokens, dtype=torch.int32), None, place), event
 
 
 def allowed(masks: torch.Tensor) -> list[list[int]]:
@@ -103,52 +105,54 @@ def test_masks_of_an_earlier_step_apply_to_no_row():
     """A captured choice of tokens looks at as many as it has rows, however few were sent."""
     buffer = MaskBuffer(4, 2, torch.device("cpu"))
     for which in ([2, 0, 3], [1]):
-        assert (buffer.draft(len(which)) == -1).all()
+        assert (buffer.new_masks(len(which)) == -1).all()
         buffer.send(which)
-    assert buffer.which.tolist() == [1, -1, -1, -1]
+    assert buffer.first_masks(4).rows.tolist() == [1, -1, -1, -1]
 
 
 def test_a_step_waits_only_when_a_mask_depends_on_the_step_before():
     constraints = Constraints(4, VOCAB, torch.device("cpu"))
     rows = [3, 0, 2]
-    assert not constraints.begin(plan(rows, [new_row(3, None), new_row(0, Budget(2, (7, 68))), new_row(2, None)]))
+    assert not constraints.begin_step(
+        plan(rows, [new_row(3, None), new_row(0, ReasoningBudget(2, (7, 68))), new_row(2, None)])
+    )
     events = []
     for tokens in ([1, 5, 1], [1, 7, 1]):
         made, event = handle(tokens)
-        constraints.launched(made)
+        constraints.end_step(made)
         events.append(event)
-        due = constraints.begin(plan(rows))
+        due = constraints.begin_step(plan(rows))
     assert due
     assert [event.waits for event in events] == [0, 0]
     # Its last token is how the end begins.
-    which, bits = constraints.masks(np.arange(3))
+    which, bits = constraints.fill_masks(np.arange(3))
     assert [event.waits for event in events] == [1, 1]
     assert which.tolist() == [1]
     assert allowed(bits) == [[68]]
     made, event = handle([1, 68, 1])
-    constraints.launched(made)
+    constraints.end_step(made)
     # Whether it is closed is not known yet.
-    assert constraints.begin(plan(rows))
-    assert constraints.masks(np.arange(3)) is None
-    assert not constraints.begin(plan(rows))
-    assert not constraints._constraints
+    assert constraints.begin_step(plan(rows))
+    assert constraints.fill_masks(np.arange(3)) is None
+    assert not constraints.begin_step(plan(rows))
+    assert not constraints._constraint_by_row
 
 
 def test_skipped_and_reassigned_rows_are_not_advanced():
     constraints = Constraints(2, VOCAB, torch.device("cpu"))
-    budget = Budget(0, (9,))
-    assert not constraints.begin(plan([0, 1], [new_row(0, budget), new_row(1, None)], [False, True]))
-    assert constraints.begin(plan([1, 0]))
-    which, bits = constraints.masks(np.arange(2))
+    budget = ReasoningBudget(0, (9,))
+    assert not constraints.begin_step(plan([0, 1], [new_row(0, budget), new_row(1, None)], [False, True]))
+    assert constraints.begin_step(plan([1, 0]))
+    which, bits = constraints.fill_masks(np.arange(2))
     assert (which.tolist(), allowed(bits)) == ([1], [[9]])
     made, event = handle([4, 9])
-    constraints.launched(made)
+    constraints.end_step(made)
     event.over = True
     # The request has ended meanwhile, and the next one has its row.
-    assert constraints.begin(plan([1, 0], [new_row(0, Budget(0, (10,)))]))
-    which, bits = constraints.masks(np.arange(2))
+    assert constraints.begin_step(plan([1, 0], [new_row(0, ReasoningBudget(0, (10,)))]))
+    which, bits = constraints.fill_masks(np.arange(2))
     assert (which.tolist(), allowed(bits)) == ([1], [[10]])
-    assert not constraints.begin(plan([1], [new_row(0, None)]))
+    assert not constraints.begin_step(plan([1], [new_row(0, None)]))
 
 
 def test_grammars_are_followed_in_one_call_and_one_that_breaks_harms_no_other():
@@ -157,38 +161,38 @@ def test_grammars_are_followed_in_one_call_and_one_that_breaks_harms_no_other():
         new_row(0, None, CountingGrammar(calls)),
         new_row(1, None),
         new_row(2, None, CountingGrammar(calls, breaks_after=2)),
-        new_row(3, Budget(1, (2,)), CountingGrammar(calls)),
+        new_row(3, ReasoningBudget(1, (2,)), CountingGrammar(calls)),
     ]
-    assert constraints.begin(plan(rows, new_rows))
+    assert constraints.begin_step(plan(rows, new_rows))
     for step, others in enumerate([[0, 2, 3], [0, 2, 3], [0, 2, 3], [0, 3]]):
-        which, bits = constraints.masks(np.arange(4))
+        which, bits = constraints.fill_masks(np.arange(4))
         assert which[which >= 0].tolist() == others
         assert allowed(bits[which >= 0]) == [[step]] * len(others)
         assert calls == ([3] * (2 * step + 1) if step < 3 else [3] * 6 + [2])
-        constraints.launched(handle([7, 7, 7, 7])[0])
-        assert constraints.begin(plan(rows))
-    assert constraints.failed == []
-    constraints.masks(np.arange(4))
-    assert constraints.failed == [(2, "the grammar can't be followed further: too deep")]
+        constraints.end_step(handle([7, 7, 7, 7])[0])
+        assert constraints.begin_step(plan(rows))
+    assert constraints.failures == []
+    constraints.fill_masks(np.arange(4))
+    assert constraints.failures == [(2, "the grammar can't be followed further: too deep")]
     # The end of both that are left.
-    constraints.launched(handle([5, 7, 7, 5])[0])
-    assert constraints.begin(plan(rows))
-    assert constraints.masks(np.arange(4)) is None
+    constraints.end_step(handle([5, 7, 7, 5])[0])
+    assert constraints.begin_step(plan(rows))
+    assert constraints.fill_masks(np.arange(4)) is None
     assert not constraints._is_constrained[0]
 
 
 def test_a_call_that_takes_long_has_each_row_followed_and_timed_by_itself(monkeypatch):
-    monkeypatch.setattr(constraints_module, "_LONG_CALL", 0.0)
-    monkeypatch.setattr(constraints_module, "_SEPARATE_STEPS", 2)
+    monkeypatch.setattr(constraints_module, "_MAX_BATCH_CALL_S", 0.0)
+    monkeypatch.setattr(constraints_module, "_NUM_SEPARATE_STEPS", 2)
     constraints, calls, rows = Constraints(2, VOCAB, torch.device("cpu")), [], [0, 1]
-    constraints.begin(plan(rows, [new_row(row, None, CountingGrammar(calls)) for row in rows]))
+    constraints.begin_step(plan(rows, [new_row(row, None, CountingGrammar(calls)) for row in rows]))
     for step, seen in enumerate([1, 1, 1, 3]):
-        _, bits = constraints.masks(np.arange(2))
+        _, bits = constraints.fill_masks(np.arange(2))
         assert allowed(bits) == [[step]] * 2
         assert len(calls) == seen
         if step == 2:
-            assert all(constraint.match_s > 0 for constraint in constraints._constraints.values())
+            assert all(constraint.match_s > 0 for constraint in constraints._constraint_by_row.values())
             # From now on no call is long.
-            monkeypatch.setattr(constraints_module, "_LONG_CALL", 10.0)
-        constraints.launched(handle([7, 7])[0])
-        constraints.begin(plan(rows))
+            monkeypatch.setattr(constraints_module, "_MAX_BATCH_CALL_S", 10.0)
+        constraints.end_step(handle([7, 7])[0])
+        constraints.begin_step(plan(rows))

@@ -9,21 +9,23 @@ import torch
 import toy_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm_core.config import ConfigError, EngineConfig, resolve
+from nanovllm_core.config import EngineConfig, resolve
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution import graphs as graphs_module
 from nanovllm_core.execution import runner as runner_module
+from nanovllm_core.execution.forward import ForwardOutput
 from nanovllm_core.execution.graphs import (
     CapturedStep,
-    ForwardOutput,
     GraphShape,
     StepGraphs,
     decode_sizes,
     graph_shapes,
     mixed_sizes,
 )
-from nanovllm_core.execution.request_table import Needs
-from nanovllm_core.execution.runner import Runner
-from nanovllm_core.request import SamplingParams
+from nanovllm_core.execution.request_table import SamplingOps
+from nanovllm_core.execution.runner import start_runner
+from nanovllm_core.execution.token_choice import CAPTURED_OPS, select_graph
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 
@@ -44,7 +46,8 @@ def test_mixed_steps_are_padded_by_few():
     assert sizes[0] == graphs_module.MIN_MIXED_TOKENS
     assert sizes[-1] == 8192
     assert all(
-        after - before <= min(before, max(graphs_module.MIXED_STEP, before / 4)) for before, after in pairwise(sizes)
+        after - before <= min(before, max(graphs_module.MAX_SIZE_INCREMENT, before / 4))
+        for before, after in pairwise(sizes)
     )
     assert len(sizes) < 25
     assert mixed_sizes(700) == [64, 128, 256, 512, 700]
@@ -62,7 +65,7 @@ def test_shapes_come_largest_first_and_within_the_budget():
 
 
 def test_steps_of_many_tokens_have_shapes_with_few_places_too():
-    few, many = graphs_module.FEW_PLACES, graphs_module.MANY_TOKENS
+    few, many = graphs_module.NUM_FEW_REQUESTS, graphs_module.MIN_FEW_REQUEST_TOKENS
     shapes = [shape for shape in graph_shapes("full", 64, 2 * many) if shape.max_query_len > 1]
     sizes = mixed_sizes(2 * many)
     assert {shape.num_tokens for shape in shapes if shape.num_reqs == 64} == set(sizes)
@@ -76,10 +79,10 @@ def test_steps_of_many_tokens_have_shapes_with_few_places_too():
 
 
 def test_steps_of_few_whole_prompts_are_captured_by_themselves():
-    few = graphs_module.FEW_PLACES
-    shapes = graph_shapes("full", 64, 1024, whole_tokens=512)
+    few = graphs_module.NUM_FEW_REQUESTS
+    shapes = graph_shapes("full", 64, 1024, min_whole_tokens=512)
     assert {shape[:2] for shape in shapes if shape.whole} == {(few, size) for size in mixed_sizes(1024) if size >= 512}
-    assert not any(shape.whole for shape in graph_shapes("piecewise", 64, 1024, whole_tokens=512))
+    assert not any(shape.whole for shape in graph_shapes("piecewise", 64, 1024, min_whole_tokens=512))
     graphs = StepGraphs(shapes)
     graphs._steps = {shape: shape for shape in shapes}
     assert found(graphs, few, 500, None, True) == (few, 512, 512, "full", True)
@@ -116,7 +119,7 @@ def test_the_smallest_that_holds_the_batch_answers():
     assert found(graphs, 2, 130, 65) == GraphShape(16, 256, 256, "full")
     assert found(graphs, 2, 513, None) == GraphShape(16, 768, 768, "full")
     assert found(graphs, 2, 1025, None) is None
-    assert graphs.counts == {
+    assert graphs.num_steps == {
         ("full_decode_only", "decode"): 2,
         ("full", "mixed"): 3,
         ("none", "mixed"): 1,
@@ -130,7 +133,7 @@ def test_a_uniform_decode_with_drafts_has_its_own_graph():
     # Not what was captured for it: a mix like any other.
     assert found(graphs, 3, 9, 3) == GraphShape(16, 64, 64, "full")
     assert found(Graphs("full"), 3, 12, 4) == GraphShape(16, 64, 64, "full")
-    assert graphs.counts == {("full_decode_only", "decode"): 2, ("full", "mixed"): 1}
+    assert graphs.num_steps == {("full_decode_only", "decode"): 2, ("full", "mixed"): 1}
 
 
 def test_without_mixed_graphs_a_mix_is_launched_kernel_by_kernel():
@@ -181,7 +184,7 @@ def test_pieces_and_the_attention_between_them_make_a_step(monkeypatch):
         return ForwardOutput(hidden, lengths, tables)
 
     with graphs_module._Capture(None) as capture:
-        logits = forward(capture.launch)
+        logits = forward(capture.launch_attention)
     step = CapturedStep(capture.pieces, capture.attentions, logits)
     assert len(step.pieces) == 4
     for num_tokens, factor in [(5, 3.0), (8, 2.0)]:
@@ -194,17 +197,16 @@ def test_pieces_and_the_attention_between_them_make_a_step(monkeypatch):
         torch.testing.assert_close(logits.logits[:num_tokens], expected)
 
 
-def test_the_choice_with_the_least_work_that_does_all_is_replayed():
-    step = CapturedStep([], [], ForwardOutput(*(torch.zeros(0),) * 3), dict.fromkeys(runner_module.CAPTURED_NEEDS))
-    everything = runner_module.CAPTURED_NEEDS[-1]
-    assert len(step.draws) == 7
-    for needs in runner_module.CAPTURED_NEEDS:
-        assert step.choice(needs) == needs
-    for needs in range(everything + 1):
-        choice = step.choice(needs)
-        assert not needs & ~choice
-        assert choice == everything or not needs & (Needs.PENALTY | Needs.BIAS | Needs.FORBID)
-    assert step.choice(Needs.FILTER) == Needs.RANDOM | Needs.FILTER
+def test_selected_sampling_graph_is_the_first_that_does_all_operations():
+    graphs, all_ops = dict.fromkeys(CAPTURED_OPS), CAPTURED_OPS[-1]
+    assert len(graphs) == 7
+    for ops in CAPTURED_OPS:
+        assert select_graph(graphs, ops) == ops
+    for ops in range(all_ops + 1):
+        selected = select_graph(graphs, ops)
+        assert not ops & ~selected
+        assert selected == all_ops or not ops & (SamplingOps.PENALTY | SamplingOps.BIAS | SamplingOps.FORBID)
+    assert select_graph(graphs, SamplingOps.FILTER) == SamplingOps.RANDOM | SamplingOps.FILTER
 
 
 def test_graphs_need_kernels_that_never_wait():
@@ -259,13 +261,13 @@ def test_captured_steps_do_what_launched_ones_do(mode, monkeypatch):
     def run(mode):
         asked = EngineConfig(device="cuda", graph_mode=mode, max_num_seqs=4, num_blocks=20, forbid_sync=True)
         config = resolve(asked, max_position=256, model_dtype=torch.float32, has_cuda=True)
-        runner = Runner(toy_model.toy_spec(), config)
+        runner = start_runner(toy_model.toy_spec(), config)
         made = []
         for plan in plans():
             step = runner.launch(plan)
             step.wait()
-            made.append(step.tokens().tokens.tolist())
-        return runner.graphs.counts, made
+            made.append(step.read_results().tokens.tolist())
+        return runner.graphs.num_steps, made
 
     _, expected = run("none")
     monkeypatch.setattr(runner_module, "graph_shapes", lambda *sizes, **_: graph_shapes(*sizes, query_lens=(1, 4)))

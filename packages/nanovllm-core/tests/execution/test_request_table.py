@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from counting import calls
+from counting import count_calls
 
-from nanovllm_core.execution.request_table import Needs, RequestTable
-from nanovllm_core.request import SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_core.execution.request_table import RequestTable, SamplingOps
+from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, NewState, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 
 
@@ -28,14 +28,14 @@ def test_a_plan_is_seen_in_the_tables():
     blocks.add(2, 0, [9, 8, 7])
     blocks.add(0, 1, [5])
     new = NewRow(2, as_token_ids([3, 4, 5]), 3, 0, SamplingParams(temperature=0.5, logprobs=4), seed=1, stop_ids=())
-    step = table.apply(plan_of([0, 2, 3], [1, 3, 2], [True, True, False], [new], blocks))
+    step = table.apply_plan(plan_of([0, 2, 3], [1, 3, 2], [True, True, False], [new], blocks))
     assert table.block_table.tolist() == [[0, 5, 0, 0], [0] * 4, [9, 8, 7, 0], [0] * 4]
     assert table.tokens[2, :3].tolist() == [3, 4, 5]
-    assert step.rows.tolist() == [0, 2, 3]
-    assert step.query_start_loc.tolist() == [0, 1, 4, 6]
-    assert step.samples.tolist() == [1, 1, 0]
+    assert step.device_rows.table_rows.tolist() == [0, 2, 3]
+    assert step.device_rows.query_start_loc.tolist() == [0, 1, 4, 6]
+    assert step.device_rows.samples.tolist() == [1, 1, 0]
     assert step.sampling_indices.tolist() == [0, 1]
-    assert step.needs == Needs.RANDOM
+    assert step.sampling_ops == SamplingOps.RANDOM
     assert step.num_logprobs.tolist() == [-1, 4]
     assert step.max_num_logprobs == 4
 
@@ -43,7 +43,7 @@ def test_a_plan_is_seen_in_the_tables():
 def test_blocks_grow_without_a_new_row():
     table = table_of(3)
     blocks = NewBlocks([2, 0], [3, 1], [6, 4])
-    table.apply(plan_of([0, 2], [1, 1], [True, True], new_blocks=blocks))
+    table.apply_plan(plan_of([0, 2], [1, 1], [True, True], new_blocks=blocks))
     assert table.block_table.tolist() == [[0, 4, 0, 0], [0] * 4, [0, 0, 0, 6]]
 
 
@@ -52,8 +52,8 @@ def test_no_function_is_called_for_each_request():
     for count in (8, 256):
         table = table_of(count)
         first, second = (plan_of(list(range(count)), [1] * count, [True] * count) for _ in range(2))
-        table.apply(first)
-        counts.append(calls(table.apply, second))
+        table.apply_plan(first)
+        counts.append(count_calls(table.apply_plan, second))
     few, many = counts
     assert few == many
     assert sum(many.values()) < 200
@@ -62,11 +62,24 @@ def test_no_function_is_called_for_each_request():
 def test_steps_that_are_scheduled_alike_have_the_same_inputs():
     table = table_of(4)
     first = plan_of([0, 2], [1, 1], [True, True])
-    inputs = table.apply(first)
+    inputs = table.apply_plan(first)
     grown = replace(first, new_blocks=NewBlocks([2], [3], [6]))
-    assert table.apply(grown) is inputs
+    assert table.apply_plan(grown) is inputs
     assert table.block_table[2].tolist() == [0, 0, 0, 6]
     # Who gets a row may ask for something else there.
     new = NewRow(2, as_token_ids([3, 4]), 2, 1, SamplingParams(temperature=0.5), seed=1, stop_ids=())
-    assert table.apply(replace(first, new_rows=[new])).needs == Needs.RANDOM
-    assert table.apply(plan_of([0], [1], [True])).rows.tolist() == [0]
+    assert table.apply_plan(replace(first, new_rows=[new])).sampling_ops == SamplingOps.RANDOM
+    assert table.apply_plan(plan_of([0], [1], [True])).device_rows.table_rows.tolist() == [0]
+
+
+def test_a_slot_evicted_for_a_later_request_is_read_first():
+    table = RequestTable(4, 64, 16, 50, 1, torch.device("cpu"), has_states=True)
+    new_rows = [
+        NewRow(row, as_token_ids([1]), 1, 0, SamplingParams(), seed=0, stop_ids=(), state=NewState(slot, origin, ()))
+        for row, (slot, origin) in enumerate([(3, 6), (5, 3), (7, 0)])
+    ]
+    scheduled = ScheduledRows(np.arange(3), np.ones(3, np.int64), np.ones(3, np.bool_))
+    plan = StepPlan(0, new_rows, NewBlocks(), scheduled, BatchShape(3, 3, 1), max_seq_len=1)
+    state_copies = table.apply_plan(plan).state_copies
+    assert state_copies is not None
+    assert [slots.tolist() for slots in state_copies] == [[3, 6], [5, 3]]

@@ -5,7 +5,7 @@ import torch
 from toy_model import ToyLM, toy_spec
 
 from nanovllm_core.config import EngineConfig, resolve
-from nanovllm_core.execution.runner import Runner
+from nanovllm_core.execution.runner import start_runner
 from nanovllm_core.model import MLASpec
 
 
@@ -24,4 +24,4 @@ def test_attention_layers_that_are_not_alike_are_refused(build):
     spec = replace(toy_spec(), build=build)
     config = resolve(EngineConfig(device="cpu"), max_position=64, model_dtype=torch.float32, has_cuda=False)
     with pytest.raises(ValueError, match=r"gives both PagedSpec\(.* attention layers of a model must be alike"):
-        Runner(spec, config)
+        start_runner(spec, config)

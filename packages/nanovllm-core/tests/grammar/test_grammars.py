@@ -10,7 +10,7 @@ from nanovllm_core import GrammarError, GrammarSpec, Vocabulary
 from nanovllm_core.grammar import grammars
 from nanovllm_core.grammar.compiler import Compiler
 from nanovllm_core.grammar.grammars import Grammars
-from nanovllm_core.request import ParameterTypes
+from nanovllm_core.grammar_types import ParameterTypes
 
 
 @pytest.fixture

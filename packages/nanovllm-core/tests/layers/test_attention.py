@@ -50,7 +50,7 @@ def test_a_request_in_two_steps_attends_as_if_whole(launched):
         slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         # What stands for the attention has its queries only, and knows a batch of its own.
         launch = (lambda attend, q, batch=attention: attend(q, batch)) if launched else None
-        ctx = ForwardContext(None if launched else attention, slots, (other, mine), launch=launch)
+        ctx = ForwardContext(None if launched else attention, slots, (other, mine), launch_attention=launch)
         outputs.append(attend(heads.split(qkv[begin:end].clone()), rotary.plan(positions), ctx, cache_index=1))
     torch.testing.assert_close(torch.cat(outputs), naive(qkv, cos_sin))
     assert other.isnan().all()

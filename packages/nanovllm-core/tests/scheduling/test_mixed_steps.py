@@ -4,169 +4,180 @@ import numpy as np
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.plan import StepResults
-from nanovllm_core.scheduling.policy import MAX_BYPASSES
-from nanovllm_core.scheduling.prompts import WINDOW
-from nanovllm_core.scheduling.result_applier import ScheduledStep
+from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
+from nanovllm_core.scheduling.prompt_scheduler import MAX_BYPASSES, MAX_WAITING_CANDIDATES
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepWork
-from nanovllm_kernels.attention.rounds import AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import AttentionRounds, attention_pairs
 
-BUDGET, LONG, BLOCK_SIZE = 8192, 5000, 16
+MAX_STEP_TOKENS, LONG_PROMPT_TOKENS, BLOCK_SIZE = 8192, 5000, 16
 
 
 def make_scheduler(
-    max_num_seqs: int, *, budget: int = BUDGET, num_blocks: int = 4000, prefix_caching: bool = False
+    max_num_seqs: int, *, max_step_tokens: int = MAX_STEP_TOKENS, num_blocks: int = 4000, prefix_caching: bool = False
 ) -> Scheduler:
     cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching, prefix_hash="fast", watermark=0)
-    return Scheduler(cache, max_num_seqs=max_num_seqs, limits=StepLimits(budget), max_model_len=8192, eos_token_ids=[1])
+    return Scheduler(
+        cache, max_num_seqs=max_num_seqs, limits=StepLimits(max_step_tokens), max_model_len=8192, eos_token_ids=[1]
+    )
 
 
-def add(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2, priority: int = 0) -> Request:
-    request = Request(f"r{key}", [token] * num_tokens, SamplingParams(ignore_eos=True), priority=priority)
-    request.key, request.arrival_time = key, float(key)
+def add_request(scheduler: Scheduler, key: int, num_tokens: int, token: int = 2, priority: int = 0) -> RequestState:
+    sampling = SamplingParams(ignore_eos=True)
+    client_request = Request(f"r{key}", [token] * num_tokens, sampling, priority=priority, arrival_time=float(key))
+    request = RequestState(key, client_request)
     scheduler.add(request)
     return request
 
 
-def finish(scheduler: Scheduler, planned: ScheduledStep) -> None:
-    num_samples = int(planned.plan.scheduled.samples.sum())
-    scheduler.complete(planned, StepResults(np.full(num_samples, 7, np.int32), ()))
+def complete(scheduler: Scheduler, step: ScheduledStep) -> None:
+    num_samples = int(step.plan.scheduled.is_sampled.sum())
+    scheduler.complete(step, StepResults(np.full(num_samples, 7, np.int32), ()))
 
 
-def step(scheduler: Scheduler) -> list[int]:
-    """One step; returns how many tokens each of its requests computed."""
-    planned = scheduler.schedule()
-    finish(scheduler, planned)
-    return planned.plan.scheduled.num_tokens.tolist()
+def run_step(scheduler: Scheduler) -> list[int]:
+    """Run a step. Returns the number of tokens that it computed of each of its requests."""
+    step = scheduler.schedule()
+    complete(scheduler, step)
+    return step.plan.scheduled.num_tokens.tolist()
 
 
-def step_by_key(scheduler: Scheduler) -> dict[int, int]:
-    """One step; returns how many tokens it computed of each request, by key."""
-    planned = scheduler.schedule()
-    rows, num_tokens, _ = planned.plan.scheduled
+def run_step_by_key(scheduler: Scheduler) -> dict[int, int]:
+    """Run a step. Returns the number of tokens that it computed of each request, by request key."""
+    step = scheduler.schedule()
+    rows, num_tokens, _ = step.plan.scheduled
     keys = scheduler.rows.keys[rows].tolist()
-    finish(scheduler, planned)
+    complete(scheduler, step)
     return dict(zip(keys, num_tokens.tolist(), strict=True))
 
 
 def test_prompts_alone_take_the_whole_token_budget():
     scheduler = make_scheduler(16)
-    add(scheduler, 0, LONG)
-    add(scheduler, 1, LONG)
-    assert step_by_key(scheduler) == {0: LONG, 1: (BUDGET - LONG) // BLOCK_SIZE * BLOCK_SIZE}
+    add_request(scheduler, 0, LONG_PROMPT_TOKENS)
+    add_request(scheduler, 1, LONG_PROMPT_TOKENS)
+    assert run_step_by_key(scheduler) == {
+        0: LONG_PROMPT_TOKENS,
+        1: (MAX_STEP_TOKENS - LONG_PROMPT_TOKENS) // BLOCK_SIZE * BLOCK_SIZE,
+    }
 
 
 def test_a_short_prompt_goes_before_a_long_one_that_has_begun():
-    scheduler = make_scheduler(16, budget=1000)
-    add(scheduler, 0, LONG)
-    assert step_by_key(scheduler) == {0: 992}
-    add(scheduler, 1, 100)
-    assert step_by_key(scheduler) == {0: 896, 1: 100}
+    scheduler = make_scheduler(16, max_step_tokens=1000)
+    add_request(scheduler, 0, LONG_PROMPT_TOKENS)
+    assert run_step_by_key(scheduler) == {0: 992}
+    add_request(scheduler, 1, 100)
+    assert run_step_by_key(scheduler) == {0: 896, 1: 100}
 
 
 def test_a_prompt_with_little_left_to_compute_goes_before_one_with_fewer_tokens():
-    scheduler = make_scheduler(16, budget=200, prefix_caching=True)
-    add(scheduler, 0, 1600)
-    while scheduler.rows.num_tokens[0] - scheduler.rows.num_computed[0] > 1 or not scheduler.running:
-        step(scheduler)
-    add(scheduler, 1, 300, token=3)
-    add(scheduler, 2, 1650)
-    # 1,600 of its tokens are cached.
-    assert step_by_key(scheduler)[2] == 50
+    scheduler = make_scheduler(16, max_step_tokens=200, prefix_caching=True)
+    add_request(scheduler, 0, 1600)
+    while scheduler.rows.num_tokens[0] - scheduler.rows.num_computed_tokens[0] > 1 or not scheduler.running_requests:
+        run_step(scheduler)
+    add_request(scheduler, 1, 300, token=3)
+    add_request(scheduler, 2, 1650)
+    # Of the third prompt, 1,600 tokens are cached.
+    assert run_step_by_key(scheduler)[2] == 50
 
 
 def test_the_oldest_prompt_gets_a_quarter_of_the_steps_beside_endless_short_ones():
-    scheduler = make_scheduler(64, budget=320)
-    add(scheduler, 0, LONG)
-    step(scheduler)
-    served = []
+    scheduler = make_scheduler(64, max_step_tokens=320)
+    add_request(scheduler, 0, LONG_PROMPT_TOKENS)
+    run_step(scheduler)
+    is_served = []
     for key in range(1, 401):
-        add(scheduler, key, 300)
-        planned = scheduler.schedule()
-        served.append(0 in scheduler.rows.keys[planned.plan.scheduled.rows].tolist())
-        finish(scheduler, planned)
-        for request in scheduler.running:
-            if request.key and scheduler.rows.num_known[request.row] > request.num_prompt_tokens:
+        add_request(scheduler, key, 300)
+        step = scheduler.schedule()
+        is_served.append(0 in scheduler.rows.keys[step.plan.scheduled.rows].tolist())
+        complete(scheduler, step)
+        for request in scheduler.running_requests:
+            if request.key and scheduler.rows.num_host_tokens[request.row] > request.num_prompt_tokens:
                 scheduler.abort(request.key)
-        if not scheduler.rows.running[0]:
+        if not scheduler.rows.is_running[0]:
             break
-    waits = np.diff(np.flatnonzero(served))
-    assert waits.max() <= 4
+    distances = np.diff(np.flatnonzero(is_served))
+    assert distances.max() <= 4
 
 
-def test_a_more_urgent_class_is_served_first_whatever_its_length():
-    scheduler = make_scheduler(16, budget=1000)
-    add(scheduler, 0, 500)
-    add(scheduler, 1, LONG, priority=-1)
-    assert step_by_key(scheduler) == {1: 992}
+def test_a_more_urgent_class_is_served_first_even_if_it_is_longer():
+    scheduler = make_scheduler(16, max_step_tokens=1000)
+    add_request(scheduler, 0, 500)
+    add_request(scheduler, 1, LONG_PROMPT_TOKENS, priority=-1)
+    assert run_step_by_key(scheduler) == {1: 992}
 
 
 def test_a_burst_larger_than_the_window_begins_in_as_few_steps_as_its_tokens_need():
     scheduler = make_scheduler(256)
     for key in range(256):
-        add(scheduler, key, 64)
-    assert WINDOW < 128
-    assert [step(scheduler) for _ in range(4)] == [[64] * 128, [1] * 128 + [64] * 126, [1] * 254 + [64] * 2, [1] * 256]
+        add_request(scheduler, key, 64)
+    assert MAX_WAITING_CANDIDATES < 128
+    assert [run_step(scheduler) for _ in range(4)] == [
+        [64] * 128,
+        [1] * 128 + [64] * 126,
+        [1] * 254 + [64] * 2,
+        [1] * 256,
+    ]
 
 
-def test_prompts_are_served_however_many_requests_decode():
+def test_prompts_are_served_beside_thousands_of_decodes():
     count = 2100
-    scheduler = make_scheduler(count + 1, budget=count + 1 + BLOCK_SIZE)
+    scheduler = make_scheduler(count + 1, max_step_tokens=count + 1 + BLOCK_SIZE)
     for key in range(count):
-        add(scheduler, key, 1)
-    step(scheduler)
-    add(scheduler, count, 40)
-    assert step(scheduler) == [1] * count + [BLOCK_SIZE]
+        add_request(scheduler, key, 1)
+    run_step(scheduler)
+    add_request(scheduler, count, 40)
+    assert run_step(scheduler) == [1] * count + [BLOCK_SIZE]
 
 
 def test_prompts_without_computed_tokens_come_last_in_a_step():
     scheduler = make_scheduler(16, prefix_caching=True)
-    add(scheduler, 0, 3 * BLOCK_SIZE)
-    step(scheduler)
-    add(scheduler, 1, 100, token=3)
-    add(scheduler, 2, 3 * BLOCK_SIZE + 9)
-    add(scheduler, 3, 1, token=4)
-    assert step(scheduler) == [1, 1, 9, 100]
+    add_request(scheduler, 0, 3 * BLOCK_SIZE)
+    run_step(scheduler)
+    add_request(scheduler, 1, 100, token=3)
+    add_request(scheduler, 2, 3 * BLOCK_SIZE + 9)
+    add_request(scheduler, 3, 1, token=4)
+    assert run_step(scheduler) == [1, 1, 9, 100]
 
 
-def test_a_request_that_lacks_blocks_is_not_looked_up_again_before_enough_are_free(monkeypatch):
+def test_a_request_that_lacks_blocks_is_not_retried_before_enough_are_free(monkeypatch):
     scheduler = make_scheduler(16, num_blocks=100)
-    add(scheduler, 0, 50 * BLOCK_SIZE - 8)
-    step(scheduler)
-    add(scheduler, 1, 80 * BLOCK_SIZE)
-    add(scheduler, 2, 70 * BLOCK_SIZE)
-    tried = []
+    add_request(scheduler, 0, 50 * BLOCK_SIZE - 8)
+    run_step(scheduler)
+    add_request(scheduler, 1, 80 * BLOCK_SIZE)
+    add_request(scheduler, 2, 70 * BLOCK_SIZE)
+    admitted_keys = []
     admit = scheduler.cache.admit
     monkeypatch.setattr(
-        scheduler.cache, "admit", lambda request, **kw: tried.append(request.key) or admit(request, **kw)
+        scheduler.cache, "admit", lambda request, **kw: admitted_keys.append(request.key) or admit(request, **kw)
     )
     for _ in range(5):
-        step(scheduler)
-    assert sorted(tried) == [1, 2]
+        run_step(scheduler)
+    assert sorted(admitted_keys) == [1, 2]
     scheduler.abort(0)
-    assert step_by_key(scheduler) == {2: 70 * BLOCK_SIZE}
+    assert run_step_by_key(scheduler) == {2: 70 * BLOCK_SIZE}
     scheduler.abort(2)
-    assert step_by_key(scheduler) == {1: 80 * BLOCK_SIZE}
+    assert run_step_by_key(scheduler) == {1: 80 * BLOCK_SIZE}
 
 
-def test_requests_that_fit_overtake_one_that_lacks_blocks_but_not_for_ever():
+def test_a_request_that_lacks_blocks_is_overtaken_a_limited_number_of_times():
     scheduler = make_scheduler(64, num_blocks=1000)
-    holder = add(scheduler, 0, 500 * BLOCK_SIZE)
-    step(scheduler)
-    large = add(scheduler, 1, 501 * BLOCK_SIZE)
-    step(scheduler)
+    holder = add_request(scheduler, 0, 500 * BLOCK_SIZE)
+    run_step(scheduler)
+    large = add_request(scheduler, 1, 501 * BLOCK_SIZE)
+    run_step(scheduler)
     assert large.row < 0
     for key in range(2, 2 + MAX_BYPASSES + 10):
-        add(scheduler, key, BLOCK_SIZE, token=3)
+        add_request(scheduler, key, BLOCK_SIZE, token=3)
     for _ in range(3):
-        step(scheduler)
+        run_step(scheduler)
     assert scheduler.num_waiting == 1 + 10
     scheduler.abort(holder.key)
     for _ in range(3):
-        step(scheduler)
+        run_step(scheduler)
     assert large.row >= 0
     assert scheduler.num_waiting == 0
 
@@ -174,13 +185,13 @@ def test_requests_that_fit_overtake_one_that_lacks_blocks_but_not_for_ever():
 ROUNDS = AttentionRounds(tile_tokens=32, num_tiles=16)
 
 
-def fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> Scheduler:
+def make_fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> Scheduler:
     scheduler = make_scheduler(16)
-    scheduler.limits = scheduler._prompts._limits = limits
+    scheduler.limits = scheduler._prompt_scheduler._limits = limits
     for num_tokens, start in ((100, 0), (1000, 0), (1000, 5000), (200, 8000)):
         pairs = attention_pairs(start, num_tokens)
-        scheduler.step_times.observe(StepWork(num_tokens, 0, pairs), per_token * num_tokens + per_pair * pairs)
-    scheduler.step_times.forget_error()
+        scheduler.step_time_model.observe(StepWork(num_tokens, 0, pairs), per_token * num_tokens + per_pair * pairs)
+    scheduler.step_time_model.reset_errors()
     return scheduler
 
 
@@ -189,60 +200,60 @@ def fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> S
     [(640, 1e-9, 640), (640, 1e-6, 512), (960, 1e-6, 960), (400, 1e-6, 400), (1200, 1e-6, 1024)],
 )
 def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_device_idle(budget, per_pair, expected):
-    scheduler = fitted_scheduler(StepLimits(budget, rounds=ROUNDS), 1e-5, per_pair)
-    add(scheduler, 0, LONG)
-    assert step(scheduler) == [expected]
+    scheduler = make_fitted_scheduler(StepLimits(budget, rounds=ROUNDS), 1e-5, per_pair)
+    add_request(scheduler, 0, LONG_PROMPT_TOKENS)
+    assert run_step(scheduler) == [expected]
 
 
 @pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 928), (0.0165, 512)])
 def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
     # By their pairs 960 tokens fit into 19 ms, in two whole rounds 928; in 16.5 ms the second round would be idle.
-    scheduler = fitted_scheduler(StepLimits(8192, prompt_step_s=limit_s, rounds=ROUNDS), 1e-5, 2e-8)
-    add(scheduler, 0, LONG)
-    assert step(scheduler) == [expected]
+    scheduler = make_fitted_scheduler(StepLimits(8192, prompt_step_s=limit_s, rounds=ROUNDS), 1e-5, 2e-8)
+    add_request(scheduler, 0, LONG_PROMPT_TOKENS)
+    assert run_step(scheduler) == [expected]
 
 
 def test_a_step_ends_at_a_padded_size_where_padding_would_exceed_its_limit():
     limits = StepLimits(8192, prompt_step_s=0.02, padded_tokens=(256, 512, 1024, 1536, 2048, 4096))
-    scheduler = fitted_scheduler(limits, 1e-5, 1e-12)
-    add(scheduler, 0, LONG)
+    scheduler = make_fitted_scheduler(limits, 1e-5, 1e-12)
+    add_request(scheduler, 0, LONG_PROMPT_TOKENS)
     # 20 ms are 2,000 tokens, which would be padded to 2,048.
-    assert step(scheduler) == [1536]
+    assert run_step(scheduler) == [1536]
     assert scheduler.schedule().work.num_tokens == 1536
 
 
 def test_a_step_that_mostly_attends_is_not_cut_to_the_padded_size_below():
     limits = StepLimits(8192, prompt_step_s=0.05, padded_tokens=(512, 768, 1024))
-    scheduler = fitted_scheduler(limits, 1e-5, 2e-8)
-    request = add(scheduler, 0, LONG)
-    counts = [step(scheduler)[0] for _ in range(6)]
+    scheduler = make_fitted_scheduler(limits, 1e-5, 2e-8)
+    request = add_request(scheduler, 0, LONG_PROMPT_TOKENS)
+    counts = [run_step(scheduler)[0] for _ in range(6)]
     assert any(512 < count < 760 for count in counts)
     for count, start in zip(counts, np.cumsum([0, *counts]), strict=False):
-        seconds = 1e-5 * limits.padded(count) + 2e-8 * attention_pairs(int(start), count)
+        seconds = 1e-5 * limits.pad(count) + 2e-8 * attention_pairs(int(start), count)
         assert seconds <= 0.05
-    assert request.num_prompt_tokens == LONG
+    assert request.num_prompt_tokens == LONG_PROMPT_TOKENS
 
 
 def test_a_prompt_that_fits_with_its_padding_is_not_cut():
     limits = StepLimits(8192, prompt_step_s=0.025, padded_tokens=(1024, 2048, 4096))
-    scheduler = fitted_scheduler(limits, 1e-5, 1e-12)
-    add(scheduler, 0, 2047)
-    planned = scheduler.schedule()
-    assert planned.plan.scheduled.num_tokens.tolist() == [2047]
-    assert planned.work.num_tokens == 2048
+    scheduler = make_fitted_scheduler(limits, 1e-5, 1e-12)
+    add_request(scheduler, 0, 2047)
+    step = scheduler.schedule()
+    assert step.plan.scheduled.num_tokens.tolist() == [2047]
+    assert step.work.num_tokens == 2048
 
 
 def test_a_long_prompt_does_not_fill_a_step_that_ends_a_short_one():
-    scheduler = fitted_scheduler(StepLimits(8192, prompt_step_s=0.04, mixed_step_s=0.01), 1e-5, 1e-12)
-    add(scheduler, 0, 8000)
-    assert step(scheduler) == [pytest.approx(4000, rel=0.02)]
-    add(scheduler, 1, 100)
-    assert step(scheduler) == [pytest.approx(900, rel=0.03), 100]
+    scheduler = make_fitted_scheduler(StepLimits(8192, prompt_step_s=0.04, mixed_step_s=0.01), 1e-5, 1e-12)
+    add_request(scheduler, 0, 8000)
+    assert run_step(scheduler) == [pytest.approx(4000, rel=0.02)]
+    add_request(scheduler, 1, 100)
+    assert run_step(scheduler) == [pytest.approx(900, rel=0.03), 100]
 
 
 def test_prompts_that_a_step_ends_may_take_all_of_its_time():
     limits = StepLimits(8192, prompt_step_s=0.04, mixed_step_s=0.02)
-    scheduler = fitted_scheduler(limits, 1e-5, 1e-12)
+    scheduler = make_fitted_scheduler(limits, 1e-5, 1e-12)
     for key in range(4):
-        add(scheduler, key, 1200)
-    assert step(scheduler) == [1200, 1200, 1200]
+        add_request(scheduler, key, 1200)
+    assert run_step(scheduler) == [1200, 1200, 1200]

@@ -9,44 +9,56 @@ import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.execution.graphs import mixed_sizes
-from nanovllm_core.request import Request, SamplingParams
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.plan import StepResults
-from nanovllm_core.scheduling.result_applier import ScheduledStep
+from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
-from nanovllm_kernels.attention.rounds import SMALLEST_ROUNDS, AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
-TARGET_S, PROMPT_STEP_S = 0.025, 0.05
-PADDED = tuple(mixed_sizes(8192))
+TARGET_STEP_S, PROMPT_STEP_S = 0.025, 0.05
+MAX_STEP_TOKENS = 8192
+PADDED_TOKENS = tuple(mixed_sizes(MAX_STEP_TOKENS))
 ROUNDS = AttentionRounds(tile_tokens=32, num_tiles=16)
-# Largest excess of a step over its limit, as a share: padding, noise and the roofline's knee are not in the model.
-MODEL_ERROR = 0.2
+# Maximum excess of a step over its limit, as a share. The model knows neither padding, noise nor the roofline's knee.
+MAX_EXCESS = 0.2
 
 
 def true_seconds(work: StepWork) -> float:
-    """An H200 and a model of 8B parameters: reading weights or multiplying, then attention, then fixed costs."""
-    products = max(4.0e-3, 20e-6 * work.num_tokens)
-    return products + 3.1e-8 * work.decode_context + 9e-10 * work.prompt_pairs + 0.4e-3
+    """Step time of an H200 with 8B parameters: matrix products (memory or compute bound), attention, overhead."""
+    products_s = max(4.0e-3, 20e-6 * work.num_tokens)
+    return products_s + 3.1e-8 * work.decode_context + 9e-10 * work.prompt_pairs + 0.4e-3
 
 
 @dataclass
-class Engine:
-    """A scheduler and a device that runs one step after another, on a clock of its own."""
+class SimulatedEngine:
+    """A scheduler and a device that runs one step after another, on a simulated clock.
+
+    seed: seed of arrivals and noise.
+    noise: maximum relative deviation of step times.
+    now: current time, in seconds.
+    device_idle_at: time at which the device has finished all launched steps.
+    in_flight: launched steps, and the times at which they finish.
+    first_token_times: time of the first token, by request key.
+    steps: work and seconds of all launched steps.
+    max_in_flight: maximum number of steps in flight so far.
+    """
 
     seed: int
-    target_s: float | None = TARGET_S
+    target_s: float | None = TARGET_STEP_S
     depth: int = 2
     max_num_seqs: int = 64
     rounds: AttentionRounds = ROUNDS
     noise: float = 0.03
     now: float = 0.0
-    device_free: float = 0.0
+    device_idle_at: float = 0.0
     in_flight: deque[tuple[ScheduledStep, float]] = field(default_factory=deque)
-    first_token_at: dict[int, float] = field(default_factory=dict)
+    first_token_times: dict[int, float] = field(default_factory=dict)
     steps: list[tuple[StepWork, float]] = field(default_factory=list)
-    deepest: int = 0
+    max_in_flight: int = 0
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
@@ -57,57 +69,59 @@ class Engine:
             lambda num_tokens, context: true_seconds(
                 StepWork(num_tokens, num_tokens == 1, attention_pairs(context, num_tokens) if num_tokens > 1 else 0)
             ),
-            8192,
+            MAX_STEP_TOKENS,
             MAX_MODEL_LEN,
         )
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=self.max_num_seqs,
-            limits=StepLimits(8192, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.rounds, PADDED),
+            limits=StepLimits(MAX_STEP_TOKENS, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.rounds, PADDED_TOKENS),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[1],
-            step_times=model,
+            step_time_model=model,
         )
 
     def add(self, key: int, num_tokens: int, max_tokens: int = 4) -> None:
-        request = Request(f"r{key}", [2] * num_tokens, SamplingParams(ignore_eos=True, max_tokens=max_tokens))
-        request.key, request.arrival_time = key, self.now
-        self.scheduler.add(request)
+        sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens)
+        request = Request(f"r{key}", [2] * num_tokens, sampling, arrival_time=self.now)
+        self.scheduler.add(RequestState(key, request))
 
     def step(self) -> bool:
-        """Fill the device, then wait for its oldest step; False when there is nothing to do."""
-        while len(self.in_flight) < self.depth and (planned := self.scheduler.schedule()) is not None:
-            seconds = true_seconds(planned.work) * self.rng.uniform(1 - self.noise, 1 + self.noise)
-            self.device_free = max(self.device_free, self.now) + seconds
-            self.in_flight.append((planned, self.device_free))
-            self.steps.append((planned.work, seconds))
-        self.deepest = max(self.deepest, len(self.in_flight))
+        """Launch as many steps as the depth allows, then wait for the oldest one. Returns False if there is none."""
+        while len(self.in_flight) < self.depth and (step := self.scheduler.schedule()) is not None:
+            seconds = true_seconds(step.work) * self.rng.uniform(1 - self.noise, 1 + self.noise)
+            self.device_idle_at = max(self.device_idle_at, self.now) + seconds
+            self.in_flight.append((step, self.device_idle_at))
+            self.steps.append((step.work, seconds))
+        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
         if not self.in_flight:
             return False
-        planned, self.now = self.in_flight.popleft()
-        self.scheduler.observe(planned, self.steps[len(self.steps) - len(self.in_flight) - 1][1])
-        count = int(planned.plan.scheduled.samples.sum())
-        outputs = self.scheduler.complete(planned, StepResults(np.full(count, 7, np.int32), ()))
-        for key, _ in outputs.begins:
-            self.first_token_at[key] = self.now
+        step, self.now = self.in_flight.popleft()
+        self.scheduler.observe(step, self.steps[len(self.steps) - len(self.in_flight) - 1][1])
+        num_samples = int(step.plan.scheduled.is_sampled.sum())
+        outputs = self.scheduler.complete(step, StepResults(np.full(num_samples, 7, np.int32), ()))
+        for key, _ in outputs.starts:
+            self.first_token_times[key] = self.now
         return True
 
-    def excess(self) -> float:
-        """The largest share by which a step of several tokens of prompts exceeded its limit."""
-        worst = 0.0
+    def max_excess(self) -> float:
+        """Maximum share by which a step with prompts exceeded its limit."""
+        excess = 0.0
         for work, seconds in self.steps:
             has_decodes = work.decode_context > 0
-            limit = TARGET_S if has_decodes else PROMPT_STEP_S
-            alone = true_seconds(StepWork(work.num_tokens, work.decode_context))
-            # The least that prompts get, one block, comes on top of decodes that take the whole limit.
-            if work.prompt_pairs and alone < limit / 2:
-                worst = max(worst, seconds / limit - 1)
-        return worst
+            limit_s = TARGET_STEP_S if has_decodes else PROMPT_STEP_S
+            decodes_s = true_seconds(StepWork(work.num_tokens, work.decode_context))
+            # Prompts get at least one block, even if the decodes alone take the whole limit: skip such steps.
+            if work.prompt_pairs and decodes_s < limit_s / 2:
+                excess = max(excess, seconds / limit_s - 1)
+        return excess
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_arrivals_keep_every_step_within_its_limit_and_all_finish(seed):
-    engine = Engine(seed, depth=random.Random(seed).choice([1, 2]), rounds=ROUNDS if seed % 3 else SMALLEST_ROUNDS)
+def test_steps_stay_within_their_limits_with_random_arrivals_and_all_requests_finish(seed):
+    engine = SimulatedEngine(
+        seed, depth=random.Random(seed).choice([1, 2]), rounds=ROUNDS if seed % 3 else ONE_TOKEN_ROUNDS
+    )
     rng = engine.rng
     arrivals = deque(sorted(rng.uniform(0, 20) for _ in range(120)))
     while engine.step() or arrivals:
@@ -116,51 +130,51 @@ def test_random_arrivals_keep_every_step_within_its_limit_and_all_finish(seed):
         while arrivals and arrivals[0] <= engine.now:
             arrivals.popleft()
             length = rng.choice([5, 100, 1000, 8000, 30_000])
-            engine.add(len(engine.first_token_at) * 1000 + len(arrivals), length, rng.choice([1, 20, 200]))
-    assert len(engine.first_token_at) == 120
-    assert engine.excess() <= MODEL_ERROR
-    assert engine.scheduler.step_times.error < 0.15
-    assert engine.deepest <= engine.depth
+            engine.add(len(engine.first_token_times) * 1000 + len(arrivals), length, rng.choice([1, 20, 200]))
+    assert len(engine.first_token_times) == 120
+    assert engine.max_excess() <= MAX_EXCESS
+    assert engine.scheduler.step_time_model.mean_error < 0.15
+    assert engine.max_in_flight <= engine.depth
 
 
-def test_a_short_prompt_waits_for_the_steps_in_flight_and_its_own_beside_a_long_one():
-    engine = Engine(0)
+def test_a_short_prompt_beside_a_long_one_waits_for_at_most_three_steps():
+    engine = SimulatedEngine(0)
     engine.add(0, 100_000, 1)
     waits, key = [], 0
-    while 0 not in engine.first_token_at:
+    while 0 not in engine.first_token_times:
         if engine.now > 0.3 * key:
             key += 1
             engine.add(key, 100, 1)
             arrived = engine.now
         engine.step()
-        if key in engine.first_token_at:
-            waits.append(engine.first_token_at[key] - arrived)
+        if key in engine.first_token_times:
+            waits.append(engine.first_token_times[key] - arrived)
     assert len(waits) > 15
-    assert max(waits) <= 3 * PROMPT_STEP_S * (1 + MODEL_ERROR)
+    assert max(waits) <= 3 * PROMPT_STEP_S * (1 + MAX_EXCESS)
 
 
-def test_short_prompts_now_and_then_hardly_delay_a_long_one():
+def test_a_few_short_prompts_hardly_delay_a_long_one():
     times = []
     for num_short in (0, 20):
-        engine = Engine(1, noise=0)
+        engine = SimulatedEngine(1, noise=0)
         engine.add(0, 100_000, 1)
         for key in range(1, num_short + 1):
             engine.add(key, 100, 1)
-        while 0 not in engine.first_token_at:
+        while 0 not in engine.first_token_times:
             engine.step()
-        times.append(engine.first_token_at[0])
+        times.append(engine.first_token_times[0])
     assert times[1] <= 1.05 * times[0]
 
 
-def test_endless_short_prompts_leave_a_long_one_its_share():
-    engine = Engine(2, noise=0)
+def test_a_long_prompt_gets_its_share_beside_endless_short_prompts():
+    engine = SimulatedEngine(2, noise=0)
     engine.add(0, 50_000, 1)
-    key, alone = 0, Engine(2, noise=0)
+    key, alone = 0, SimulatedEngine(2, noise=0)
     alone.add(0, 50_000, 1)
     while alone.step():
         pass
     # Twice as much as the device can do.
-    while 0 not in engine.first_token_at:
+    while 0 not in engine.first_token_times:
         for _ in range(4):
             key += 1
             engine.add(key, 1000, 1)
@@ -168,20 +182,20 @@ def test_endless_short_prompts_leave_a_long_one_its_share():
     assert engine.now <= 5 * alone.now
 
 
-def test_priorities_rule_between_classes():
-    engine = Engine(3)
+def test_a_more_urgent_request_is_served_first_even_if_it_is_longer():
+    engine = SimulatedEngine(3)
     engine.add(0, 20_000, 1)
     engine.step()
-    urgent = Request("urgent", [2] * 60_000, SamplingParams(ignore_eos=True, max_tokens=1), priority=-1)
-    urgent.key, urgent.arrival_time = 1, engine.now
-    engine.scheduler.add(urgent)
+    sampling = SamplingParams(ignore_eos=True, max_tokens=1)
+    urgent = Request("urgent", [2] * 60_000, sampling, priority=-1, arrival_time=engine.now)
+    engine.scheduler.add(RequestState(1, urgent))
     while engine.step():
         pass
-    assert engine.first_token_at[1] < engine.first_token_at[0]
+    assert engine.first_token_times[1] < engine.first_token_times[0]
 
 
 def test_an_aborted_long_prompt_computes_for_two_more_steps_at_most():
-    engine = Engine(4)
+    engine = SimulatedEngine(4)
     engine.add(0, 100_000, 1)
     for _ in range(5):
         engine.step()
@@ -193,21 +207,21 @@ def test_an_aborted_long_prompt_computes_for_two_more_steps_at_most():
     assert engine.scheduler.cache.pool.num_free == engine.scheduler.cache.pool.num_blocks
 
 
-def test_decodes_that_take_the_whole_target_leave_prompts_a_block():
-    engine = Engine(5, target_s=0.001)
+def test_a_prompt_gets_a_block_per_step_even_if_decodes_take_the_whole_target():
+    engine = SimulatedEngine(5, target_s=0.001)
     engine.add(0, 50, 1000)
     engine.step()
     engine.add(1, 100, 1)
     counts = []
-    while 1 not in engine.first_token_at:
+    while 1 not in engine.first_token_times:
         engine.step()
-        counts.extend(planned.plan.shape.num_tokens for planned, _ in engine.in_flight)
+        counts.extend(step.plan.shape.num_tokens for step, _ in engine.in_flight)
     assert max(counts) == 1 + BLOCK_SIZE
 
 
 def test_without_a_target_a_slow_decode_step_raises_the_limit():
-    limits = StepLimits(8192, None, 0.06, 0.05)
-    assert limits.seconds(3, 0.002) == 0.05
-    assert limits.seconds(3, 0.03) == pytest.approx(0.12)
-    assert limits.seconds(0, 0.03) == 0.06
-    assert StepLimits(8192, 0.025, 0.06, 0.05).seconds(3, 0.03) == 0.025
+    limits = StepLimits(MAX_STEP_TOKENS, None, 0.06, 0.05)
+    assert limits.time_limit_s(3, 0.002) == 0.05
+    assert limits.time_limit_s(3, 0.03) == pytest.approx(0.12)
+    assert limits.time_limit_s(0, 0.03) == 0.06
+    assert StepLimits(MAX_STEP_TOKENS, 0.025, 0.06, 0.05).time_limit_s(3, 0.03) == 0.025

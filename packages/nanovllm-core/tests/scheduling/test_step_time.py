@@ -1,4 +1,4 @@
-"""The model of step times: what it learns, what it ignores, and how chunks are sized by it."""
+"""The step-time model: how it fits observations, and how long the chunks are that it allows."""
 
 import math
 import random
@@ -6,23 +6,23 @@ import random
 import pytest
 
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
-from nanovllm_kernels.attention.rounds import attention_pairs
+from nanovllm_kernels.attention import attention_pairs
 
-FIXED, PER_TOKEN, PER_CONTEXT, PER_PAIR = 4e-3, 2e-5, 3e-8, 9e-10
+FIXED, PER_TOKEN, PER_DECODE_CONTEXT, PER_PAIR = 4e-3, 2e-5, 3e-8, 9e-10
 
 
 def linear_seconds(work: StepWork) -> float:
-    return FIXED + PER_TOKEN * work.num_tokens + PER_CONTEXT * work.decode_context + PER_PAIR * work.prompt_pairs
+    return FIXED + PER_TOKEN * work.num_tokens + PER_DECODE_CONTEXT * work.decode_context + PER_PAIR * work.prompt_pairs
 
 
 def random_work(rng: random.Random) -> StepWork:
-    decodes, chunk, start = rng.randrange(100), rng.choice([0, 16, 300, 2000]), rng.randrange(50_000)
-    pairs = attention_pairs(start, chunk) if chunk else 0
-    return StepWork(max(decodes + chunk, 1), decodes * rng.randrange(1, 30_000), pairs)
+    num_decodes, chunk_tokens, start = rng.randrange(100), rng.choice([0, 16, 300, 2000]), rng.randrange(50_000)
+    pairs = attention_pairs(start, chunk_tokens) if chunk_tokens else 0
+    return StepWork(max(num_decodes + chunk_tokens, 1), num_decodes * rng.randrange(1, 30_000), pairs)
 
 
 @pytest.fixture
-def fitted() -> StepTimeModel:
+def fitted_model() -> StepTimeModel:
     model, rng = StepTimeModel(), random.Random(0)
     for _ in range(300):
         work = random_work(rng)
@@ -30,34 +30,34 @@ def fitted() -> StepTimeModel:
     return model
 
 
-def test_steps_of_linear_cost_are_predicted(fitted):
+def test_steps_of_linear_cost_are_predicted(fitted_model):
     rng = random.Random(1)
     for _ in range(100):
         work = random_work(rng)
-        assert fitted.predict(work) == pytest.approx(linear_seconds(work), rel=0.02)
-    assert fitted.error < 0.02
+        assert fitted_model.predict(work) == pytest.approx(linear_seconds(work), rel=0.02)
+    assert fitted_model.mean_error < 0.02
 
 
-def test_a_chunk_sized_for_some_seconds_takes_them(fitted):
+def test_a_chunk_of_maximum_length_takes_the_allowed_time(fitted_model):
     for start in (0, 1000, 90_000):
-        tokens = fitted.chunk_tokens(start, 0.04)
-        assert fitted.chunk_seconds(start, int(tokens)) == pytest.approx(0.04, rel=0.01)
+        tokens = fitted_model.max_chunk_tokens(start, 0.04)
+        assert fitted_model.chunk_seconds(start, int(tokens)) == pytest.approx(0.04, rel=0.01)
 
 
-def test_one_step_that_compiles_changes_predictions_little(fitted):
+def test_one_outlier_changes_predictions_little(fitted_model):
     work = StepWork(1000, 0, attention_pairs(0, 1000))
-    before = fitted.predict(work)
-    fitted.observe(work, 100 * before)
-    assert fitted.predict(work) == pytest.approx(before, rel=0.05)
+    previous = fitted_model.predict(work)
+    fitted_model.observe(work, 100 * previous)
+    assert fitted_model.predict(work) == pytest.approx(previous, rel=0.05)
 
 
-def test_a_device_that_has_become_slower_is_learned(fitted):
+def test_predictions_follow_a_device_that_becomes_slower(fitted_model):
     rng = random.Random(2)
     for _ in range(500):
         work = random_work(rng)
-        fitted.observe(work, 2 * linear_seconds(work))
+        fitted_model.observe(work, 2 * linear_seconds(work))
     work = StepWork(1000, 0, attention_pairs(0, 1000))
-    assert fitted.predict(work) == pytest.approx(2 * linear_seconds(work), rel=0.05)
+    assert fitted_model.predict(work) == pytest.approx(2 * linear_seconds(work), rel=0.05)
 
 
 def test_coefficients_are_never_negative():
@@ -67,52 +67,52 @@ def test_coefficients_are_never_negative():
         assert min(model.coefficients) >= 0
 
 
-def test_long_decoding_does_not_make_prompts_forgotten(fitted):
-    before = fitted.coefficients.per_prompt_pair
+def test_many_decode_steps_do_not_change_the_cost_of_prompts(fitted_model):
+    previous = fitted_model.coefficients.per_prompt_pair
     for _ in range(5000):
-        fitted.observe(StepWork(64, 64_000), linear_seconds(StepWork(64, 64_000)))
-    assert fitted.coefficients.per_prompt_pair == pytest.approx(before, rel=0.1)
+        fitted_model.observe(StepWork(64, 64_000), linear_seconds(StepWork(64, 64_000)))
+    assert fitted_model.coefficients.per_prompt_pair == pytest.approx(previous, rel=0.1)
 
 
-def test_before_any_observation_time_limits_nothing():
+def test_before_any_observation_chunks_are_unlimited():
     model = StepTimeModel()
     assert model.predict(StepWork(8192, 0, 10**9)) == 0
-    assert model.chunk_tokens(0, 0.01) == math.inf
+    assert model.max_chunk_tokens(0, 0.01) == math.inf
 
 
-def test_without_a_limit_a_fitted_model_limits_nothing(fitted):
-    assert fitted.chunk_tokens(0, math.inf) == math.inf
+def test_chunks_are_unlimited_without_a_time_limit(fitted_model):
+    assert fitted_model.max_chunk_tokens(0, math.inf) == math.inf
 
 
-@pytest.mark.parametrize("seconds_a_token", [2e-6, 1e-4, 1e-2])
-def test_calibration_is_short_and_finds_the_cost_of_prompts(seconds_a_token):
-    taken = []
+@pytest.mark.parametrize("seconds_per_token", [2e-6, 1e-4, 1e-2])
+def test_calibration_is_short_and_finds_the_cost_of_prompts(seconds_per_token):
+    step_times_s = []
 
     def time_step(num_tokens: int, context: int) -> float:
-        seconds = 1e-3 + seconds_a_token * num_tokens + seconds_a_token / 1e4 * attention_pairs(context, num_tokens)
-        taken.append(seconds)
+        seconds = 1e-3 + seconds_per_token * num_tokens + seconds_per_token / 1e4 * attention_pairs(context, num_tokens)
+        step_times_s.append(seconds)
         return seconds
 
     model = StepTimeModel()
     calibrate(model, time_step, 8192, 8192)
-    assert sum(taken) < 0.5
+    assert sum(step_times_s) < 0.5
     work = StepWork(4000, 0, attention_pairs(0, 4000))
-    assert model.predict(work) == pytest.approx(seconds_a_token * (4000 + 800) + 1e-3, rel=0.25)
+    assert model.predict(work) == pytest.approx(seconds_per_token * (4000 + 800) + 1e-3, rel=0.25)
 
 
-def test_only_steps_that_take_longer_than_predicted_count_as_excess(fitted):
+def test_only_steps_that_take_longer_than_predicted_count_as_excess(fitted_model):
     work = StepWork(1000, 0, attention_pairs(0, 1000))
-    before = fitted.excess
-    fitted.observe(work, 0.8 * fitted.predict(work))
-    assert fitted.excess < before
-    fitted.observe(work, 1.2 * fitted.predict(work))
-    assert fitted.excess > before
-    fitted.forget_error()
-    assert fitted.excess == fitted.error == 0
+    previous = fitted_model.mean_excess
+    fitted_model.observe(work, 0.8 * fitted_model.predict(work))
+    assert fitted_model.mean_excess < previous
+    fitted_model.observe(work, 1.2 * fitted_model.predict(work))
+    assert fitted_model.mean_excess > previous
+    fitted_model.reset_errors()
+    assert fitted_model.mean_excess == fitted_model.mean_error == 0
 
 
 def test_a_model_that_was_only_calibrated_expects_some_excess():
     model = StepTimeModel()
     calibrate(model, lambda num_tokens, _: 1e-3 + 1e-5 * num_tokens, 8192, 8192)
-    assert model.error == 0
-    assert 0.01 <= model.excess <= 0.05
+    assert model.mean_error == 0
+    assert 0.01 <= model.mean_excess <= 0.05

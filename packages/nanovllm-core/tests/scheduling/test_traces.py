@@ -1,4 +1,4 @@
-"""Random traces of requests through scheduler and cache, on a device that checks what it is told to read."""
+"""Random traces of requests through scheduler and cache, on a simulated device that checks every slot that it reads."""
 
 import random
 from collections import Counter, deque
@@ -11,28 +11,34 @@ import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
-from nanovllm_core.request import PromptLogprobs, Request, RequestStatus, SamplingParams
+from nanovllm_core.outputs import PromptLogprobs
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState, RequestStatus
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.plan import NewRow, NewState, PromptPart, StepPlan, StepResults
+from nanovllm_core.scheduling.plan import NewRow, NewState, PromptLogprobsRange, StepPlan, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 VOCAB = 50
 EOS = 0
 
 
-def digest(before: int, token: int) -> int:
-    # Of integers alone: the hash of a string differs from one interpreter to the next, and with it every trace.
-    return hash((before, token))
+def digest(previous_digest: int, token: int) -> int:
+    # Integers have the same hash in each interpreter; strings have not.
+    return hash((previous_digest, token))
 
 
-def next_token(state: int, eos_rate: int) -> int:
-    return EOS if state % 997 < eos_rate else 1 + state % (VOCAB - 1)
+def next_token(prefix_digest: int, eos_rate: int) -> int:
+    return EOS if prefix_digest % 997 < eos_rate else 1 + prefix_digest % (VOCAB - 1)
 
 
 @dataclass
 class Device:
-    """Rows, cache slots and state slots, each holding a digest of all tokens up to it: wrong contents can't go
-    unnoticed. states: None where the model keeps none.
+    """A simulated device. Each cache slot and state slot holds a digest of all tokens up to its own.
+
+    slots: digest by cache slot. tables: block id by entry, by row. tokens: tokens by row. computed: number of computed
+        tokens by row.
+    states: digest by state slot; None for a model without recurrent layers. state_of: `NewState` by row.
     """
 
     block_size: int
@@ -44,27 +50,28 @@ class Device:
     states: dict[int, int] | None = None
     state_of: dict[int, NewState] = field(default_factory=dict)
 
-    def restore(self, new_rows: Sequence[NewRow]) -> None:
+    def restore_states(self, new_rows: Sequence[NewRow]) -> None:
         assert self.states is not None
-        kept = {new.state.origin: self.states[new.state.origin] for new in new_rows if new.state.origin}
+        source_slots = [new.state.source_slot for new in new_rows if new.state.source_slot]
+        source_digests = {slot: self.states[slot] for slot in source_slots}
         for new in new_rows:
-            assert bool(new.state.origin) == bool(new.num_computed_tokens)
-            self.states[new.state.slot] = kept[new.state.origin] if new.state.origin else 1
+            assert bool(new.state.source_slot) == bool(new.num_computed_tokens)
+            self.states[new.state.slot] = source_digests[new.state.source_slot] if new.state.source_slot else 1
             self.state_of[new.row] = new.state
 
-    def take_in(self, row: int, before: int, after: int, position: int) -> None:
-        """Let a row's state go on from one digest to the next, as token `position` does."""
+    def advance_state(self, row: int, previous_digest: int, new_digest: int, position: int) -> None:
+        """Advance a row's recurrent state by the token at `position`."""
         assert self.states is not None
         slot, _, checkpoints = self.state_of[row]
-        assert self.states[slot] == before, "a state slot holds another prompt's state"
-        self.states[slot] = after
+        assert self.states[slot] == previous_digest, "a state slot holds another prompt's state"
+        self.states[slot] = new_digest
         for checkpoint in checkpoints:
             if checkpoint.position == position + 1:
-                self.states[checkpoint.slot] = after
+                self.states[checkpoint.slot] = new_digest
 
     def run(self, plan: StepPlan) -> StepResults:
         if self.states is not None:
-            self.restore(plan.new_rows)
+            self.restore_states(plan.new_rows)
         for new in plan.new_rows:
             self.tokens[new.row] = new.token_ids.tolist()
             self.computed[new.row] = new.num_computed_tokens
@@ -72,61 +79,66 @@ class Device:
         blocks = plan.new_blocks
         for row, entry, block in zip(blocks.rows, blocks.entries, blocks.block_ids, strict=True):
             self.tables[row][entry] = block
-        sampled, seen = [], []
+        sampled_tokens, hidden_states = [], []
         for row, count, samples in zip(*(column.tolist() for column in plan.scheduled), strict=True):
-            state = 1
+            prefix_digest = 1
             end = self.computed[row] + count
             for position, token in enumerate(self.tokens[row][:end]):
-                before, state = state, digest(state, token)
+                previous_digest, prefix_digest = prefix_digest, digest(prefix_digest, token)
                 slot = self.tables[row][position // self.block_size] * self.block_size + position % self.block_size
                 if position >= self.computed[row]:
-                    self.slots[slot] = state
+                    self.slots[slot] = prefix_digest
                 if position >= self.computed[row] and self.states is not None:
-                    self.take_in(row, before, state, position)
-                assert self.slots[slot] == state, "a cached block holds another prompt's keys"
+                    self.advance_state(row, previous_digest, prefix_digest, position)
+                assert self.slots[slot] == prefix_digest, "a cached block holds another prompt's keys"
                 if position >= self.computed[row]:
-                    seen.append((row, position, state))
+                    hidden_states.append((row, position, prefix_digest))
             self.computed[row] = end
             assert samples == (end == len(self.tokens[row]))
             if samples:
-                sampled.append(next_token(state, self.eos_rate))
-                self.tokens[row].append(sampled[-1])
+                sampled_tokens.append(next_token(prefix_digest, self.eos_rate))
+                self.tokens[row].append(sampled_tokens[-1])
         return StepResults(
-            np.array(sampled, np.int32), (), (), [self.score(part, seen) for part in plan.prompt_logprobs]
+            np.array(sampled_tokens, np.int32),
+            (),
+            (),
+            [self.score(part, hidden_states) for part in plan.prompt_logprobs_ranges],
         )
 
-    def score(self, part: PromptPart, seen: list[tuple[int, int, int]]) -> PromptLogprobs:
-        """Where log-probabilities would be, what they would be made of: a token, and all that the device saw before."""
+    def score(self, part: PromptLogprobsRange, hidden_states: list[tuple[int, int, int]]) -> PromptLogprobs:
+        """Stand-ins for log-probabilities: digests of a prompt token and of all tokens that the device saw before."""
         ranks = []
-        for row, position, state in seen[part.at : part.at + part.num_tokens]:
-            assert (row, position) == (part.row, part.start + len(ranks) - 1), "another's hidden state"
-            ranks.append(digest(state, self.tokens[row][position + 1]))
+        for row, position, prefix_digest in hidden_states[
+            part.first_logits_index : part.first_logits_index + part.num_tokens
+        ]:
+            assert (row, position) == (part.row, part.start + len(ranks) - 1), "the hidden state of another token"
+            ranks.append(digest(prefix_digest, self.tokens[row][position + 1]))
         return PromptLogprobs(part.num_top, b"", np.array(ranks, np.int64).tobytes(), b"", b"")
 
 
-def expected_output(request: Request, limit: int, eos_rate: int) -> list[int]:
-    state, output = 1, []
+def expected_output(request: RequestState, limit: int, eos_rate: int) -> list[int]:
+    prefix_digest, output = 1, []
     for token in request.prompt_ids.tolist():
-        state = digest(state, token)
+        prefix_digest = digest(prefix_digest, token)
     while len(output) < limit:
-        output.append(next_token(state, eos_rate))
+        output.append(next_token(prefix_digest, eos_rate))
         if output[-1] == EOS and not request.sampling.ignore_eos:
             break
-        state = digest(state, output[-1])
+        prefix_digest = digest(prefix_digest, output[-1])
     return output
 
 
-def expected_scores(request: Request) -> list[int]:
+def expected_scores(request: RequestState) -> list[int]:
     return [*accumulate(request.prompt_ids.tolist(), digest, initial=1)][2:]
 
 
-def check_ownership(scheduler: Scheduler, requests: list[Request]) -> None:
-    held = Counter(block for request in requests for block in request.block_ids)
+def check_ownership(scheduler: Scheduler, requests: list[RequestState]) -> None:
+    num_holders = Counter(block for request in requests for block in request.block_ids)
     pool = scheduler.cache.pool
     for block in range(1, pool.num_blocks + 1):
-        assert pool.refs(block) == held[block]
-    assert pool.num_free == pool.num_blocks - len(held)
-    assert 0 not in held, "the null block was given out"
+        assert pool.refs(block) == num_holders[block]
+    assert pool.num_free == pool.num_blocks - len(num_holders)
+    assert 0 not in num_holders, "the null block was given out"
     states = scheduler.cache.states
     if states is not None:
         slots = [slot for request in requests for slot in (request.state_slot, *(c.slot for c in request.checkpoints))]
@@ -147,7 +159,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, decodes: set[int], budget: 
     rows = plan.scheduled.rows.tolist()
     assert len(set(rows)) == len(rows)
     if plan.new_rows:
-        assert decodes <= set(rows), "a prefill was admitted while a running decode went without"
+        assert decodes <= set(rows), "a prefill was admitted although a running decode was left out"
 
 
 class Trace:
@@ -155,11 +167,11 @@ class Trace:
         rng = self.rng = random.Random(seed)
         self.block_size = rng.choice([2, 4, 16])
         self.eos_rate = rng.choice([0, 30, 200])
-        # Checkpoints stand where 64 tokens end.
-        recurrent = rng.random() < 0.2
-        self.max_model_len = 150 if recurrent else rng.choice([24, 64])
-        per_request = -(-self.max_model_len // self.block_size)
-        num_blocks = per_request * rng.choice([1, 2, 4]) + rng.randrange(3)
+        # Checkpoints are at multiples of 64 tokens.
+        is_recurrent = rng.random() < 0.2
+        self.max_model_len = 150 if is_recurrent else rng.choice([24, 64])
+        blocks_per_request = -(-self.max_model_len // self.block_size)
+        num_blocks = blocks_per_request * rng.choice([1, 2, 4]) + rng.randrange(3)
         max_num_seqs = rng.choice([1, 3, 8])
         self.budget = max_num_seqs + self.block_size + rng.choice([0, 5, 200])
         self.depth = rng.choice([1, 2, 3])
@@ -170,7 +182,7 @@ class Trace:
             prefix_hash=rng.choice(["fast", "sha256"]),
             watermark=rng.choice([0, 0.1]),
             states=StatePool(max_num_seqs + prefix_caching * rng.choice([1, 3, 20]), max_num_seqs, self.block_size)
-            if recurrent
+            if is_recurrent
             else None,
         )
         self.scheduler = Scheduler(
@@ -180,11 +192,11 @@ class Trace:
             max_model_len=self.max_model_len,
             eos_token_ids=[EOS],
         )
-        self.device = Device(self.block_size, self.eos_rate, states={} if recurrent else None)
+        self.device = Device(self.block_size, self.eos_rate, states={} if is_recurrent else None)
         self.prefixes = [
-            [rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(1 if recurrent else 2)
+            [rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(1 if is_recurrent else 2)
         ]
-        self.requests: list[Request] = []
+        self.requests: list[RequestState] = []
         self.aborted: set[int] = set()
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
@@ -199,7 +211,7 @@ class Trace:
         if self.device.states is not None and rng.random() < 0.7:
             shared = min(length, rng.choice([70, 130]))
         prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(VOCAB) for _ in range(length - shared)]
-        request = Request(
+        client_request = Request(
             id=f"r{len(self.requests)}",
             token_ids=prompt,
             sampling=SamplingParams(
@@ -211,7 +223,7 @@ class Trace:
             priority=rng.choice([0, 0, 0, -1, 1]),
             arrival_time=float(len(self.requests)),
         )
-        request.key = len(self.requests)
+        request = RequestState(len(self.requests), client_request)
         self.requests.append(request)
         self.outputs[request.key] = []
         self.scores[request.key] = []
@@ -223,8 +235,8 @@ class Trace:
             rows = scheduler.rows
             decodes = {
                 request.row
-                for request in scheduler.running
-                if rows.num_tokens[request.row] - rows.num_computed[request.row] == 1
+                for request in scheduler.running_requests
+                if rows.num_tokens[request.row] - rows.num_computed_tokens[request.row] == 1
                 and rows.num_tokens[request.row] < request.max_total_tokens
             }
             step = scheduler.schedule()
@@ -235,29 +247,29 @@ class Trace:
                 (request,) = scheduler.rows.requests_of(np.array([new.row]))
                 if 0 < len(self.scores[request.key]) < request.num_prompt_tokens - 1:
                     self.num_resumed_midway += 1
-                self.num_restored += new.state.origin > 0
+                self.num_restored += new.state.source_slot > 0
             self.in_flight.append((step, self.device.run(step.plan)))
         if self.in_flight:
             outputs = scheduler.complete(*self.in_flight.popleft())
-            for key, found in outputs.prompt_logprobs:
+            for key, logprobs in outputs.prompt_logprobs:
                 assert key not in self.aborted
-                assert not self.outputs[key], "what a prompt is told of came behind the first token"
-                self.scores[key].extend(np.frombuffer(found.ranks, np.int64).tolist())
+                assert not self.outputs[key], "log-probabilities of a prompt came after the first token"
+                self.scores[key].extend(np.frombuffer(logprobs.ranks, np.int64).tolist())
             for key, token in zip(outputs.keys, outputs.tokens, strict=True):
                 assert key not in self.aborted
                 assert key not in self.reasons, "an output after the last one"
-                assert (key in dict(outputs.begins)) == (not self.outputs[key])
+                assert (key in dict(outputs.starts)) == (not self.outputs[key])
                 self.outputs[key].append(token)
-            for key, reason, stop_token in outputs.ends:
+            for key, reason, stop_token in outputs.finishes:
                 assert stop_token == (self.outputs[key][-1] if reason == "stop" else None)
                 self.reasons[key] = reason
         check_ownership(scheduler, self.requests)
         return bool(self.in_flight)
 
-    def abort_one(self) -> None:
-        alive = [request for request in self.requests if request.status is not RequestStatus.FINISHED]
-        if alive:
-            request = self.rng.choice(alive)
+    def abort_random_request(self) -> None:
+        unfinished = [request for request in self.requests if request.status is not RequestStatus.FINISHED]
+        if unfinished:
+            request = self.rng.choice(unfinished)
             assert self.scheduler.abort(request.key)
             self.aborted.add(request.key)
 
@@ -266,7 +278,7 @@ class Trace:
             for _ in range(self.rng.randrange(5)):
                 self.submit()
             if self.rng.random() < 0.2:
-                self.abort_one()
+                self.abort_random_request()
             for _ in range(self.rng.randrange(6)):
                 self.step()
         for _ in range(5000):
@@ -277,7 +289,7 @@ class Trace:
     def check_end(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
         assert not scheduler.has_requests
-        assert not scheduler.running
+        assert not scheduler.running_requests
         assert scheduler.num_waiting == 0
         assert pool.num_free == pool.num_blocks
         assert pool.num_cached <= pool.num_free
@@ -301,20 +313,20 @@ class Trace:
 
 
 @pytest.mark.parametrize("block_of_seeds", range(8))
-def test_everyone_finishes_and_nothing_is_lost(block_of_seeds: int):
-    preemptions = hits = midway = restored = 0
+def test_every_request_finishes_with_the_expected_tokens_and_releases_everything(block_of_seeds: int):
+    num_preemptions = num_hits = num_resumed = num_restored = 0
     for seed in range(block_of_seeds * 400, (block_of_seeds + 1) * 400):
         trace = Trace(seed)
         try:
             trace.run()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        preemptions += trace.scheduler.counters.preemptions
-        hits += trace.scheduler.counters.prefix_hits
-        midway += trace.num_resumed_midway
-        restored += trace.num_restored
-    # Otherwise the traces would not have been where it is difficult.
-    assert preemptions > 100
-    assert hits > 1000
-    assert midway > 2
-    assert restored > 20
+        num_preemptions += trace.scheduler.counters.num_preemptions
+        num_hits += trace.scheduler.counters.num_cached_tokens
+        num_resumed += trace.num_resumed_midway
+        num_restored += trace.num_restored
+    # Otherwise the traces would not cover the difficult cases.
+    assert num_preemptions > 100
+    assert num_hits > 1000
+    assert num_resumed > 2
+    assert num_restored > 20

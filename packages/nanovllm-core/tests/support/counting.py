@@ -1,4 +1,4 @@
-"""Counts what a piece of work does in Python: unlike its time, that is the same on every machine."""
+"""Counts the functions that a piece of work calls: unlike its time, the count is the same on every machine."""
 
 import gc
 import sys
@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 
 
-def calls(work: Callable[..., object], *args: object) -> Counter[str]:
-    """How many functions `work` calls: of Python ("call") and of C ("c_call")."""
+def count_calls(work: Callable[..., object], *args: object) -> Counter[str]:
+    """The number of functions that `work` calls: Python functions ("call") and C functions ("c_call")."""
     counts: Counter[str] = Counter()
-    # A collection would count with what others have it call.
+    # A garbage collection would add calls of finalizers.
     gc.disable()
     sys.setprofile(lambda frame, event, arg: counts.update((event,)))
     try:

@@ -11,14 +11,16 @@ DTYPE = torch.float8_e4m3fn
 # Bytes per token and head beside the e4m3 values.
 SCALE_BYTES = 1
 EXPONENT_BIAS = 127
-# Bias of e4m3's exponents.
-NARROW_BIAS = 7
-# The largest e4m3 is 1.75 * 2^8. Adding BEYOND_LARGEST to float32 bits carries into the exponent
+E4M3_EXPONENT_BIAS = 7
+# The largest e4m3 value is 1.75 * 2^8. Adding CARRY_ABOVE_MAX_SIGNIFICAND to float32 bits carries into the exponent
 # exactly if the significand is above 1.75.
-LARGEST_EXPONENT = 8
-BEYOND_LARGEST = (1 << 23) - 1 - 0x600000
-# 2^-40: the least scale, so that a head of zeros has a scale too, and kernels may divide by any scale.
-LEAST_EXPONENT = EXPONENT_BIAS - 40
+MAX_E4M3 = 448.0
+MAX_E4M3_EXPONENT = 8
+CARRY_ABOVE_MAX_SIGNIFICAND = (1 << 23) - 1 - 0x600000
+# The smallest scale is 2^-40, so that a head of zeros has a scale too, and kernels may divide by any scale.
+MIN_SCALE_EXPONENT = EXPONENT_BIAS - 40
+# Block FP8: the smallest magnitude that scales are derived from, so that a group of zeros has a scale too.
+MIN_GROUP_MAGNITUDE = 1e-10
 
 
 def make_scales(kv_cache: Tensor) -> Tensor:
@@ -33,8 +35,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     x: [..., D]. Scaling by a power of two is exact, so each value is rounded once, to nearest.
     """
     wide = x.float()
-    exponents = (wide.abs().amax(-1).view(torch.int32) + BEYOND_LARGEST) >> 23
-    exponents = (exponents - LARGEST_EXPONENT).clamp_(min=LEAST_EXPONENT)
+    exponents = (wide.abs().amax(-1).view(torch.int32) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23
+    exponents = (exponents - MAX_E4M3_EXPONENT).clamp_(min=MIN_SCALE_EXPONENT)
     inverse = (2 * EXPONENT_BIAS - exponents << 23).view(torch.float32)
     return (wide * inverse.unsqueeze(-1)).to(DTYPE), exponents.to(torch.uint8)
 
@@ -52,4 +54,4 @@ def widen(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     whole, shift = (torch.int16, 4) if dtype == torch.bfloat16 else (torch.int32, 20)
     # The shift puts exponent and mantissa in place; sign extension also sets four bits below the sign: clear them.
     bits = numbers.view(torch.int8).to(whole).bitwise_left_shift_(shift).bitwise_and_(~(0x78 << (shift + 4)))
-    return bits.view(dtype).mul_(2.0 ** (EXPONENT_BIAS - NARROW_BIAS))
+    return bits.view(dtype).mul_(2.0 ** (EXPONENT_BIAS - E4M3_EXPONENT_BIAS))

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
-# Compute capability (major) on which FlashAttention is known to work: Hopper.
+# Major compute capability on which FlashAttention is known to work: Hopper.
 FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)
-# Most rows that every CPU computes in float32, see `gemm`.
-FEW_ROWS = 8
-# Below this hidden size decoding is bound by launches, so that a float32 residual stream costs nothing.
-NARROW = 1024
+# Number of SMs that launches are planned for without a GPU, in the interpreter.
+INTERPRETER_SMS = 8
+# Maximum number of rows that every CPU computes in float32, see `gemm`.
+MAX_FLOAT32_ROWS = 8
+# Below this hidden size, launches limit the speed of decodes, so that a float32 residual stream costs nothing.
+MIN_WIDE_HIDDEN_SIZE = 1024
 # Values of ONEDNN_MAX_CPU_ISA under which oneDNN emulates bf16 products.
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
@@ -79,7 +81,7 @@ def has_fp8() -> bool:
 
 
 @functools.cache
-def describe(device: torch.device) -> DeviceInfo:
+def describe_device(device: torch.device) -> DeviceInfo:
     """Return the properties of `device`. Raises RuntimeError for a CUDA device that does not exist."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -93,10 +95,10 @@ def describe(device: torch.device) -> DeviceInfo:
     return DeviceInfo(name=device.type, capability=None, total_memory=0, num_sms=0, has_triton=has_triton())
 
 
-def kept_directory(name: str) -> Path | None:
+def make_cache_directory(name: str) -> Path | None:
     """Create and return a persistent directory for a compiler's output, or None if none is writable.
 
-    It lies in $NANOVLLM_CACHE, else in the user's cache directory.
+    The directory is in $NANOVLLM_CACHE, else in the user's cache directory.
     """
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
@@ -110,18 +112,20 @@ def kept_directory(name: str) -> Path | None:
 def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> torch.dtype:
     """Return the dtype of the residual stream [T, hidden_size] of a model with weights of `dtype` on `device`.
 
-    16-bit streams are inexact: bf16 rounds twice per layer, often by more than two logits differ, and float16 overflows
-    on a few models' outliers. So 16-bit weights get float32 where that is free: narrow models on CUDA, and bf16 on a
-    CPU, where norms and few-row products run in float32 anyway.
+    16-bit streams are inexact. bf16 rounds twice per layer, often by more than the difference of two logits. float16
+    overflows on outliers of a few models. So models with 16-bit weights get a float32 stream where that is free: narrow
+    models on CUDA, and bf16 on a CPU, where norms and few-row products run in float32 anyway.
     """
-    widens = dtype == torch.bfloat16 if device.type == "cpu" else dtype.itemsize == 2 and hidden_size < NARROW
-    return torch.float32 if widens else dtype
+    uses_float32 = (
+        dtype == torch.bfloat16 if device.type == "cpu" else dtype.itemsize == 2 and hidden_size < MIN_WIDE_HIDDEN_SIZE
+    )
+    return torch.float32 if uses_float32 else dtype
 
 
 @functools.cache
 def can_overlap_launches(device: torch.device) -> bool:
     """Whether a kernel can start while the previous one drains (programmatic dependent launch: Hopper or newer)."""
-    capability = describe(device).capability
+    capability = describe_device(device).capability
     return capability is not None and capability >= (9, 0)
 
 
@@ -132,11 +136,11 @@ def can_pack_bf16() -> bool:
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001 - torch has no public name for the probe
-        and _bf16_unit() is not None
+        and _bf16_instructions() is not None
     )
 
 
-def _bf16_unit() -> str | None:
+def _bf16_instructions() -> str | None:
     """Return the name of the instructions with which oneDNN multiplies bf16, or None if it would emulate them.
 
     torch's own probe is not enough: on x86 it accepts AVX-512 alone.
@@ -155,8 +159,8 @@ def _bf16_unit() -> str | None:
 @functools.cache
 def has_numba() -> bool:
     """Whether Numba kernels run here: Numba is installed, and torch uses GCC's OpenMP. Does not import Numba."""
-    found = sys.platform == "linux" and importlib.util.find_spec("numba") is not None
-    return found and hasattr(ctypes.CDLL(None), "GOMP_parallel")
+    is_installed = sys.platform == "linux" and importlib.util.find_spec("numba") is not None
+    return is_installed and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
 def runs_in_float32(num_rows: int) -> bool:
@@ -164,7 +168,7 @@ def runs_in_float32(num_rows: int) -> bool:
 
     True for few rows, and for any number on a CPU without bf16 instructions.
     """
-    return has_numba() and num_rows > 0 and (num_rows <= FEW_ROWS or not can_pack_bf16())
+    return has_numba() and num_rows > 0 and (num_rows <= MAX_FLOAT32_ROWS or not can_pack_bf16())
 
 
 def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
@@ -177,10 +181,10 @@ def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
         return f"{name}, {capability} (torch)"
     in_float32 = f"float32 from bfloat16 weights, {capability} (torch)"
     if has_numba():
-        from nanovllm_kernels.jit import INSTRUCTIONS
+        from nanovllm_kernels.numba_jit import VECTOR_INSTRUCTIONS
 
-        in_float32 = f"float32 from bfloat16 weights, {INSTRUCTIONS} (Numba)"
+        in_float32 = f"float32 from bfloat16 weights, {VECTOR_INSTRUCTIONS} (Numba)"
     if not can_pack_bf16():
         return in_float32
-    native = f"bfloat16, {_bf16_unit()} (oneDNN)"
-    return f"{native}; up to {FEW_ROWS} tokens {in_float32}" if has_numba() else native
+    native = f"bfloat16, {_bf16_instructions()} (oneDNN)"
+    return f"{native}; up to {MAX_FLOAT32_ROWS} tokens {in_float32}" if has_numba() else native

@@ -7,19 +7,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm_kernels.attention import paged_attention, plan_batch, tiles
+from nanovllm_kernels.attention import paged_attention, plan_batch
+from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-MIXED = [(1, 1), (1, 37), (1, 64), (5, 5), (1, 20), (20, 70), (33, 33)]
+MIXED_REQUESTS = [(1, 1), (1, 37), (1, 64), (5, 5), (1, 20), (20, 70), (33, 33)]
 
 
-def run(batch, *, blindly=False, backend="triton"):
-    planned = plan_batch(
+def attend(batch, *, knows_decodes=True, backend="triton"):
+    batch_plan = plan_batch(
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
-        num_decodes=None if blindly else batch.num_decodes,
+        num_decodes=batch.num_decodes if knows_decodes else None,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         num_heads=batch.q.shape[1],
@@ -27,13 +28,13 @@ def run(batch, *, blindly=False, backend="triton"):
         backend=backend,
         dtype=batch.q.dtype,
     )
-    return paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale, kv_scales=batch.kv_scales)
+    return paged_attention(batch.q, batch.kv_cache, batch_plan, scale=batch.scale, kv_scales=batch.kv_scales)
 
 
-def check(batch, naive_attention):
+def check_attention(batch, naive_attention):
     expected = naive_attention(batch)
-    for blindly in (False, True):
-        out = run(batch, blindly=blindly)
+    for knows_decodes in (True, False):
+        out = attend(batch, knows_decodes=knows_decodes)
         assert out.dtype == batch.q.dtype
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
 
@@ -42,23 +43,23 @@ def check(batch, naive_attention):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_mixed_batch_matches_float64(device, paged_batch, naive_attention, head_dim, page_size, dtype):
     batch = paged_batch(
-        MIXED, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
+        MIXED_REQUESTS, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
     )
-    check(batch, naive_attention)
+    check_attention(batch, naive_attention)
 
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 32), (128, 16), (256, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_fp8_cache_matches_float64(device, paged_batch, quantized, naive_attention, head_dim, page_size, dtype):
     batch = paged_batch(
-        MIXED, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
+        MIXED_REQUESTS, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
     )
-    check(quantized(batch), naive_attention)
+    check_attention(quantized(batch), naive_attention)
 
 
 def test_fp8_cache_in_many_parts_is_merged(device, paged_batch, quantized, naive_attention, monkeypatch):
-    monkeypatch.setattr(tiles, "choose_parts", lambda *_: 7)
-    monkeypatch.setattr(tiles, "LEAST_PART_TOKENS", 32)
+    monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: 7)
+    monkeypatch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
     batch = paged_batch(
         [(1, 400), (1, 3), (7, 150), (2, 2)],
         num_heads=4,
@@ -68,15 +69,15 @@ def test_fp8_cache_in_many_parts_is_merged(device, paged_batch, quantized, naive
         dtype=torch.float32,
         device=device,
     )
-    check(quantized(batch), naive_attention)
+    check_attention(quantized(batch), naive_attention)
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e4, 1e8])
 def test_fp8_cache_supports_queries_of_any_magnitude(device, paged_batch, quantized, naive_attention, size):
     batch = paged_batch(
-        MIXED, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.bfloat16, device=device
+        MIXED_REQUESTS, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.bfloat16, device=device
     )
-    check(quantized(replace(batch, q=batch.q * size, scale=batch.scale / size)), naive_attention)
+    check_attention(quantized(replace(batch, q=batch.q * size, scale=batch.scale / size)), naive_attention)
 
 
 # Decodes, 1 + k queries, short chunks over long contexts, whole prompts, empty places.
@@ -96,7 +97,7 @@ MIXES = st.lists(
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MIXES, st.sampled_from([(4, 4), (4, 1), (6, 2), (20, 1)]), st.booleans(), st.sampled_from([1, 4, 13]))
 def test_any_mix_of_requests_in_any_order_matches_float64(
-    device, paged_batch, quantized, naive_attention, requests, heads, in_fp8, num_parts
+    device, paged_batch, quantized, naive_attention, requests, heads, is_fp8, num_parts
 ):
     num_heads, num_kv_heads = heads
     batch = paged_batch(
@@ -108,11 +109,11 @@ def test_any_mix_of_requests_in_any_order_matches_float64(
         dtype=torch.float16,
         device=device,
     )
-    batch = quantized(batch) if in_fp8 else batch
+    batch = quantized(batch) if is_fp8 else batch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "choose_parts", lambda *_: num_parts)
-        patch.setattr(tiles, "LEAST_PART_TOKENS", 32)
-        out = run(batch, blindly=True)
+        patch.setattr(tile_configs, "choose_num_parts", lambda *_: num_parts)
+        patch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
+        out = attend(batch, knows_decodes=False)
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[out.dtype], rtol=0)
 
 
@@ -123,7 +124,7 @@ def test_steps_that_verify_draft_tokens_match_float64(device, paged_batch, naive
     batch = paged_batch(
         requests, num_heads=8, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
-    out = run(batch, blindly=True)
+    out = attend(batch, knows_decodes=False)
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[out.dtype], rtol=0)
 
 
@@ -131,7 +132,7 @@ def test_rows_of_empty_places_are_not_written(device, paged_batch, naive_attenti
     batch = paged_batch(
         [(1, 70), (20, 90)], num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
-    planned = plan_batch(
+    batch_plan = plan_batch(
         torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 30)),
         torch.nn.functional.pad(batch.seq_lens, (0, 30)),
         torch.nn.functional.pad(batch.query_start_loc, (0, 30), value=21),
@@ -144,7 +145,7 @@ def test_rows_of_empty_places_are_not_written(device, paged_batch, naive_attenti
         num_tokens=64,
     )
     padded = torch.nn.functional.pad(batch.q, (0, 0, 0, 0, 0, 43), value=float("nan"))
-    out = paged_attention(padded, batch.kv_cache, planned, scale=batch.scale)
+    out = paged_attention(padded, batch.kv_cache, batch_plan, scale=batch.scale)
     torch.testing.assert_close(out[:21].double(), naive_attention(batch), atol=2e-5, rtol=0)
 
 
@@ -153,7 +154,7 @@ def test_queries_of_unplanned_element_size_are_rejected(device, paged_batch, qua
         [(1, 4)], num_heads=1, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
     batch = quantized(batch)
-    planned = plan_batch(
+    batch_plan = plan_batch(
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
@@ -165,7 +166,7 @@ def test_queries_of_unplanned_element_size_are_rejected(device, paged_batch, qua
         backend="triton",
     )
     with pytest.raises(ValueError, match=r"dtype=torch\.float32"):
-        paged_attention(batch.q, batch.kv_cache, planned, scale=batch.scale, kv_scales=batch.kv_scales)
+        paged_attention(batch.q, batch.kv_cache, batch_plan, scale=batch.scale, kv_scales=batch.kv_scales)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (9, 3), (8, 1), (20, 1), (4, 4)])
@@ -179,27 +180,27 @@ def test_query_head_groups_of_any_size_match_float64(device, paged_batch, naive_
         dtype=torch.float32,
         device=device,
     )
-    check(batch, naive_attention)
+    check_attention(batch, naive_attention)
 
 
 @pytest.mark.parametrize("num_parts", [1, 3, 40])
 @pytest.mark.parametrize("requests", [[(1, 9), (7, 150), (2, 2)], [(1, 700), (1, 3), (1, 129)], [(40, 130), (3, 290)]])
 def test_parts_are_merged(device, paged_batch, naive_attention, monkeypatch, num_parts, requests):
-    monkeypatch.setattr(tiles, "choose_parts", lambda *_: num_parts)
-    monkeypatch.setattr(tiles, "LEAST_PART_TOKENS", 32)
+    monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: num_parts)
+    monkeypatch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
     batch = paged_batch(
         requests, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
-    check(batch, naive_attention)
+    check_attention(batch, naive_attention)
 
 
 def test_queries_may_be_strided_views(device, paged_batch, naive_attention):
     batch = paged_batch(
-        MIXED, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
+        MIXED_REQUESTS, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
     wide = torch.full((batch.q.shape[0], 7, 64), float("nan"), device=device)
     wide[:, 2:6] = batch.q
-    check(replace(batch, q=wide[:, 2:6]), naive_attention)
+    check_attention(replace(batch, q=wide[:, 2:6]), naive_attention)
 
 
 def test_heads_larger_than_256_are_rejected(device, paged_batch):
@@ -207,7 +208,7 @@ def test_heads_larger_than_256_are_rejected(device, paged_batch):
         [(1, 4)], num_heads=1, num_kv_heads=1, head_dim=288, page_size=16, dtype=torch.float32, device=device
     )
     with pytest.raises(ValueError, match="288"):
-        run(batch)
+        attend(batch)
 
 
 @pytest.mark.gpu
@@ -228,7 +229,7 @@ def test_all_shapes_match_float64(
         dtype=dtype,
         device=device,
     )
-    check(batch, naive_attention)
+    check_attention(batch, naive_attention)
 
 
 @pytest.mark.gpu
@@ -249,7 +250,7 @@ def test_all_shapes_of_fp8_cache_match_float64(
         dtype=dtype,
         device=device,
     )
-    check(quantized(batch), naive_attention)
+    check_attention(quantized(batch), naive_attention)
 
 
 @pytest.mark.gpu
@@ -257,7 +258,7 @@ def test_all_shapes_of_fp8_cache_match_float64(
 @pytest.mark.parametrize("requests", [[(1, 32768)], [(1, 32768), (1, 100)], [(64, 16000)], [(1, 20000), (300, 5000)]])
 def test_long_contexts_match_float64(device, paged_batch, naive_attention, requests, dtype):
     batch = paged_batch(requests, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, device=device)
-    check(batch, naive_attention)
+    check_attention(batch, naive_attention)
 
 
 @pytest.mark.gpu
@@ -266,7 +267,7 @@ def test_many_decodes_match_float64(device, paged_batch, naive_attention):
     batch = paged_batch(
         requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
     )
-    check(batch, naive_attention)
+    check_attention(batch, naive_attention)
 
 
 @pytest.mark.gpu
@@ -290,8 +291,8 @@ def test_backends_match_float64(device, paged_batch, naive_attention, dtype, hea
             # Unlike our kernels FlashAttention reads past a request's last token, and multiplies these values by 0.
             batch.kv_cache.nan_to_num_()
         expected = naive_attention(batch)
-        for blindly in (False, True):
-            out = run(batch, blindly=blindly, backend=backend)
+        for knows_decodes in (True, False):
+            out = attend(batch, knows_decodes=knows_decodes, backend=backend)
             torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -310,12 +311,12 @@ def test_fastest_backend_supports_fp8_cache(device, paged_batch, quantized, naiv
         device=device,
     )
     batch = quantized(batch)
-    for blindly in (False, True):
-        out = run(batch, blindly=blindly, backend="fastest")
+    for knows_decodes in (True, False):
+        out = attend(batch, knows_decodes=knows_decodes, backend="fastest")
         torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
-# Lengths on both sides of `flash_prefill.list_rule`'s limits, 184 queries of 32 heads on 132 SMs and 1,024 tokens.
+# Lengths on both sides of the limits of `work_list_filter`: 184 queries of 32 heads on 132 SMs, and 1,024 tokens.
 SPLIT_MIXES = [
     [(1, 300), (16, 2000), (100, 9000), (300, 1500), (700, 700), (600, 3000), (2, 5)],
     [(100, 32868)],
@@ -330,40 +331,44 @@ SPLIT_MIXES = [
 @pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
 @pytest.mark.parametrize("requests", SPLIT_MIXES)
 @pytest.mark.parametrize("backend", ["flash", "fastest"])
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("knows_decodes", [False, True])
 def test_chunks_are_split_between_flash_attention_and_work_lists(
-    device, paged_batch, naive_attention, requests, backend, known
+    device, paged_batch, naive_attention, requests, backend, knows_decodes
 ):
     batch = paged_batch(
         requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
     )
     # FlashAttention reads past a request's last token, and multiplies these values by 0.
     batch.kv_cache.nan_to_num_()
-    out = run(batch, blindly=not known, backend=backend)
+    out = attend(batch, knows_decodes=knows_decodes, backend=backend)
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)
-    by_triton = run(batch, blindly=not known)
+    by_triton = attend(batch, knows_decodes=knows_decodes)
     torch.testing.assert_close(out.float(), by_triton.float(), atol=2e-2, rtol=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
-@pytest.mark.parametrize("known", [False, True])
-def test_short_prompts_are_split_between_flash_attention_and_work_lists(device, paged_batch, naive_attention, known):
+@pytest.mark.parametrize("knows_decodes", [False, True])
+def test_short_prompts_are_split_between_flash_attention_and_work_lists(
+    device, paged_batch, naive_attention, knows_decodes
+):
     requests = [(1, 70), *[(20 + 3 * index, 20 + 3 * index) for index in range(40)], (600, 700)]
     batch = paged_batch(
         requests, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
     )
     batch.kv_cache.nan_to_num_()
-    out = run(batch, blindly=not known, backend="fastest")
+    out = attend(batch, knows_decodes=knows_decodes, backend="fastest")
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
 @pytest.mark.parametrize("backend", ["flash", "fastest"])
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("knows_decodes", [False, True])
 @pytest.mark.parametrize("heads", [(16, 8), (32, 8), (8, 1)])
-def test_whole_prompts_read_the_steps_own_keys_and_values(device, paged_batch, naive_attention, backend, known, heads):
+def test_whole_prompts_read_the_steps_own_keys_and_values(
+    device, paged_batch, naive_attention, backend, knows_decodes, heads
+):
     requests = [(1, 300), (1, 1), (2, 2), (700, 700), (33, 33), (0, 0), (130, 130)]
     num_heads, num_kv_heads = heads
     batch = paged_batch(
@@ -376,52 +381,56 @@ def test_whole_prompts_read_the_steps_own_keys_and_values(device, paged_batch, n
         device=device,
     )
     batch.kv_cache.nan_to_num_()
-    planned = plan_batch(
+    batch_plan = plan_batch(
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
-        num_decodes=batch.num_decodes if known else None,
+        num_decodes=batch.num_decodes if knows_decodes else None,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         num_heads=num_heads,
         kv_cache=batch.kv_cache,
         backend=backend,
-        whole=True,
+        has_only_whole_prompts=True,
     )
-    assert planned.reads_own_keys
-    starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    assert batch_plan.reads_own_keys
+    query_start_loc, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     qkv = torch.zeros(len(batch.q), num_heads + 2 * num_kv_heads, 128, dtype=torch.bfloat16, device=device)
     qkv[:, :num_heads] = batch.q
     for request, length in enumerate(lengths):
-        positions = torch.arange(length - (starts[request + 1] - starts[request]), length, device=device)
+        positions = torch.arange(
+            length - (query_start_loc[request + 1] - query_start_loc[request]), length, device=device
+        )
         pages = batch.block_tables[request].long()[positions // 16]
-        qkv[starts[request] : starts[request + 1], num_heads:] = batch.kv_cache[pages, positions % 16]
+        qkv[query_start_loc[request] : query_start_loc[request + 1], num_heads:] = batch.kv_cache[pages, positions % 16]
     # The cache must not be read for prompts.
     for request, length in enumerate(lengths):
-        if starts[request + 1] - starts[request] > 1:
+        if query_start_loc[request + 1] - query_start_loc[request] > 1:
             batch.kv_cache[batch.block_tables[request, : -(-length // 16)].long()] = 1e4
-    expected = naive_attention(replace(batch, kv_cache=rewritten(batch, qkv[:, num_heads:], starts, lengths)))
+    expected = naive_attention(
+        replace(batch, kv_cache=replace_own_keys_values(batch, qkv[:, num_heads:], query_start_loc, lengths))
+    )
     out = paged_attention(
-        qkv[:, :num_heads], batch.kv_cache, planned, scale=batch.scale, own_keys_values=qkv[:, num_heads:]
+        qkv[:, :num_heads], batch.kv_cache, batch_plan, scale=batch.scale, own_keys_values=qkv[:, num_heads:]
     )
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=0)
 
 
-def rewritten(batch, keys_values, starts, lengths):
+def replace_own_keys_values(batch, keys_values, query_start_loc, lengths):
     """Return the cache with the step's own keys and values."""
     kv_cache = batch.kv_cache.clone()
     for request, length in enumerate(lengths):
-        count = starts[request + 1] - starts[request]
+        count = query_start_loc[request + 1] - query_start_loc[request]
         positions = torch.arange(length - count, length, device=kv_cache.device)
         pages = batch.block_tables[request].long()[positions // 16]
-        kv_cache[pages, positions % 16] = keys_values[starts[request] : starts[request + 1]]
+        kv_cache[pages, positions % 16] = keys_values[query_start_loc[request] : query_start_loc[request + 1]]
     return kv_cache
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "fastest"])
 def test_one_captured_graph_serves_any_lengths(device, paged_batch, naive_attention, backend):
-    places, num_tokens, width = 16, 640, 2400
+    num_entries, num_tokens, width = 16, 640, 2400
     mixes = [
         *SPLIT_MIXES[1:2],
         [(1, 700), (5, 50), (0, 0), (600, 600)],
@@ -435,15 +444,15 @@ def test_one_captured_graph_serves_any_lengths(device, paged_batch, naive_attent
     num_blocks = max(batch.kv_cache.shape[0] for batch in batches)
     kv_cache = torch.zeros(num_blocks, *batches[0].kv_cache.shape[1:], dtype=torch.bfloat16, device=device)
     q = torch.zeros(num_tokens, 8, 128, dtype=torch.bfloat16, device=device)
-    tables = torch.zeros(places, width, dtype=torch.int32, device=device)
-    seq_lens = torch.zeros(places, dtype=torch.int32, device=device)
-    starts = torch.zeros(places + 1, dtype=torch.int32, device=device)
+    tables = torch.zeros(num_entries, width, dtype=torch.int32, device=device)
+    seq_lens = torch.zeros(num_entries, dtype=torch.int32, device=device)
+    query_start_loc = torch.zeros(num_entries + 1, dtype=torch.int32, device=device)
 
     def attend():
-        planned = plan_batch(
+        batch_plan = plan_batch(
             tables,
             seq_lens,
-            starts,
+            query_start_loc,
             num_decodes=None,
             max_query_len=num_tokens,
             max_seq_len=width * 16,
@@ -452,7 +461,7 @@ def test_one_captured_graph_serves_any_lengths(device, paged_batch, naive_attent
             backend=backend,
             num_tokens=num_tokens,
         )
-        return paged_attention(q, kv_cache, planned, scale=batches[0].scale)
+        return paged_attention(q, kv_cache, batch_plan, scale=batches[0].scale)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -467,6 +476,6 @@ def test_one_captured_graph_serves_any_lengths(device, paged_batch, naive_attent
         q[:count] = batch.q
         tables[:num_reqs, : batch.block_tables.shape[1]] = batch.block_tables
         seq_lens.zero_()[:num_reqs] = batch.seq_lens
-        starts.fill_(count)[: num_reqs + 1] = batch.query_start_loc
+        query_start_loc.fill_(count)[: num_reqs + 1] = batch.query_start_loc
         graph.replay()
         torch.testing.assert_close(out[:count].double(), naive_attention(batch), atol=2e-2, rtol=0)

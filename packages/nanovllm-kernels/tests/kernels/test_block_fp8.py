@@ -123,7 +123,7 @@ def test_odd_sizes_match_reference(device, num_columns, width, block_rows):
 def test_split_product_matches_reference(device, num_rows):
     for gated in (False, True):
         config = tiles.block_fp8_config(num_rows, 64, 17, gated=gated, may_split=True)
-        assert config.splits == 4
+        assert config.num_splits == 4
         settings = {"norm": gated, "bias": True, "residual": True, "gated": gated}
         check(num_rows, 64, 17 * 128, torch.float32, device, **settings)
 

@@ -34,7 +34,7 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
         expected = functional.silu(gate) * up
     if residual:
         expected += added.double()
-    actual = OPS.project_rows(
+    actual = OPS.project_few_rows(
         x,
         norm_weight if norm else None,
         1e-5,
@@ -69,9 +69,9 @@ def test_float32_stream_matches_float64(device, num_rows):
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (5, 100), (37, 99), (30, 1500), (50, 2500)])
 @pytest.mark.parametrize("shape", ["narrow", "deep", "wide", "vast"])
 def test_odd_sizes_match_float64(device, num_columns, width, shape, monkeypatch):
-    monkeypatch.setattr(tiles, "FEW_COLUMNS", tiles.FEW_COLUMNS if shape == "narrow" else 0)
-    monkeypatch.setattr(tiles, "VAST_COLUMNS", 0 if shape == "vast" else tiles.VAST_COLUMNS)
-    monkeypatch.setattr(tiles, "LONG", 0 if shape == "deep" else tiles.LONG)
+    monkeypatch.setattr(tiles, "MAX_NARROW_COLUMNS", tiles.MAX_NARROW_COLUMNS if shape == "narrow" else 0)
+    monkeypatch.setattr(tiles, "MIN_VOCABULARY_COLUMNS", 0 if shape == "vast" else tiles.MIN_VOCABULARY_COLUMNS)
+    monkeypatch.setattr(tiles, "MIN_LONG_DEPTH", 0 if shape == "deep" else tiles.MIN_LONG_DEPTH)
     for num_rows in (1, 3):
         check(num_rows, num_columns, width, torch.float32, device, norm=True, bias=True, residual=True, gated=False)
         check(num_rows, num_columns, width, torch.float16, device, norm=True, bias=True, residual=True, gated=True)
@@ -83,7 +83,7 @@ def test_float32_results_match_float64(device):
 
 def test_rows_may_have_any_stride(device):
     x, weight = torch.randn(64, 3, device=device).T, torch.randn(40, 64, device=device)
-    actual = OPS.project_rows(x, None, 0.0, weight, None, None, False, False)
+    actual = OPS.project_few_rows(x, None, 0.0, weight, None, None, False, False)
     torch.testing.assert_close(actual, x @ weight.T, rtol=1e-5, atol=1e-4)
 
 
@@ -104,7 +104,7 @@ def test_logits_of_split_float32_table_are_float32_exact(device, num_rows):
     alone = torch.eye(3072, device=device)[torch.randint(3072, (num_rows,), device=device)]
     for x in (torch.randn(num_rows, 3072, device=device).bfloat16(), alone.bfloat16()):
         expected = x.double() @ table.double().T
-        found = logits(x, PackedWeight(table, blocked=False), table, split_float32(table))
+        found = logits(x, PackedWeight(table, in_onednn_layout=False), table, split_float32(table))
         assert found.dtype == torch.float32
         # Tensor cores truncate where a float32 sum would round: an error of 3e-6; a bfloat16 weight has 2e-3.
         assert (found - expected).norm() < 1e-5 * expected.norm()
@@ -118,14 +118,14 @@ def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, 
 
     x, weight = draw(num_rows, width + 16)[:, :width], draw(num_columns, width) * 0.1
     bias_vector, added = draw(num_columns), draw(num_rows, num_columns, dtype=stream or dtype)
-    counters = torch.zeros(tiles.num_counters(num_columns), dtype=torch.int32, device=device)
+    counters = torch.zeros(tiles.num_split_counters(num_columns), dtype=torch.int32, device=device)
     expected = x.double() @ weight.double().T
     if bias:
         expected += bias_vector.double()
     if residual:
         expected += added.double()
     results = [
-        OPS.project_split(x, weight, bias_vector if bias else None, added if residual else None, counters)
+        OPS.project_split_k(x, weight, bias_vector if bias else None, added if residual else None, counters)
         for _ in range(2)
     ]
     assert torch.equal(*results)

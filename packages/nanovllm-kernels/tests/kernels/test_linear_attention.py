@@ -69,11 +69,10 @@ def test_heads_of_any_size_match_reference(heads, dims, width, state_case, devic
 @pytest.mark.parametrize("block_rows", [8, 16])
 def test_states_in_blocks_of_rows_match_reference(block_rows, state_case, device, monkeypatch):
     """This is the launch for many decodes."""
-    from nanovllm_kernels.attention import tiles
-    from nanovllm_kernels.linear_attention import triton_step
+    from nanovllm_kernels.linear_attention import triton_decode
 
-    monkeypatch.setattr(tiles, "INTERPRETER_SMS", 0)
-    monkeypatch.setattr(triton_step, "BLOCK_ROWS", {4: block_rows})
+    monkeypatch.setattr(triton_decode, "INTERPRETER_SMS", 0)
+    monkeypatch.setattr(triton_decode, "BLOCK_ROWS_BY_BYTES", {4: block_rows})
     for dims in ((16, 16), (8, 24), (24, 40)):
         case = state_case([*SHAPES["decodes"], *[(1, 70)] * 3], heads=(1, 2), dims=dims, device=device)
         check(case, known=True, close=CLOSE[torch.float32])

@@ -1,21 +1,22 @@
 """Tests the kernels of mixtures of experts against plain torch, with all options."""
 
+from dataclasses import astuple
+
 import pytest
 import torch
 from torch import Tensor
 
 from nanovllm_kernels.elementwise import norm_parts, rms_norm
 from nanovllm_kernels.gemm import block_fp8
-from nanovllm_kernels.moe import PackedExperts, Routing, _fused_experts_op, _route_op, reference, tiles
-from nanovllm_kernels.platform import describe, has_cuda
+from nanovllm_kernels.moe import ChosenExperts, PackedExperts, Routing, _fused_experts_op, _route_op, policy, reference
+from nanovllm_kernels.platform import describe_device, has_cuda
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 def check_route(logits: Tensor, routing: Routing, bias: Tensor | None, *, near_ties: bool = False) -> None:
     """near_ties: scores may differ by less than their rounding, so that either expert may come first."""
-    rest = routing.num_groups, routing.top_groups, routing.scale, routing.shared
-    weights, ids = _route_op(logits, bias, routing.top_k, routing.scoring, routing.renormalize, *rest)
+    weights, ids = _route_op(logits, bias, *astuple(routing))
     expected_weights, expected_ids = reference.route(logits, routing, bias)
     if near_ties:
         check_order(logits, routing, bias, ids, expected_ids)
@@ -126,7 +127,7 @@ def check_experts(
         ids = torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), -1)
     ids = (ids[:1].expand(num_tokens, -1) if favourite else ids).int().contiguous()
     added = None if residual is None else draw(num_tokens, hidden_size).to(residual)
-    counters = torch.zeros(tiles.num_counters(hidden_size), dtype=torch.int32, device=device)
+    counters = torch.zeros(policy.num_counters(hidden_size), dtype=torch.int32, device=device)
     arguments = (w13, w2, scales13, scales2)
     results = [_fused_experts_op(x, *arguments, counters, weights, ids, added) for _ in range(2)]
     assert torch.equal(*results)
@@ -135,11 +136,11 @@ def check_experts(
     wide = None if added is None else added.double()
     if quantized:
         experts = PackedExperts(*arguments, None)
-        expected = reference.fused_experts(x.float(), experts, weights, ids, None)
+        expected = reference.fused_experts(x.float(), experts, ChosenExperts(weights, ids), None)
         expected = expected + (0 if added is None else added.float())
     else:
         experts = PackedExperts(w13.double(), w2.double(), None, None, None)
-        expected = reference.fused_experts(x.double(), experts, weights, ids, wide)
+        expected = reference.fused_experts(x.double(), experts, ChosenExperts(weights, ids), wide)
     # An e4m3 value that is rounded the other way differs by 1/8; such values are rare.
     tolerance = TOLERANCE[dtype] + (0.02 if quantized else 0.0)
     assert (results[0].double() - expected).norm() < tolerance * expected.norm()
@@ -169,8 +170,8 @@ def test_few_tokens_with_shared_expert_match_reference(num_tokens, num_experts, 
 
 @pytest.fixture
 def few_are_fewer(monkeypatch):
-    monkeypatch.setattr(tiles, "FEW_TOKENS", 2)
-    monkeypatch.setattr(tiles, "FEW_TOKENS_FP8", 2)
+    monkeypatch.setattr(policy, "MAX_UNSORTED_TOKENS", 2)
+    monkeypatch.setattr(policy, "MAX_UNSORTED_FP8_TOKENS", 2)
 
 
 @pytest.mark.usefixtures("few_are_fewer")
@@ -193,14 +194,15 @@ def test_many_tokens_with_shared_expert_match_reference(num_tokens, num_experts,
 
 
 def test_many_tokens_of_one_expert_match_reference(device):
-    check_experts(tiles.FEW_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
+    check_experts(policy.MAX_UNSORTED_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
     from nanovllm_kernels.moe import triton_sort
 
-    sizes = {"ALONE": 32, "PART": 32, "FEW_PARTS": 3, "LARGE_PART": 64, "COUNTED_AT_ONCE": 2}
+    sizes = {"MAX_SINGLE_PART_PAIRS": 32, "SMALL_PART_PAIRS": 32, "MAX_SMALL_PARTS": 3}
+    sizes |= {"LARGE_PART_PAIRS": 64, "PARTS_PER_LOAD": 2}
     for name, size in sizes.items():
         monkeypatch.setattr(triton_sort, name, size)
 
@@ -234,7 +236,7 @@ def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
 @pytest.mark.parametrize("num_tokens", [64, 256, 1024, 8192])
 def test_many_pairs_are_sorted_and_tiled(num_tokens, num_experts, top_k):
     ids = torch.rand((num_tokens, num_experts), device="cuda").topk(top_k, 1).indices.int()
-    for block_m in (16, tiles.SPECIALIZED_ROWS):
+    for block_m in (16, policy.SPECIALIZED_TILE_ROWS):
         check_sorted(ids, num_experts, block_m)
 
 
@@ -242,7 +244,7 @@ def test_many_pairs_are_sorted_and_tiled(num_tokens, num_experts, top_k):
 def test_many_tiles_and_parts_match_reference(device, monkeypatch):
     from nanovllm_kernels.moe import triton_grouped
 
-    monkeypatch.setattr(triton_grouped, "SUM_BLOCK", 16)
+    monkeypatch.setattr(triton_grouped, "SUM_BLOCK_COLUMNS", 16)
     check_experts(100, 4, 32, 24, 2, torch.float16, device)
 
 
@@ -254,7 +256,7 @@ def test_fp8_few_tokens_match_reference(num_tokens, device):
 @pytest.mark.parametrize(("tile", "top_k", "shared"), [(1024, 3, False), (8192, 3, True), (8192, 5, True)])
 def test_fp8_one_token_with_partial_tiles_matches_reference(tile, top_k, shared, device, monkeypatch):
     """Columns and groups of both products are no multiples of their tiles."""
-    monkeypatch.setattr(tiles, "ONE_TILE", tile)
+    monkeypatch.setattr(policy, "MAX_MATVEC_TILE_ELEMENTS", tile)
     sizes = 1, 6, 330, 134, top_k
     check_experts(*sizes, torch.float16, device, quantized=True, residual=torch.float32, shared=shared)
 
@@ -273,7 +275,7 @@ def test_fp8_many_tokens_match_reference(num_tokens, favourite, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_cuda() or describe(torch.device("cuda")).capability != (9, 0), reason="needs Hopper")
+@pytest.mark.skipif(not has_cuda() or describe_device(torch.device("cuda")).capability != (9, 0), reason="needs Hopper")
 @pytest.mark.parametrize(("num_experts", "hidden_size", "width", "top_k"), [(17, 768, 384, 4), (9, 256, 128, 3)])
 @pytest.mark.parametrize("favourite", [False, True])
 @pytest.mark.parametrize("num_tokens", [9, 200, 1000, 8192])
@@ -283,7 +285,7 @@ def test_specialized_kernel_equals_plain_kernel(
     """The results are equal bit for bit."""
     found = []
     for least in (0, 1 << 30):
-        monkeypatch.setattr(tiles, "LEAST_SPECIALIZED", least)
+        monkeypatch.setattr(policy, "MIN_SPECIALIZED_AVERAGE_ROWS", least)
         sizes = num_tokens, num_experts, hidden_size, width, top_k
         found.append(check_experts(*sizes, torch.bfloat16, device, quantized=True, favourite=favourite))
     assert torch.equal(*found)

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from nanovllm_kernels import attention, batch, elementwise, gemm, linear_attention, moe, sampling
-from nanovllm_kernels.attention import flash_prefill, mla, work_list
+from nanovllm_kernels import elementwise, gemm, linear_attention, moe, request_tables, sampling
+from nanovllm_kernels.attention import gqa, mla
+from nanovllm_kernels.attention.plan import flash_requests, work_list
 
 MODULES = (
-    attention,
+    gqa,
     mla,
     work_list,
-    flash_prefill,
-    batch,
+    flash_requests,
+    request_tables,
     elementwise,
     gemm,
     gemm.block_fp8,
@@ -60,14 +61,23 @@ def arguments():
         ),
         "latent_attention": (*queries, latents, None, table, *lengths, decodes, [], 0.25),
         "project_heads": (torch.randn(3, 4, 16), torch.randn(4, 16, 8), integers([2]), torch.zeros(3, 4, 8)),
-        "spread_key_parts": (latents.view(-1, 24)[:3, 16:], torch.zeros(3, 4, 16)),
+        "copy_key_parts": (latents.view(-1, 24)[:3, 16:], torch.zeros(3, 4, 16)),
         "gather_latents": (latents, None, table, *lengths, 3, torch.float32),
         "attend_whole_prompts": (
             *(torch.randn(3, 4, 16), torch.randn(3, 4, 16), latents.view(-1, 24)[:3, 16:], *lengths),
             *(0.25, torch.zeros(3, 4, 8)),
         ),
-        "project_rows": (torch.randn(3, 16), weight, 1e-5, torch.randn(8, 16), None, torch.randn(3, 4), True, False),
-        "project_split": (halves[:9], halves, None, torch.randn(9, 64).half(), torch.zeros(64, dtype=torch.int32)),
+        "project_few_rows": (
+            torch.randn(3, 16),
+            weight,
+            1e-5,
+            torch.randn(8, 16),
+            None,
+            torch.randn(3, 4),
+            True,
+            False,
+        ),
+        "project_split_k": (halves[:9], halves, None, torch.randn(9, 64).half(), torch.zeros(64, dtype=torch.int32)),
         "gated_delta_net": (
             *(torch.randn(3, 16), torch.randn(3, 4), torch.randn(2, 12), ones, ones, torch.ones(2), 1e-6),
             *(torch.zeros(3, 2, 2, 4), torch.zeros(3, 2, 12), integers([1, 2]), torch.zeros((2, 1, 2)).int()),
@@ -86,7 +96,14 @@ def arguments():
         "apply_penalties": (logits, rows, torch.ones((3, 20), dtype=torch.int32), ones, ones, ones),
         "apply_bias": (logits, rows, integers([3, 4]), integers([[1], [2]]), torch.ones(2, 1), integers([[9], [9]])),
         "apply_masks": (logits, integers([1]), integers([[5]])),
-        "forbid": (logits, rows, integers([3, 4]), tokens, integers([1, 1, 1]), integers([[[1, 2]], [[-1, 3]]])),
+        "forbid_sequences": (
+            logits,
+            rows,
+            integers([3, 4]),
+            tokens,
+            integers([1, 1, 1]),
+            integers([[[1, 2]], [[-1, 3]]]),
+        ),
         "sample": (logits, *row_numbers, False, True),
         "logprobs": (logits, integers([3, 4]), 2),
     }

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from nanovllm_kernels.sampling import IN_PROMPT, reference, triton_sample
+from nanovllm_kernels.sampling import IN_PROMPT_BIT, DrawSettings, reference, triton_sample
 
 OPS = torch.ops.nanovllm
 
@@ -22,15 +22,21 @@ def settings_of(num_rows, device):
     return [tensor.to(device) for tensor in (temperature, top_k, top_p, min_p, seeds, positions)]
 
 
-def check_sample(num_rows, vocab_size, dtype, device, most_wrong=0):
+def sample_on_cpu(logits, settings, all_greedy, any_filter):
+    """Return the reference's tokens. settings: as for the operator, the positions last."""
+    *draw_settings, positions = (tensor.cpu() for tensor in settings)
+    return reference.sample(logits.cpu(), DrawSettings(*draw_settings), positions, all_greedy, any_filter)
+
+
+def check_sample(num_rows, vocab_size, dtype, device, max_wrong=0):
     logits = (torch.randn(num_rows, vocab_size) * 3).to(device, dtype)
     settings = settings_of(num_rows, device)
     for all_greedy, any_filter in ((True, False), (False, False), (False, True)):
         actual = OPS.sample(logits, *settings, all_greedy, any_filter)
-        expected = reference.sample(logits.cpu(), *(tensor.cpu() for tensor in settings), all_greedy, any_filter)
+        expected = sample_on_cpu(logits, settings, all_greedy, any_filter)
         assert actual.dtype == torch.int32
         wrong = int((actual.cpu() != expected).sum())
-        assert wrong <= most_wrong, (all_greedy, any_filter, actual, expected)
+        assert wrong <= max_wrong, (all_greedy, any_filter, actual, expected)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(5, torch.float32), (10_000, torch.float32), (3000, torch.bfloat16)])
@@ -46,7 +52,7 @@ def test_ties_at_thresholds_are_kept(device, monkeypatch):
     logits = torch.randn(40, 60, device=device).mul_(2).round_()
     for _ in range(2):
         actual = OPS.sample(logits, *settings, False, True)
-        expected = reference.sample(logits.cpu(), *(tensor.cpu() for tensor in settings), False, True)
+        expected = sample_on_cpu(logits, settings, False, True)
         assert torch.equal(actual.cpu(), expected)
         logits[:, 3:] = -math.inf
 
@@ -63,10 +69,15 @@ LOGITS = {
 
 
 @pytest.mark.parametrize("kind", LOGITS)
-@pytest.mark.parametrize("most_segments", [4, 32])
-def test_filters_on_any_logits_match_reference(device, monkeypatch, kind, most_segments):
+@pytest.mark.parametrize("max_segments", [4, 32])
+def test_filters_on_any_logits_match_reference(device, monkeypatch, kind, max_segments):
     """Rows with enough, too many, too few and no candidates are mixed."""
-    for name, size in {"CHUNK": 256, "SEGMENT": 16, "HITS": most_segments, "ROW_BLOCK": 256}.items():
+    for name, size in {
+        "CHUNK_TOKENS": 256,
+        "SEGMENT_TOKENS": 16,
+        "MAX_CANDIDATE_SEGMENTS": max_segments,
+        "ROW_BLOCK_TOKENS": 256,
+    }.items():
         monkeypatch.setattr(triton_sample, name, size)
     torch.manual_seed(len(kind))
     vocab_size = 1003
@@ -83,7 +94,7 @@ def test_filters_on_any_logits_match_reference(device, monkeypatch, kind, most_s
 
     actual = OPS.sample(logits, *settings, False, True)
 
-    expected = reference.sample(logits.cpu(), *(tensor.cpu() for tensor in settings), False, True)
+    expected = sample_on_cpu(logits, settings, False, True)
     assert torch.equal(actual.cpu(), expected)
     # The host's knowledge changes the speed, not the result.
     plain = torch.tensor([not (0 < k < vocab_size or p < 1 or m > 0) for k, p, m in filters]) | (temperature == 0)
@@ -105,7 +116,7 @@ def test_rows_without_finite_logits_give_valid_ids(device):
 def test_penalties_match_reference(device):
     logits = torch.randn(3, 2500, device=device).to(torch.bfloat16)
     counts = torch.randint(0, 4, (5, 2500), device=device, dtype=torch.int32)
-    counts += torch.randint(0, 2, counts.shape, device=device, dtype=torch.int32) * IN_PROMPT
+    counts += torch.randint(0, 2, counts.shape, device=device, dtype=torch.int32) * IN_PROMPT_BIT
     rows = torch.tensor([4, 0, 4], dtype=torch.int32, device=device)
     numbers = [torch.rand(5, device=device) + 0.5 for _ in range(3)]
     arguments = (logits, rows, counts, *numbers)
@@ -116,7 +127,7 @@ def test_rows_without_penalties_keep_their_logits(device):
     logits = torch.randn(4, 2500, device=device)
     logits[:, 7] = -math.inf
     counts = torch.randint(-(2**31), 2**31, (4, 2500), device=device).to(torch.int32)
-    counts[1:] &= IN_PROMPT | 3
+    counts[1:] &= IN_PROMPT_BIT | 3
     rows = torch.arange(4, dtype=torch.int32, device=device)
     columns = torch.tensor([[1.0, 1.3, 1.0, 1.0], [0.0, 0.0, 0.7, 0.0], [0.0, 0.0, 0.0, 0.2]], device=device)
     out = OPS.apply_penalties(logits, rows, counts, *columns)
@@ -153,16 +164,16 @@ def test_masks_match_reference(device, vocab_size):
     # The masks are wider than needed: further bits must not matter.
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32) + 2), device=device).to(torch.int32)
     masks[1, 1:] = 0
-    which = torch.tensor([4, -1, 2], dtype=torch.int32, device=device)
-    check_in_place("apply_masks", logits, which, masks[:, :-2])
+    mask_rows = torch.tensor([4, -1, 2], dtype=torch.int32, device=device)
+    check_in_place("apply_masks", logits, mask_rows, masks[:, :-2])
 
 
 @pytest.mark.gpu
 def test_many_masks_match_reference(device):
     logits = torch.randn(256, 151_936, device=device)
     masks = torch.randint(-(2**31), 2**31, (200, 4748), device=device).to(torch.int32)
-    which = torch.randperm(256, device=device)[:200].to(torch.int32)
-    check_in_place("apply_masks", logits, which, masks)
+    mask_rows = torch.randperm(256, device=device)[:200].to(torch.int32)
+    check_in_place("apply_masks", logits, mask_rows, masks)
 
 
 @pytest.mark.parametrize(("num_sequences", "length"), [(3, 2), (200, 4), (5, 1)])
@@ -181,7 +192,7 @@ def test_forbidden_sequences_match_reference(device, num_sequences, length, posi
     sequences[torch.arange(length, device=device) < starts] = -1
     sequences[6] = -1
     before = logits.clone()
-    check_in_place("forbid", logits, rows, positions, tokens, num_prompt, sequences)
+    check_in_place("forbid_sequences", logits, rows, positions, tokens, num_prompt, sequences)
     assert torch.equal(logits[8], before[8])
     assert bool(logits.isinf().any())
 
@@ -215,7 +226,7 @@ def test_rows_with_other_options_do_not_change_a_rows_draw(device):
     sequences[by_row, :, -1] = best[:, None]
     sequences = table(forbidding, sequences, -1)
     masks = torch.randint(-(2**31), 2**31, (num_rows, -(-vocab_size // 32))).to(device, torch.int32)
-    which = torch.where(masked, torch.arange(num_rows), -1).to(device, torch.int32)
+    mask_rows = torch.where(masked, torch.arange(num_rows), -1).to(device, torch.int32)
 
     def drawn(of, *, penalty, bias, forbid, mask, random):
         where = rows[of]
@@ -225,15 +236,15 @@ def test_rows_with_other_options_do_not_change_a_rows_draw(device):
         if bias:
             OPS.apply_bias(out, where, positions[of], ids, values, until)
         if forbid:
-            OPS.forbid(out, where, positions[of], tokens, num_prompt, sequences)
+            OPS.forbid_sequences(out, where, positions[of], tokens, num_prompt, sequences)
         if mask:
-            OPS.apply_masks(out, torch.arange(len(which), device=device, dtype=torch.int32)[: len(out)], masks[of])
+            OPS.apply_masks(out, torch.arange(len(mask_rows), device=device, dtype=torch.int32)[: len(out)], masks[of])
         return OPS.sample(out, *(each[of] for each in settings), not random, random).tolist()
 
     out = OPS.apply_penalties(logits, rows, counts, *penalties)
     OPS.apply_bias(out, rows, positions, ids, values, until)
-    OPS.forbid(out, rows, positions, tokens, num_prompt, sequences)
-    OPS.apply_masks(out, which, masks)
+    OPS.forbid_sequences(out, rows, positions, tokens, num_prompt, sequences)
+    OPS.apply_masks(out, mask_rows, masks)
     together = OPS.sample(out, *settings, False, True).tolist()
     for row in range(num_rows):
         wanted = {"penalty": penalised, "bias": biased, "forbid": forbidding, "mask": masked}
@@ -249,7 +260,7 @@ def test_logprobs_match_reference(device, num_top):
     logits[1, 4096:] = -math.inf
     tokens = torch.tensor([0, 4095, 8999], dtype=torch.int32, device=device)
     for actual, expected in zip(
-        OPS.logprobs(logits, tokens, num_top), reference.logprobs(logits, tokens, num_top), strict=True
+        OPS.logprobs(logits, tokens, num_top), reference.compute_logprobs(logits, tokens, num_top), strict=True
     ):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -260,9 +271,9 @@ def test_logprobs_match_reference(device, num_top):
 def test_large_draws_match_reference(device, dtype, num_rows, vocab_size):
     torch.manual_seed(num_rows)
     # Rounding decides near ties and tokens on the edge of top_p, once in many thousand rows.
-    check_sample(num_rows, vocab_size, dtype, device, most_wrong=num_rows // 32)
+    check_sample(num_rows, vocab_size, dtype, device, max_wrong=num_rows // 32)
 
 
 def test_never_drawn_exceeds_range_of_noise():
     least, most = -math.log(-math.log1p(-(1 - 2**-24))), -math.log(2**-32)
-    assert most - least < triton_sample.NEVER_DRAWN
+    assert most - least < triton_sample.MAX_DRAWN_DISTANCE

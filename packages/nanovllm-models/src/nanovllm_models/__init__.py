@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from nanovllm_models.chat_formats import ChatFormat, find_format
+from nanovllm_models.chat_formats import ChatFormat, read_format
 from nanovllm_models.default_model import default_model_path
 from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
 from nanovllm_models.tokenizer import Tokenizer, load_tokenizer
@@ -17,9 +17,9 @@ __all__ = [
     "TemplateValueError",
     "Tokenizer",
     "default_model_path",
-    "find_format",
     "load",
     "load_tokenizer",
+    "read_format",
 ]
 
 

@@ -1,6 +1,6 @@
-"""The formats in which model families write reasoning and tool calls, as data; and which format a checkpoint has.
+"""The formats in which model families write reasoning and tool calls, as data. Also finds a checkpoint's formats.
 
-The server parses and constrains text by this data.
+The server uses the same data to parse answers and to constrain them.
 """
 
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ class JsonCalls:
     """Tool calls, each written as one JSON object with the function's `name` and its arguments.
 
     name: name of the format.
-    marks: texts that a chat template of this format contains, all of them.
+    template_markers: texts that every chat template of this format contains.
     begin: tag before a call.
     end: tag after a call; None if the call ends with its JSON object.
-    arguments: keys under which a call may have its arguments.
-    bare: whether a call may come without `begin`.
+    arguments: keys that a call may use for its arguments; the first key is the one to write.
+    bare: whether a call may omit `begin`.
     separator: text that may stand between two calls, besides whitespace.
     ends_reasoning: whether a call ends reasoning that has no end tag.
     """
 
     name: str
-    marks: tuple[str, ...]
+    template_markers: tuple[str, ...]
     begin: str
     end: str | None
     arguments: tuple[str, ...]
@@ -49,18 +49,18 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FencedCalls:
-    """Tool calls in one block, each written as its kind, its function's name and its arguments as fenced JSON.
+    """Tool calls in one block. Each call has a kind, the function's name, and the arguments as fenced JSON.
 
-    name, marks, separator, ends_reasoning: as in `JsonCalls`.
+    name, template_markers, separator, ends_reasoning: as in `JsonCalls`.
     begin, end: tags around the block.
     call_begin, call_end: tags around one call.
     kind: text after `call_begin`.
-    name_begin: tag between the kind and the function's name, which ends with its line.
+    name_begin: tag between the kind and the function's name. The name ends at the end of its line.
     fence_begin, fence_end: lines around the JSON of the arguments.
     """
 
     name: str
-    marks: tuple[str, ...]
+    template_markers: tuple[str, ...]
     begin: str
     end: str
     call_begin: str
@@ -77,16 +77,16 @@ class FencedCalls:
 class XmlCalls:
     """Tool calls in blocks, each written as an element with the function's name and one element per parameter.
 
-    name, marks, separator, ends_reasoning: as in `JsonCalls`.
+    name, template_markers, separator, ends_reasoning: as in `JsonCalls`.
     begin, end: tags around a block.
-    call_begin, name_end, call_end: texts before the function's name, after it, and after the call.
-    parameter_begin, key_end, parameter_end: texts before a parameter's name, after it, and after its value.
-    newlines: whether a line break at either end of a value is not part of the value.
-    shared: whether one block holds all calls of an answer; otherwise each call has a block of its own.
+    call_begin, name_end, call_end: texts before the function's name, after the name, and after the call.
+    parameter_begin, key_end, parameter_end: texts before a parameter's name, after the name, and after the value.
+    newlines: whether values are written between line breaks, which are not part of the value.
+    shared: whether one block contains all calls of an answer; otherwise each call has its own block.
     """
 
     name: str
-    marks: tuple[str, ...]
+    template_markers: tuple[str, ...]
     begin: str
     end: str
     call_begin: str
@@ -116,7 +116,7 @@ THINK = ReasoningFormat(name="think", begin="<think>", end="</think>")
 
 HERMES = JsonCalls(
     name="hermes",
-    marks=("<tool_call>", '{"name": '),
+    template_markers=("<tool_call>", '{"name": '),
     begin="<tool_call>",
     end="</tool_call>",
     arguments=("arguments", "parameters"),
@@ -125,7 +125,7 @@ HERMES = JsonCalls(
 
 QWEN3_CODER = XmlCalls(
     name="qwen3_coder",
-    marks=("<tool_call>", "<function=", "<parameter="),
+    template_markers=("<tool_call>", "<function=", "<parameter="),
     begin="<tool_call>",
     end="</tool_call>",
     call_begin="<function=",
@@ -141,7 +141,7 @@ QWEN3_CODER = XmlCalls(
 
 MINIMAX_M2 = XmlCalls(
     name="minimax_m2",
-    marks=("<minimax:tool_call>", '<invoke name="'),
+    template_markers=("<minimax:tool_call>", '<invoke name="'),
     begin="<minimax:tool_call>",
     end="</minimax:tool_call>",
     call_begin='<invoke name="',
@@ -156,8 +156,8 @@ MINIMAX_M2 = XmlCalls(
 
 DEEPSEEK_R1 = FencedCalls(
     name="deepseek_r1",
-    # Later models of DeepSeek write other contents between the same tags: the fence is what tells them apart.
-    marks=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json"),
+    # Later models of DeepSeek write other contents between the same tags. Only this format has the fence.
+    template_markers=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json"),
     begin="<｜tool▁calls▁begin｜>",
     end="<｜tool▁calls▁end｜>",
     call_begin="<｜tool▁call▁begin｜>",
@@ -170,7 +170,7 @@ DEEPSEEK_R1 = FencedCalls(
 
 LLAMA = JsonCalls(
     name="llama",
-    marks=('{"name": ', '"parameters": '),
+    template_markers=('{"name": ', '"parameters": '),
     begin="<|python_tag|>",
     end=None,
     arguments=("parameters", "arguments"),
@@ -178,38 +178,42 @@ LLAMA = JsonCalls(
     separator=";",
 )
 
-REASONING_FORMATS = {known.name: known for known in (THINK,)}
+REASONING_FORMATS = {reasoning.name: reasoning for reasoning in (THINK,)}
 
-# The order matters: a template of QWEN3_CODER may also contain the marks of HERMES.
+# The order matters: a template of QWEN3_CODER may also contain the markers of HERMES.
 TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
-    known.name: known for known in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
+    calls.name: calls for calls in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
 }
 
-# The format that models of an architecture were trained to write. It is used where the chat template shows no tools.
-ARCHITECTURES: dict[str, ToolCallFormat] = {
+# The format of the tool calls that an architecture was trained on. Used if the chat template does not mention tools.
+FORMAT_BY_ARCHITECTURE: dict[str, ToolCallFormat] = {
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "DeepseekV3ForCausalLM": DEEPSEEK_R1,
 }
 
 
-def pick_format(architecture: str | None, template: str) -> ChatFormat:
-    """Return the format of a model.
+def detect_format(architecture: str | None, template: str) -> ChatFormat:
+    """Return the formats of a model.
 
-    architecture: name from config.json; None if it names none.
+    architecture: name from config.json; None if config.json has none.
     template: the chat template that the model is served with; "" for none.
     """
     reasoning = next((known for known in REASONING_FORMATS.values() if known.end in template), None)
-    calls = next((known for known in TOOL_CALL_FORMATS.values() if all(mark in template for mark in known.marks)), None)
-    # A template that mentions tools shows a format of its own: the model writes that one, even if it is unknown here.
+    calls = next(
+        (known for known in TOOL_CALL_FORMATS.values() if all(marker in template for marker in known.template_markers)),
+        None,
+    )
+    # A template that mentions tools shows its own format, which the model writes even if that format is unknown here.
     if calls is None and "tool" not in template:
-        calls = ARCHITECTURES.get(architecture or "", HERMES)
+        calls = FORMAT_BY_ARCHITECTURE.get(architecture or "", HERMES)
     return ChatFormat(reasoning, calls)
 
 
-def find_format(path: Path, template: str) -> ChatFormat:
-    """Return the format of the model in the directory `path`, for the chat template that it is served with.
+def read_format(path: Path, template: str) -> ChatFormat:
+    """Return the formats of the model in the directory `path`.
 
+    template: see `detect_format`.
     Raises ModelError.
     """
     architectures = read_fields(path / "config.json").texts("architectures")
-    return pick_format(architectures[0] if architectures else None, template)
+    return detect_format(architectures[0] if architectures else None, template)

@@ -15,44 +15,44 @@ from nanovllm_core.layers.weights import fill_random, load_weights
 from nanovllm_models.errors import ModelError
 from nanovllm_models.fields import read_fields
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_FILE_NAME = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The files that hold a model's weights.
+class CheckpointWeights:
+    """Weights in safetensors files.
 
-    files: safetensors files, in the order in which they are read.
-    progress: whether to show a bar on stderr; None to show it if stderr is a terminal.
+    files: the files, in the order in which they are read.
+    progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """
 
     files: tuple[Path, ...]
     progress: bool | None = None
 
-    def fill(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
+    def load_into(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
         """Load every weight of `module`.
 
-        ignore: says whether a tensor that the module does not have may be in the files, by its name.
+        ignore: returns whether the files may have a tensor of this name although the module does not use it.
         Raises WeightError if the tensors do not fit the model, ModelError if a file can't be read.
         """
         load_weights(module, self.tensors(), ignore)
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors. Raises ModelError if a file can't be read."""
-        found: set[str] = set()
+        names: set[str] = set()
         for file in self.files:
             try:
                 with safe_open(file, framework="pt") as opened:
-                    found.update(opened.keys())
+                    names.update(opened.keys())
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"can't read {file}: {error}") from error
-        return frozenset(found)
+        return frozenset(names)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor's name and the tensor, on the CPU and as stored.
 
-        Tensors are views of a file that is mapped while it is read.
+        Tensors are views of the memory-mapped file.
         Raises ModelError if a file can't be read.
         """
         bar = tqdm(
@@ -77,33 +77,34 @@ class RandomWeights:
 
     seed: int
 
-    def fill(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
-        """Draw every weight of `module`; `ignore` is not used."""
+    def load_into(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
+        """Fill every weight of `module` with random numbers; `ignore` is not used."""
         del ignore
         fill_random(module, self.seed)
 
     def names(self) -> frozenset[str]:
-        """Return no names: a model without a checkpoint has none of the tensors that are optional in one."""
+        """Return no names: random weights leave out the tensors that a checkpoint may or may not have."""
         return frozenset()
 
 
-WeightSource = Checkpoint | RandomWeights
+WeightSource = CheckpointWeights | RandomWeights
 
 
-def find_checkpoint(path: Path, progress: bool | None = None) -> Checkpoint:
-    """Find the safetensors files of a model directory: the files that its index names, or else its single file.
+def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeights:
+    """Find the safetensors files of a model directory: the files that the index names, or else the single file.
 
-    progress: see `Checkpoint`.
+    progress: see `CheckpointWeights`.
     Raises ModelError if there is no file, or if a file that the index names is missing.
     """
-    if (path / INDEX).exists():
-        shards = sorted(set(read_fields(path / INDEX).mapping("weight_map").values()))
-        missing = [shard for shard in shards if not (path / shard).is_file()]
+    if (path / INDEX_NAME).exists():
+        shard_names = sorted(set(read_fields(path / INDEX_NAME).string_mapping("weight_map").values()))
+        missing = [shard for shard in shard_names if not (path / shard).is_file()]
         if missing:
-            raise ModelError(
-                f"{path / INDEX} names {missing[0]}, which is not there (missing: {len(missing)} of {len(shards)})"
-            )
-        return Checkpoint(tuple(path / shard for shard in shards), progress)
-    if (path / SINGLE).is_file():
-        return Checkpoint((path / SINGLE,), progress)
-    raise ModelError(f"{path} has no {SINGLE} and no {INDEX}: only safetensors checkpoints are supported")
+            count = f"{len(missing)} of {len(shard_names)} files are missing"
+            raise ModelError(f"{path / INDEX_NAME} names {missing[0]}, which is not there ({count})")
+        return CheckpointWeights(tuple(path / shard for shard in shard_names), progress)
+    if (path / SINGLE_FILE_NAME).is_file():
+        return CheckpointWeights((path / SINGLE_FILE_NAME,), progress)
+    raise ModelError(
+        f"{path} has no {SINGLE_FILE_NAME} and no {INDEX_NAME}: only safetensors checkpoints are supported"
+    )

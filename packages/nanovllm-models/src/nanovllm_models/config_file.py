@@ -9,104 +9,105 @@ import torch
 
 from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.rotary import Llama3Scaling, RotaryConfig, YarnScaling, yarn_mscale
-from nanovllm_models.fields import Fields, read_fields
+from nanovllm_models.fields import JsonFields, read_fields
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Names of e4m3 in checkpoints; MiniMax uses the second.
-E4M3 = ("e4m3", "float8_e4m3fn")
+# Names of e4m3 in checkpoints; MiniMax uses the second name.
+E4M3_NAMES = ("e4m3", "float8_e4m3fn")
 PATTERN_CHARACTERS = frozenset("*?[](){}|^$+\\:")
 # The value that transformers uses if config.json has none.
 DEFAULT_ROPE_THETA = 10000.0
 
 
-def parse_dtype(config: Fields) -> torch.dtype:
-    """Return the dtype of the checkpoint, float32 if config.json has none. Raises ModelError."""
-    name = "dtype" if config.has("dtype") else "torch_dtype"
-    dtype = DTYPES.get(config.text(name, "float32").removeprefix("torch."))
+def parse_dtype(config: JsonFields) -> torch.dtype:
+    """Return the dtype of the checkpoint; float32 if config.json has none. Raises ModelError."""
+    field_name = "dtype" if config.has("dtype") else "torch_dtype"
+    dtype = DTYPES.get(config.text(field_name, "float32").removeprefix("torch."))
     if dtype is None:
-        raise config.error(name, f"one of {', '.join(DTYPES)}")
+        raise config.error(field_name, f"one of {', '.join(DTYPES)}")
     return dtype
 
 
-def parse_quantization(config: Fields) -> BlockFP8 | None:
-    """Return how the linear weights are quantised, None if they are not.
+def parse_quantization(config: JsonFields) -> BlockFP8 | None:
+    """Return the quantisation of the linear weights; None if they are not quantised.
 
     Raises ModelError for a quantisation other than e4m3 in blocks of 128 x 128.
     """
     if not config.has("quantization_config"):
         return None
-    fields = config.fields("quantization_config")
+    fields = config.nested("quantization_config")
     if fields.text("quant_method") != "fp8":
         raise fields.error("quant_method", "fp8: no other quantisation is supported")
-    if fields.text("fmt", "e4m3") not in E4M3:
-        raise fields.error("fmt", f"one of {', '.join(E4M3)}")
+    if fields.text("fmt", "e4m3") not in E4M3_NAMES:
+        raise fields.error("fmt", f"one of {', '.join(E4M3_NAMES)}")
     if fields.text("activation_scheme", "dynamic") != "dynamic":
         raise fields.error("activation_scheme", "dynamic: activation scales are computed at run time, not loaded")
-    if fields.integers("weight_block_size") != (128, 128):
+    if fields.positive_integers("weight_block_size") != (128, 128):
         raise fields.error("weight_block_size", "[128, 128]")
-    kept = fields.texts("modules_to_not_convert")
-    if any(set(name) & PATTERN_CHARACTERS for name in kept):
+    unquantized = fields.texts("modules_to_not_convert")
+    if any(set(name) & PATTERN_CHARACTERS for name in unquantized):
         raise fields.error("modules_to_not_convert", "a list of modules' names without patterns")
-    return BlockFP8(kept)
+    return BlockFP8(unquantized)
 
 
-def parse_eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
-    """Return the token ids that end a sequence: of config.json, then those that generation_config.json adds.
+def parse_eos_token_ids(path: Path, config: JsonFields) -> tuple[int, ...]:
+    """Return the token ids that end a sequence, from config.json and generation_config.json.
 
     Raises ModelError.
     """
-    generation = path / "generation_config.json"
-    more = read_fields(generation).token_ids("eos_token_id") if generation.exists() else ()
-    return tuple(dict.fromkeys(config.token_ids("eos_token_id") + more))
+    generation_config = path / "generation_config.json"
+    added_ids = read_fields(generation_config).token_ids("eos_token_id") if generation_config.exists() else ()
+    return tuple(dict.fromkeys(config.token_ids("eos_token_id") + added_ids))
 
 
 def parse_rotary(
-    config: Fields,
+    config: JsonFields,
     max_position: int,
     *,
     default_theta: float = DEFAULT_ROPE_THETA,
-    partial_of: int | None = None,
+    partial_head_dim: int | None = None,
     default_fraction: float = 1.0,
 ) -> RotaryConfig:
     """Parse the rotary embeddings: `rope_parameters` of transformers 5, or the older `rope_theta` and `rope_scaling`.
 
-    max_position: longest sequence of the model, in tokens.
+    max_position: maximum length of a sequence, in tokens.
     default_theta: base of the frequencies if config.json has none.
-    partial_of: size of a head if the architecture may rotate a part of each head; None if it rotates whole heads.
-    default_fraction: fraction of each head that is rotated if config.json has none.
+    partial_head_dim: size of a head if the architecture may rotate only a part of each head; None if the architecture
+        rotates whole heads.
+    default_fraction: rotated fraction of each head if config.json has none.
     Raises ModelError for a kind of scaling that is not implemented.
     """
-    rope = config.fields("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
-    theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
-    fraction = _parse_fraction(config, rope, partial_of, default_fraction)
-    name = "rope_type" if rope.has("rope_type") else "type"
-    match rope.text(name, "default"):
+    rope = config.nested("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
+    theta = rope.positive_number("rope_theta", config.positive_number("rope_theta", default_theta))
+    fraction = _parse_rotated_fraction(config, rope, partial_head_dim, default_fraction)
+    type_field = "rope_type" if rope.has("rope_type") else "type"
+    match rope.text(type_field, "default"):
         case "default":
             return RotaryConfig(theta, fraction=fraction)
         case "llama3":
-            original = config.integer("original_max_position_embeddings", max_position)
+            default_original = config.positive_integer("original_max_position_embeddings", max_position)
             return RotaryConfig(
                 theta,
                 Llama3Scaling(
-                    factor=rope.number("factor"),
-                    low_freq_factor=rope.number("low_freq_factor"),
-                    high_freq_factor=rope.number("high_freq_factor"),
-                    original_max_position=rope.integer("original_max_position_embeddings", original),
+                    factor=rope.positive_number("factor"),
+                    low_freq_factor=rope.positive_number("low_freq_factor"),
+                    high_freq_factor=rope.positive_number("high_freq_factor"),
+                    original_max_position=rope.positive_integer("original_max_position_embeddings", default_original),
                 ),
                 fraction,
             )
         case "yarn":
             return RotaryConfig(theta, _parse_yarn(config, rope, max_position), fraction)
         case _:
-            raise rope.error(name, "default, llama3 or yarn")
+            raise rope.error(type_field, "default, llama3 or yarn")
 
 
-def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None, default: float) -> float:
+def _parse_rotated_fraction(config: JsonFields, rope: JsonFields, head_dim: int | None, default: float) -> float:
     """Return the fraction of each head that is rotated, from `partial_rotary_factor` or `rotary_dim`."""
     for fields in (rope, config):
         if not fields.has("partial_rotary_factor"):
             continue
-        fraction = fields.number("partial_rotary_factor")
+        fraction = fields.positive_number("partial_rotary_factor")
         if head_dim is None:
             if fraction != 1.0:
                 raise fields.error("partial_rotary_factor", "1: rotating a part of each head is not supported")
@@ -120,27 +121,27 @@ def _parse_fraction(config: Fields, rope: Fields, head_dim: int | None, default:
         return rotary_dim / head_dim
     if head_dim is None or not config.has("rotary_dim"):
         return default
-    rotary_dim = config.integer("rotary_dim")
+    rotary_dim = config.positive_integer("rotary_dim")
     if rotary_dim > head_dim or rotary_dim % 2:
         raise config.error("rotary_dim", f"even and at most the size of a head, {head_dim}")
     return rotary_dim / head_dim
 
 
-def _parse_yarn(config: Fields, rope: Fields, max_position: int) -> YarnScaling:
+def _parse_yarn(config: JsonFields, rope: JsonFields, max_position: int) -> YarnScaling:
     """Parse YaRN's fields; a missing field gets the value that transformers gives it."""
-    fallback = config.integer("original_max_position_embeddings", max_position)
-    original = rope.integer("original_max_position_embeddings", fallback)
-    factor = rope.number("factor", max_position / original)
-    mscale, mscale_all_dim = rope.weight("mscale"), rope.weight("mscale_all_dim")
+    default_original = config.positive_integer("original_max_position_embeddings", max_position)
+    original_max_position = rope.positive_integer("original_max_position_embeddings", default_original)
+    factor = rope.positive_number("factor", max_position / original_max_position)
+    mscale, mscale_all_dim = rope.non_negative_number("mscale"), rope.non_negative_number("mscale_all_dim")
     attention_factor = yarn_mscale(factor)
     if mscale and mscale_all_dim:
         attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
     return YarnScaling(
         factor=factor,
-        original_max_position=original,
-        attention_factor=rope.number("attention_factor", attention_factor),
+        original_max_position=original_max_position,
+        attention_factor=rope.positive_number("attention_factor", attention_factor),
         mscale_all_dim=mscale_all_dim,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
+        beta_fast=rope.positive_number("beta_fast", 32.0),
+        beta_slow=rope.positive_number("beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
+from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, Part
 from nanovllm_core.layers.mla import LatentAttention, LatentShape
@@ -21,18 +21,18 @@ from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScali
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_quantization, parse_rotary
-from nanovllm_models.fields import Fields
+from nanovllm_models.fields import JsonFields
 from nanovllm_models.model_spec import make_model_spec
 
-SHARED = SharedExpert("shared_experts")
+SHARED_EXPERT = SharedExpert("shared_experts")
 
 
 @dataclass(frozen=True, slots=True)
-class MoEConfig:
+class DeepseekMoEConfig:
     """The fields of config.json that define the experts.
 
     first_layer: index of the first layer that may have experts.
-    step: from there on, each layer whose index is a multiple of `step` has experts.
+    layer_step: layers from `first_layer` on have experts if their index is a multiple of `layer_step`.
     """
 
     num_experts: int
@@ -40,11 +40,11 @@ class MoEConfig:
     intermediate_size: int
     routing: Routing
     first_layer: int
-    step: int
+    layer_step: int
 
     def has_experts(self, index: int) -> bool:
-        """Return whether the layer with number `index` has experts."""
-        return index >= self.first_layer and index % self.step == 0
+        """Return whether layer `index` has experts."""
+        return index >= self.first_layer and index % self.layer_step == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,94 +64,97 @@ class DeepseekV3Config:
     rms_norm_eps: float
     rotary: RotaryConfig
     attention: LatentShape
-    moe: MoEConfig
+    moe: DeepseekMoEConfig
     tie_word_embeddings: bool
     quantization: BlockFP8 | None = None
 
 
-def parse_config(config: Fields) -> DeepseekV3Config:
+def parse_config(config: JsonFields) -> DeepseekV3Config:
     """Parse config.json; a missing field gets the value that transformers gives it.
 
     Raises ModelError for a field that is wrong or needs a feature that is not implemented.
     """
-    for name, only in {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
-        if config.text(name, only) != only:
-            raise config.error(name, only)
-    num_heads = config.integer("num_attention_heads", 128)
-    if config.integer("num_key_value_heads", num_heads) != num_heads:
+    for name, supported in {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
+        if config.text(name, supported) != supported:
+            raise config.error(name, supported)
+    num_heads = config.positive_integer("num_attention_heads", 128)
+    if config.positive_integer("num_key_value_heads", num_heads) != num_heads:
         raise config.error("num_key_value_heads", f"num_attention_heads, {num_heads}")
-    max_position = config.integer("max_position_embeddings", 4096)
+    max_position = config.positive_integer("max_position_embeddings", 4096)
     rotary = parse_rotary(config, max_position)
     return DeepseekV3Config(
-        vocab_size=config.integer("vocab_size", 129280),
-        hidden_size=config.integer("hidden_size", 7168),
-        intermediate_size=config.integer("intermediate_size", 18432),
-        num_hidden_layers=config.integer("num_hidden_layers", 61),
-        num_mtp_layers=config.count("num_nextn_predict_layers", 0),
+        vocab_size=config.positive_integer("vocab_size", 129280),
+        hidden_size=config.positive_integer("hidden_size", 7168),
+        intermediate_size=config.positive_integer("intermediate_size", 18432),
+        num_hidden_layers=config.positive_integer("num_hidden_layers", 61),
+        num_mtp_layers=config.non_negative_integer("num_nextn_predict_layers", 0),
         max_position_embeddings=max_position,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.positive_number("rms_norm_eps", 1e-6),
         rotary=rotary,
         attention=_parse_attention(config, num_heads, rotary),
         moe=_parse_moe(config),
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        tie_word_embeddings=config.boolean("tie_word_embeddings", False),
         quantization=parse_quantization(config),
     )
 
 
-def _parse_attention(config: Fields, num_heads: int, rotary: RotaryConfig) -> LatentShape:
-    key_dim, rope_dim = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
+def _parse_attention(config: JsonFields, num_heads: int, rotary: RotaryConfig) -> LatentShape:
+    key_dim, rope_dim = (
+        config.positive_integer("qk_nope_head_dim", 128),
+        config.positive_integer("qk_rope_head_dim", 64),
+    )
     if rope_dim % 2:
         raise config.error("qk_rope_head_dim", "even")
     scale = (key_dim + rope_dim) ** -0.5
     if isinstance(rotary.scaling, YarnScaling):
-        # The factor applies to queries and to keys, hence the square. It is not in the rotary table, because the table
-        # scales only the rotated part of a head.
+        # The factor applies to queries and to keys, hence the square. The rotary table does not include the factor,
+        # because the table scales only the rotated part of a head.
         scale *= yarn_mscale(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
     return LatentShape(
         num_heads=num_heads,
         key_dim=key_dim,
         rope_dim=rope_dim,
-        value_dim=config.integer("v_head_dim", 128),
-        query_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
-        latent_dim=config.integer("kv_lora_rank", 512),
+        value_dim=config.positive_integer("v_head_dim", 128),
+        query_rank=config.positive_integer("q_lora_rank") if config.has("q_lora_rank") else None,
+        latent_dim=config.positive_integer("kv_lora_rank", 512),
         scale=scale,
-        interleaved=config.flag("rope_interleave", True),
-        bias=config.flag("attention_bias", False),
+        interleaved=config.boolean("rope_interleave", True),
+        bias=config.boolean("attention_bias", False),
     )
 
 
-def _parse_moe(config: Fields) -> MoEConfig:
-    num_experts = config.integer("n_routed_experts", 256)
-    num_groups, top_groups = config.integer("n_group", 8), config.integer("topk_group", 4)
-    top_k = config.integer("num_experts_per_tok", 8)
+def _parse_moe(config: JsonFields) -> DeepseekMoEConfig:
+    num_experts = config.positive_integer("n_routed_experts", 256)
+    num_groups, top_groups = config.positive_integer("n_group", 8), config.positive_integer("topk_group", 4)
+    top_k = config.positive_integer("num_experts_per_tok", 8)
     if num_experts % num_groups or num_experts // num_groups < 2:
         raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, at least two experts per group")
     if top_groups > num_groups:
         raise config.error("topk_group", f"at most n_group, {num_groups}")
     if top_k > top_groups * (num_experts // num_groups):
         raise config.error("num_experts_per_tok", "at most the experts in topk_group groups")
-    return MoEConfig(
+    return DeepseekMoEConfig(
         num_experts=num_experts,
-        num_shared_experts=config.integer("n_shared_experts", 1),
-        intermediate_size=config.integer("moe_intermediate_size", 2048),
+        num_shared_experts=config.positive_integer("n_shared_experts", 1),
+        intermediate_size=config.positive_integer("moe_intermediate_size", 2048),
         routing=Routing(
             top_k,
             scoring="sigmoid",
-            renormalize=config.flag("norm_topk_prob", True),
+            renormalize=config.boolean("norm_topk_prob", True),
             num_groups=num_groups,
             top_groups=top_groups,
-            scale=config.number("routed_scaling_factor", 2.5),
+            scale=config.positive_number("routed_scaling_factor", 2.5),
         ),
-        first_layer=config.count("first_k_dense_replace", 3),
-        step=config.integer("moe_layer_freq", 1),
+        first_layer=config.non_negative_integer("first_k_dense_replace", 3),
+        layer_step=config.positive_integer("moe_layer_freq", 1),
     )
 
 
 class DeepseekV3MoE(nn.Module):
-    """Routed experts, and shared experts that every token goes through.
+    """Routed experts, and shared experts that process every token.
 
-    If `runs_among` allows it, a shared expert runs as one of the routed experts. Otherwise all shared experts together
-    are one dense layer beside them.
+    If `runs_among` allows it, the shared expert runs as one of the routed experts. Otherwise all shared experts
+    together are one dense layer.
 
     name: name of this module in the checkpoint.
     """
@@ -159,16 +162,17 @@ class DeepseekV3MoE(nn.Module):
     def __init__(self, config: DeepseekV3Config, name: str, build: BuildContext):
         super().__init__()
         hidden_size, moe = config.hidden_size, config.moe
-        width, bias = moe.intermediate_size, "gate.e_score_correction_bias"
-        how = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
-        shared_how = quantization_of(config.quantization, f"{name}.shared_experts", *STANDARD_NAMES)
+        width, bias_name = moe.intermediate_size, "gate.e_score_correction_bias"
+        quantization = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
+        shared_quantization = quantization_of(config.quantization, f"{name}.shared_experts", *STANDARD_NAMES)
         shared_width = moe.num_shared_experts * width
-        among = SHARED if runs_among(width, shared_width, build, alike=shared_how == how) else None
-        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=among, correction_bias=bias)
-        self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=among, quantization=how)
+        is_alike = shared_quantization == quantization
+        shared = SHARED_EXPERT if runs_among(width, shared_width, build, alike=is_alike) else None
+        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared, correction_bias=bias_name)
+        self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=shared, quantization=quantization)
         self.shared_experts = None
-        if among is None:
-            self.shared_experts = GatedMLP(hidden_size, shared_width, build, quantization=shared_how)
+        if shared is None:
+            self.shared_experts = GatedMLP(hidden_size, shared_width, build, quantization=shared_quantization)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
         """Return `residual` plus the experts' result for `norm(x)`; all [T, hidden]. `residual` may be overwritten."""
@@ -196,8 +200,8 @@ class DeepseekV3Layer(nn.Module):
         if self.has_experts:
             self.mlp = DeepseekV3MoE(config, f"{name}.mlp", build)
         else:
-            how = quantization_of(quantization, f"{name}.mlp", *STANDARD_NAMES)
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=how)
+            mlp_quantization = quantization_of(quantization, f"{name}.mlp", *STANDARD_NAMES)
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of attention for the residual stream x [T, hidden]; see `LatentAttention.before`."""
@@ -213,7 +217,7 @@ class DeepseekV3Layer(nn.Module):
         return self.mlp.forward(x, x, self.post_attention_layernorm)
 
 
-class SharedHead(nn.Module):
+class MTPOutputHead(nn.Module):
     """The norm and the head that make logits for multi-token prediction."""
 
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
@@ -225,8 +229,8 @@ class SharedHead(nn.Module):
 class MTPLayer(DeepseekV3Layer):
     """A layer for multi-token prediction. Its weights are loaded, but nothing runs it yet.
 
-    Its input is the normed embedding of a token beside the normed hidden state before the token, projected by
-    `eh_proj`.
+    The input is the projection by `eh_proj` of two concatenated vectors: the normed embedding of a token, and the
+    normed hidden state of the token before.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
@@ -236,19 +240,19 @@ class MTPLayer(DeepseekV3Layer):
         self.enorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
         self.hnorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
         self.eh_proj = ColumnParallelLinear(2 * hidden_size, (Part("eh_proj", hidden_size),), build)
-        self.shared_head = SharedHead(config, build)
+        self.shared_head = MTPOutputHead(config, build)
 
 
 def between(
-    attended: Tensor, x: Tensor, layer: DeepseekV3Layer, following: DeepseekV3Layer
+    attended: Tensor, x: Tensor, layer: DeepseekV3Layer, next_layer: DeepseekV3Layer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute everything between the attention of `layer` and that of `following`.
+    """Compute everything between the attention of `layer` and that of `next_layer`.
 
     attended, x: see `DeepseekV3Layer.after`.
     Returns the residual stream and both inputs of the next attention.
     """
     x = layer.after(attended, x)
-    return x, *following.before(x)
+    return x, *next_layer.before(x)
 
 
 class DeepseekV3Model(nn.Module):
@@ -256,16 +260,18 @@ class DeepseekV3Model(nn.Module):
 
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
         super().__init__()
-        rope_dim, count = config.attention.rope_dim, config.num_hidden_layers
+        rope_dim, num_layers = config.attention.rope_dim, config.num_hidden_layers
         self._rotary = RotaryEmbedding(config.rotary, rope_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        decoder = [DeepseekV3Layer(config, index, build) for index in range(count)]
-        mtp = [MTPLayer(config, index, build) for index in range(count, count + config.num_mtp_layers)]
-        self.layers = nn.ModuleList(decoder + mtp)
+        decoder_layers = [DeepseekV3Layer(config, index, build) for index in range(num_layers)]
+        mtp_layers = [MTPLayer(config, index, build) for index in range(num_layers, num_layers + config.num_mtp_layers)]
+        self.layers = nn.ModuleList(decoder_layers + mtp_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self._num_layers = count
+        self._num_layers = num_layers
         # One compiled function can serve only layers of one kind: dense ones, or those with experts.
-        self._between = tuple(compiled(between, LEAST_ROWS) if build.compile else between for _ in range(2))
+        self._between = tuple(
+            compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between for _ in range(2)
+        )
 
     def decoder_layers(self) -> list[DeepseekV3Layer]:
         """Return the layers of the model without those for multi-token prediction."""
@@ -275,12 +281,12 @@ class DeepseekV3Model(nn.Module):
         """Compute hidden states: token ids int [T] -> [T, hidden]."""
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
-        layer, *others = self.decoder_layers()
+        layer, *later_layers = self.decoder_layers()
         q, latents = layer.before(x)
-        for following in others:
+        for next_layer in later_layers:
             attended = layer.self_attn.forward(q, latents, rotation, ctx)
-            x, q, latents = self._between[layer.has_experts](attended, x, layer, following)
-            layer = following
+            x, q, latents = self._between[layer.has_experts](attended, x, layer, next_layer)
+            layer = next_layer
         return self.norm.forward(layer.after(layer.self_attn.forward(q, latents, rotation, ctx), x))
 
 
@@ -290,8 +296,8 @@ class DeepseekV3ForCausalLM(nn.Module):
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
         super().__init__()
         self.model = DeepseekV3Model(config, build)
-        tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+        tied_embedding = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied_embedding)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states: token ids int [T] -> [T, hidden]."""
@@ -306,19 +312,19 @@ class DeepseekV3ForCausalLM(nn.Module):
         return tuple(layer.self_attn.cache_spec for layer in self.model.decoder_layers())
 
 
-def is_redundant(name: str, *, tied: bool) -> bool:
-    """Return whether a checkpoint may have the tensor `name` although the model does not use it."""
-    return (tied and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
+def is_redundant(name: str, *, is_head_tied: bool) -> bool:
+    """Return whether a checkpoint may have the tensor `name` although the model does not use the tensor."""
+    return (is_head_tied and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
 
 
 def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights: WeightSource) -> DeepseekV3ForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     model = DeepseekV3ForCausalLM(config, build)
-    weights.fill(model, partial(is_redundant, tied=config.tie_word_embeddings))
+    weights.load_into(model, partial(is_redundant, is_head_tied=config.tie_word_embeddings))
     return model
 
 
-def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+def build_spec(path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
     """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     config = parse_config(fields)
     build = partial(build_deepseek_v3, config=config, weights=weights)

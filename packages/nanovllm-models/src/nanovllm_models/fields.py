@@ -1,6 +1,6 @@
-"""Reads the fields of a JSON object in a checkpoint: each with its type, its default and an error that names it.
+"""Reads typed fields of a JSON object in a checkpoint. Errors name the field.
 
-This module does not import torch, so that a process that uses only the tokenizer can import it.
+This module does not import torch, so that processes that use only the tokenizer start fast.
 """
 
 import json
@@ -10,25 +10,25 @@ from pathlib import Path
 
 from nanovllm_models.errors import ModelError
 
-VALUE_SHOWN = 100
+MAX_SHOWN_LENGTH = 100
 
 
-class Fields:
-    """The fields of one JSON object. A field that is null counts as absent.
+class JsonFields:
+    """The fields of one JSON object. A field with the value null counts as absent.
 
     values: the object.
-    where: name of the object in error messages.
+    source: name of the object in error messages.
     """
 
-    def __init__(self, values: dict[str, object], where: str):
-        self.where = where
+    def __init__(self, values: dict[str, object], source: str):
+        self.source = source
         self._values = values
 
     def has(self, name: str) -> bool:
         """Return whether the field is present and not null."""
         return self._values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def positive_integer(self, name: str, default: int | None = None) -> int:
         """Return an integer above 0; `default` if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None and default is not None:
@@ -37,7 +37,7 @@ class Fields:
             return value
         raise self.error(name, "an integer above 0")
 
-    def count(self, name: str, default: int) -> int:
+    def non_negative_integer(self, name: str, default: int) -> int:
         """Return an integer of at least 0; `default` if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
@@ -46,7 +46,7 @@ class Fields:
             return value
         raise self.error(name, "an integer from 0 on")
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def positive_number(self, name: str, default: float | None = None) -> float:
         """Return a finite number above 0; `default` if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None and default is not None:
@@ -55,7 +55,7 @@ class Fields:
             return float(value)
         raise self.error(name, "a number above 0")
 
-    def weight(self, name: str) -> float:
+    def non_negative_number(self, name: str) -> float:
         """Return a finite number of at least 0; 0 if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
@@ -64,7 +64,7 @@ class Fields:
             return float(value)
         raise self.error(name, "a number from 0 on")
 
-    def flag(self, name: str, default: bool) -> bool:
+    def boolean(self, name: str, default: bool) -> bool:
         """Return a boolean; `default` if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
@@ -91,7 +91,7 @@ class Fields:
             return tuple(value)
         raise self.error(name, "a list of strings")
 
-    def indices(self, name: str) -> tuple[int, ...]:
+    def non_negative_integers(self, name: str) -> tuple[int, ...]:
         """Return a list of integers of at least 0; an empty one if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
@@ -100,8 +100,8 @@ class Fields:
             return tuple(value)
         raise self.error(name, "a list of integers from 0 on")
 
-    def integers(self, name: str) -> tuple[int, ...]:
-        """Return a list of integers above 0, which must be present. Raises ModelError."""
+    def positive_integers(self, name: str) -> tuple[int, ...]:
+        """Return a list of integers above 0; the field must be present. Raises ModelError."""
         value = self._values.get(name)
         if isinstance(value, list) and all(type(entry) is int and entry > 0 for entry in value):
             return tuple(value)
@@ -117,31 +117,31 @@ class Fields:
             return tuple(values)
         raise self.error(name, "a token id or a list of them")
 
-    def fields(self, name: str) -> "Fields":
+    def nested(self, name: str) -> "JsonFields":
         """Return an object inside this object; an empty one if the field is absent. Raises ModelError."""
         value = self._values.get(name)
         if value is None:
             value = {}
         if isinstance(value, dict):
-            return Fields(value, f"{name} of {self.where}")
+            return JsonFields(value, f"{name} of {self.source}")
         raise self.error(name, "an object")
 
-    def mapping(self, name: str) -> dict[str, str]:
-        """Return an object whose values are strings, which must be present. Raises ModelError."""
+    def string_mapping(self, name: str) -> dict[str, str]:
+        """Return an object whose values are strings; the field must be present. Raises ModelError."""
         value = self._values.get(name)
         if isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values()):
             return value
         raise self.error(name, "an object of strings")
 
     def error(self, name: str, expected: str) -> ModelError:
-        """Return the error for a field with a wrong value; `expected` says what the value must be."""
+        """Return the error for a field with an invalid value. expected: description of the valid values."""
         if not self.has(name):
-            return ModelError(f"{name} of {self.where} is missing: it must be {expected}")
-        shown = textwrap.shorten(json.dumps(self._values[name]), VALUE_SHOWN, placeholder=" ...")
-        return ModelError(f"{name} of {self.where} is {shown}, but must be {expected}")
+            return ModelError(f"{name} of {self.source} is missing: it must be {expected}")
+        value_text = textwrap.shorten(json.dumps(self._values[name]), MAX_SHOWN_LENGTH, placeholder=" ...")
+        return ModelError(f"{name} of {self.source} is {value_text}, but must be {expected}")
 
 
-def read_fields(file: Path) -> Fields:
+def read_fields(file: Path) -> JsonFields:
     """Read the object in a JSON file. Raises ModelError if the file can't be read or holds no object."""
     try:
         values = json.loads(file.read_bytes())
@@ -151,4 +151,4 @@ def read_fields(file: Path) -> Fields:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{file} must hold a JSON object")
-    return Fields(values, str(file))
+    return JsonFields(values, str(file))

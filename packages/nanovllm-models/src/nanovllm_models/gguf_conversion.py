@@ -1,6 +1,6 @@
 """Converts a Llama model in one GGUF file into a Hugging Face model directory in bfloat16.
 
-Only models of the kind of the default model are supported: architecture llama, tokenizer gpt2, pre-tokenizer smollm.
+Only models like the default model are supported: architecture llama, tokenizer gpt2, pre-tokenizer smollm.
 """
 
 import json
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from nanovllm_models.errors import ModelError
 
-# GGUF's name of a tensor, and its name in Hugging Face checkpoints.
+# Names in Hugging Face checkpoints by GGUF's names.
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -31,56 +31,56 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-HEAD_COUNTS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+# Metadata keys of the number of heads, by tensors whose rows GGUF permutes.
+HEAD_COUNT_KEYS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 
 # GGUF's metadata by key: strings, numbers, and lists of strings or of numbers.
 Metadata = dict[str, Any]
+MODEL_KIND_KEYS = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
 
 
 def convert(file: Path, directory: Path, *, progress: bool | None = None) -> None:
     """Write config.json, model.safetensors and the tokenizer's files into `directory`, which must exist.
 
-    progress: whether to show a bar on stderr; None to show it if stderr is a terminal.
-    Raises ModelError if the file holds another kind of model, OSError if the directory can't be written.
+    progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
+    Raises ModelError if the file has another kind of model, OSError if the directory can't be written.
     """
     reader = GGUFReader(file)
     metadata: Metadata = {name: field.contents() for name, field in reader.fields.items()}
-    kinds = tuple(metadata.get(key) for key in ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"))
-    if kinds != ("llama", "gpt2", "smollm"):
-        raise ModelError(f"{file} holds {kinds}, but only ('llama', 'gpt2', 'smollm') can be converted")
+    model_kind = tuple(metadata.get(key) for key in MODEL_KIND_KEYS)
+    if model_kind != ("llama", "gpt2", "smollm"):
+        raise ModelError(f"{file} holds {model_kind}, but only ('llama', 'gpt2', 'smollm') can be converted")
     bar = tqdm(
         reader.tensors, desc="Converting the model", unit=" tensors", disable=None if progress is None else not progress
     )
-    tensors = dict(to_hugging_face(tensor, metadata) for tensor in bar)
+    tensors = dict(convert_tensor(tensor, metadata) for tensor in bar)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
     for name, content in {
         "config.json": _config(metadata),
         # The weights of this small model come from 4 bits: at temperature 1 its answers lose the topic.
-        "generation_config.json": {**_special_ids(metadata), "do_sample": False},
+        "generation_config.json": {**_special_token_ids(metadata), "do_sample": False},
         "tokenizer_config.json": _tokenizer_config(metadata),
     }.items():
         (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def to_hugging_face(tensor: ReaderTensor, metadata: Metadata) -> tuple[str, Tensor]:
-    """Return a tensor's name in Hugging Face checkpoints and its bfloat16 value, with rows in their order."""
-    stem, _, kind = tensor.name.rpartition(".")
+def convert_tensor(tensor: ReaderTensor, metadata: Metadata) -> tuple[str, Tensor]:
+    """Return a tensor's name in Hugging Face checkpoints, and its bfloat16 value with rows in their order."""
+    module_name, _, parameter = tensor.name.rpartition(".")
     values = dequantize(tensor.data, tensor.tensor_type)
-    if stem in GLOBAL_NAMES:
-        return f"{GLOBAL_NAMES[stem]}.{kind}", torch.tensor(values).bfloat16()
-    _, index, part = stem.split(".")
-    if part in HEAD_COUNTS:
-        values = _unpermute(values, metadata[HEAD_COUNTS[part]])
-    return f"model.layers.{index}.{LAYER_NAMES[part]}.{kind}", torch.tensor(values).bfloat16()
+    if module_name in GLOBAL_NAMES:
+        return f"{GLOBAL_NAMES[module_name]}.{parameter}", torch.tensor(values).bfloat16()
+    _, index, layer_module = module_name.split(".")
+    if layer_module in HEAD_COUNT_KEYS:
+        values = _unpermute(values, metadata[HEAD_COUNT_KEYS[layer_module]])
+    return f"model.layers.{index}.{LAYER_NAMES[layer_module]}.{parameter}", torch.tensor(values).bfloat16()
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """Build the tokenizer from GGUF's vocabulary and merges: byte-level BPE in which each digit stands alone."""
+    """Build the tokenizer from GGUF's vocabulary and merges: byte-level BPE with one token per digit."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    token_types: list[int] = metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -90,8 +90,9 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    typed_tokens = zip(tokens, token_types, strict=True)
+    special_tokens = [token for token, token_type in typed_tokens if token_type == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     return tokenizer
 
 
@@ -120,11 +121,11 @@ def _config(metadata: Metadata) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": True,
-        **_special_ids(metadata),
+        **_special_token_ids(metadata),
     }
 
 
-def _special_ids(metadata: Metadata) -> dict[str, int]:
+def _special_token_ids(metadata: Metadata) -> dict[str, int]:
     return {
         "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
         "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from nanovllm_core.layers.attention import Heads, QKNorm, attend, qkv_parts
-from nanovllm_core.layers.compiled import LEAST_ROWS, compiled
+from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
@@ -23,7 +23,7 @@ from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import DEFAULT_ROPE_THETA, parse_quantization, parse_rotary
-from nanovllm_models.fields import Fields
+from nanovllm_models.fields import JsonFields
 from nanovllm_models.model_spec import make_model_spec
 
 
@@ -55,12 +55,12 @@ class LlamaConfig:
     quantization: BlockFP8 | None = None
 
 
-class Defaults(NamedTuple):
-    """The values that transformers uses for fields that a family's config.json does not have.
+class ConfigDefaults(NamedTuple):
+    """Values of fields that a family's config.json does not have, as in transformers.
 
     num_key_value_heads: None for the number of query heads.
     head_dim: None for hidden_size / num_attention_heads.
-    rotates_part: whether the family may rotate only a part of each head.
+    is_rotation_partial: whether the family may rotate only a part of each head.
     """
 
     vocab_size: int
@@ -72,10 +72,10 @@ class Defaults(NamedTuple):
     max_position_embeddings: int
     head_dim: int | None = None
     rope_theta: float = DEFAULT_ROPE_THETA
-    rotates_part: bool = False
+    is_rotation_partial: bool = False
 
 
-DEFAULTS = Defaults(
+CONFIG_DEFAULTS = ConfigDefaults(
     vocab_size=32000,
     hidden_size=4096,
     intermediate_size=11008,
@@ -86,45 +86,45 @@ DEFAULTS = Defaults(
 )
 
 
-def parse_layers(config: Fields, defaults: Defaults) -> LlamaConfig:
-    """Parse the fields that all families with these layers share; a family replaces the others in the result.
+def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaConfig:
+    """Parse the fields that all families with these layers share. A family replaces other fields in the result.
 
     Raises ModelError for a field that is wrong or needs a feature that is not implemented.
     """
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
-    hidden_size = config.integer("hidden_size", defaults.hidden_size)
-    num_heads = config.integer("num_attention_heads", defaults.num_attention_heads)
-    num_kv_heads = config.integer("num_key_value_heads", defaults.num_key_value_heads or num_heads)
+    hidden_size = config.positive_integer("hidden_size", defaults.hidden_size)
+    num_heads = config.positive_integer("num_attention_heads", defaults.num_attention_heads)
+    num_kv_heads = config.positive_integer("num_key_value_heads", defaults.num_key_value_heads or num_heads)
     if num_heads % num_kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
     if defaults.head_dim is None and not config.has("head_dim") and hidden_size % num_heads:
         raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
-    head_dim = config.integer("head_dim", defaults.head_dim or hidden_size // num_heads)
-    max_position = config.integer("max_position_embeddings", defaults.max_position_embeddings)
-    partial_of = head_dim if defaults.rotates_part else None
-    attention_bias = config.flag("attention_bias", False)
+    head_dim = config.positive_integer("head_dim", defaults.head_dim or hidden_size // num_heads)
+    max_position = config.positive_integer("max_position_embeddings", defaults.max_position_embeddings)
+    partial_head_dim = head_dim if defaults.is_rotation_partial else None
+    attention_bias = config.boolean("attention_bias", False)
     return LlamaConfig(
-        vocab_size=config.integer("vocab_size", defaults.vocab_size),
+        vocab_size=config.positive_integer("vocab_size", defaults.vocab_size),
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size", defaults.intermediate_size),
-        num_hidden_layers=config.integer("num_hidden_layers", defaults.num_hidden_layers),
+        intermediate_size=config.positive_integer("intermediate_size", defaults.intermediate_size),
+        num_hidden_layers=config.positive_integer("num_hidden_layers", defaults.num_hidden_layers),
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_position,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rotary=parse_rotary(config, max_position, default_theta=defaults.rope_theta, partial_of=partial_of),
+        rms_norm_eps=config.positive_number("rms_norm_eps", 1e-6),
+        rotary=parse_rotary(config, max_position, default_theta=defaults.rope_theta, partial_head_dim=partial_head_dim),
         attention_bias=attention_bias,
         output_bias=attention_bias,
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        tie_word_embeddings=config.boolean("tie_word_embeddings", False),
         quantization=parse_quantization(config),
     )
 
 
-def parse_config(config: Fields) -> LlamaConfig:
+def parse_config(config: JsonFields) -> LlamaConfig:
     """Parse config.json. Raises ModelError for a field that is wrong or needs a feature that is not implemented."""
-    return replace(parse_layers(config, DEFAULTS), mlp_bias=config.flag("mlp_bias", False))
+    return replace(parse_llama_fields(config, CONFIG_DEFAULTS), mlp_bias=config.boolean("mlp_bias", False))
 
 
 class LlamaAttention(nn.Module):
@@ -135,12 +135,12 @@ class LlamaAttention(nn.Module):
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=config.attention_bias)
         name = f"model.layers.{index}.self_attn"
-        joint = quantization_of(config.quantization, name, *(part.name for part in parts))
-        output = quantization_of(config.quantization, name, "o_proj")
+        qkv_quantization = quantization_of(config.quantization, name, *(part.name for part in parts))
+        o_quantization = quantization_of(config.quantization, name, "o_proj")
         self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=joint)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=qkv_quantization)
         self.o_proj = RowParallelLinear(
-            num_heads * head_dim, config.hidden_size, build, bias=config.output_bias, quantization=output
+            num_heads * head_dim, config.hidden_size, build, bias=config.output_bias, quantization=o_quantization
         )
         self.q_norm, self.k_norm = (
             RMSNorm(head_dim, config.rms_norm_eps, build) if config.qk_norm else None for _ in range(2)
@@ -150,7 +150,7 @@ class LlamaAttention(nn.Module):
     def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Attend; returns [T, query heads * head_dim].
 
-        qkv: joint projection of queries, keys and values, [T, all heads * head_dim]; overwritten.
+        qkv: fused projection of queries, keys and values, [T, all heads * head_dim]; overwritten.
         """
         qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
@@ -163,7 +163,7 @@ class LlamaLayer(nn.Module):
 
     `before`, `self_attn` and `after` are separate so that torch.compile can take everything between two attentions.
 
-    index: number of the layer.
+    index: index of the layer.
     mlp: experts as the feed-forward layer; None for a dense one.
     """
 
@@ -195,17 +195,17 @@ class LlamaLayer(nn.Module):
         return self.mlp.forward(x, x, self.post_attention_layernorm)
 
 
-def between(attended: Tensor, x: Tensor, layer: LlamaLayer, following: LlamaLayer) -> tuple[Tensor, Tensor]:
-    """Compute everything between the attention of `layer` and that of `following`.
+def between(attended: Tensor, x: Tensor, layer: LlamaLayer, next_layer: LlamaLayer) -> tuple[Tensor, Tensor]:
+    """Compute everything between the attention of `layer` and that of `next_layer`.
 
     attended, x: see `LlamaLayer.after`.
     Returns the residual stream and the input of the next attention.
     """
     x = layer.after(attended, x)
-    return x, following.before(x)
+    return x, next_layer.before(x)
 
 
-# Makes the layer with an index: a LlamaLayer, or a module with the same `before`, `after`, `self_attn` and `is_sparse`.
+# Makes layer `index`: a LlamaLayer, or a module with the same `before`, `after`, `self_attn` and `is_sparse`.
 MakeLayer = Callable[[LlamaConfig, int, BuildContext], nn.Module]
 
 
@@ -221,19 +221,20 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         # One compiled function can serve only layers of one kind: with experts, or without.
         self._between = {
-            sparse: compiled(between, LEAST_ROWS) if build.compile else between for sparse in (False, True)
+            sparse: compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between
+            for sparse in (False, True)
         }
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states: token ids int [T] -> [T, hidden]."""
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
-        layer, *others = self.layers
+        layer, *later_layers = self.layers
         qkv = layer.before(x)
-        for following in others:
+        for next_layer in later_layers:
             attended = layer.self_attn.forward(qkv, rotation, ctx)
-            x, qkv = self._between[layer.is_sparse](attended, x, layer, following)
-            layer = following
+            x, qkv = self._between[layer.is_sparse](attended, x, layer, next_layer)
+            layer = next_layer
         return self.norm.forward(layer.after(layer.self_attn.forward(qkv, rotation, ctx), x))
 
 
@@ -243,8 +244,8 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: LlamaConfig, build: BuildContext, make_layer: MakeLayer = LlamaLayer):
         super().__init__()
         self.model = LlamaModel(config, build, make_layer)
-        tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+        tied_embedding = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied_embedding)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states: token ids int [T] -> [T, hidden]."""
@@ -262,7 +263,7 @@ class LlamaForCausalLM(nn.Module):
 def is_redundant(name: str) -> bool:
     """Return whether a checkpoint may have the tensor `name` although the model does not use it.
 
-    Old checkpoints store the rotary frequencies. Some checkpoints with a tied head store the head too.
+    Old checkpoints have the rotary frequencies. Some checkpoints with a tied head also have the head.
     """
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
 
@@ -272,13 +273,13 @@ def build_llama(
 ) -> LlamaForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     model = LlamaForCausalLM(config, build, make_layer)
-    weights.fill(model, is_redundant)
+    weights.load_into(model, is_redundant)
     return model
 
 
-def make_spec(
+def make_llama_spec(
     path: Path,
-    fields: Fields,
+    fields: JsonFields,
     config: LlamaConfig,
     name: str,
     weights: WeightSource,
@@ -287,15 +288,15 @@ def make_spec(
     """Return the spec of a model with this architecture.
 
     path: checkpoint directory.
-    fields: its config.json.
+    fields: fields of config.json.
     name: name of the model.
-    make_layer: makes one layer; must be picklable, since the spec travels to the engine's process.
+    make_layer: makes one layer; must be picklable, because the spec is sent to the engine's process.
     Raises ModelError.
     """
     build = partial(build_llama, config=config, weights=weights, make_layer=make_layer)
     return make_model_spec(path, fields, config, name, build)
 
 
-def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+def build_spec(path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
     """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
-    return make_spec(path, fields, parse_config(fields), name, weights)
+    return make_llama_spec(path, fields, parse_config(fields), name, weights)

@@ -1,7 +1,7 @@
-"""MiniMax-M2 (https://github.com/MiniMax-AI/MiniMax-M2): half of each head is rotated, every layer has experts.
+"""MiniMax-M2 (https://github.com/MiniMax-AI/MiniMax-M2): half of each head is rotated, and every layer has experts.
 
 All query heads of a token are normed as one vector, and so are all key heads. Published checkpoints have no weights
-for the multi-token prediction that config.json mentions (`num_mtp_modules`), so this module has none.
+for the multi-token prediction that config.json mentions (`num_mtp_modules`), so the model has no such layers.
 """
 
 from dataclasses import dataclass, replace
@@ -19,21 +19,21 @@ from nanovllm_core.layers.rotary import Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import norm_parts
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.fields import Fields
-from nanovllm_models.llama import Defaults, LlamaConfig, make_spec, parse_layers
+from nanovllm_models.fields import JsonFields
+from nanovllm_models.llama import ConfigDefaults, LlamaConfig, make_llama_spec, parse_llama_fields
 
-NAMES = ExpertNames(gate="w1", up="w3", down="w2")
+EXPERT_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
 @dataclass(frozen=True, slots=True)
-class SparseConfig:
-    """The fields of config.json that define the experts. Their width is `LlamaConfig.intermediate_size`."""
+class MiniMaxM2MoEConfig:
+    """The fields of config.json that define the experts. An expert's width is `LlamaConfig.intermediate_size`."""
 
     num_experts: int
     routing: Routing
 
 
-DEFAULTS = Defaults(
+CONFIG_DEFAULTS = ConfigDefaults(
     vocab_size=200064,
     hidden_size=3072,
     intermediate_size=1536,
@@ -43,35 +43,35 @@ DEFAULTS = Defaults(
     max_position_embeddings=196608,
     head_dim=128,
     rope_theta=5_000_000.0,
-    rotates_part=True,
+    is_rotation_partial=True,
 )
 
 
-def parse_config(config: Fields) -> LlamaConfig:
+def parse_config(config: JsonFields) -> LlamaConfig:
     """Parse all fields except those of the experts.
 
     Raises ModelError for a field that is wrong or needs a feature that is not implemented.
     """
-    if not config.flag("use_qk_norm", True):
+    if not config.boolean("use_qk_norm", True):
         raise config.error("use_qk_norm", "true")
     if config.text("qk_norm_type", "per_layer") != "per_layer":
         raise config.error("qk_norm_type", "per_layer")
-    if any(kind != 1 for kind in config.indices("attn_type_list")):
+    if any(attention_type != 1 for attention_type in config.non_negative_integers("attn_type_list")):
         raise config.error("attn_type_list", "1 for each layer: only full attention is supported")
-    return replace(parse_layers(config, DEFAULTS), attention_bias=False, output_bias=False)
+    return replace(parse_llama_fields(config, CONFIG_DEFAULTS), attention_bias=False, output_bias=False)
 
 
-def parse_sparse_config(config: Fields) -> SparseConfig:
+def parse_moe_config(config: JsonFields) -> MiniMaxM2MoEConfig:
     """Parse the fields of the experts. Raises ModelError."""
     if config.text("scoring_func", "sigmoid") != "sigmoid":
         raise config.error("scoring_func", "sigmoid")
-    if not config.flag("use_routing_bias", True):
+    if not config.boolean("use_routing_bias", True):
         raise config.error("use_routing_bias", "true")
-    num_experts = config.integer("num_local_experts", 256)
-    top_k = config.integer("num_experts_per_tok", 8)
+    num_experts = config.positive_integer("num_local_experts", 256)
+    top_k = config.positive_integer("num_experts_per_tok", 8)
     if top_k > num_experts:
         raise config.error("num_experts_per_tok", f"at most num_local_experts, {num_experts}")
-    return SparseConfig(num_experts, Routing(top_k, "sigmoid"))
+    return MiniMaxM2MoEConfig(num_experts, Routing(top_k, "sigmoid"))
 
 
 class MiniMaxM2Attention(nn.Module):
@@ -82,11 +82,11 @@ class MiniMaxM2Attention(nn.Module):
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=False)
         name = f"model.layers.{index}.self_attn"
-        joint = quantization_of(config.quantization, name, *(part.name for part in parts))
-        output = quantization_of(config.quantization, name, "o_proj")
+        qkv_quantization = quantization_of(config.quantization, name, *(part.name for part in parts))
+        o_quantization = quantization_of(config.quantization, name, "o_proj")
         self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=joint)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build, quantization=output)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=qkv_quantization)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build, quantization=o_quantization)
         self.q_norm = RMSNorm(num_heads * head_dim, config.rms_norm_eps, build)
         self.k_norm = RMSNorm(num_kv_heads * head_dim, config.rms_norm_eps, build)
         self._index = index
@@ -94,7 +94,7 @@ class MiniMaxM2Attention(nn.Module):
     def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Attend; returns [T, query heads * head_dim].
 
-        qkv: joint projection of queries, keys and values, [T, all heads * head_dim]; overwritten.
+        qkv: fused projection of queries, keys and values, [T, all heads * head_dim]; overwritten.
         """
         heads = self.heads
         sizes = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -107,16 +107,16 @@ class MiniMaxM2Layer(nn.Module):
 
     is_sparse = True
 
-    def __init__(self, config: LlamaConfig, index: int, build: BuildContext, *, sparse: SparseConfig):
+    def __init__(self, config: LlamaConfig, index: int, build: BuildContext, *, moe: MiniMaxM2MoEConfig):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.self_attn = MiniMaxM2Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        hidden_size, num_experts, bias = config.hidden_size, sparse.num_experts, "e_score_correction_bias"
-        router = Router(hidden_size, num_experts, sparse.routing, build, correction_bias=bias, in_float32=True)
-        quantization = NAMES.quantization_of(config.quantization, f"model.layers.{index}.block_sparse_moe.experts")
-        width = config.intermediate_size
-        experts = Experts(num_experts, hidden_size, width, build, NAMES, quantization=quantization)
+        hidden_size, num_experts, bias_name = config.hidden_size, moe.num_experts, "e_score_correction_bias"
+        router = Router(hidden_size, num_experts, moe.routing, build, correction_bias=bias_name, in_float32=True)
+        name, width = f"model.layers.{index}.block_sparse_moe.experts", config.intermediate_size
+        quantization = EXPERT_NAMES.quantization_of(config.quantization, name)
+        experts = Experts(num_experts, hidden_size, width, build, EXPERT_NAMES, quantization=quantization)
         self.block_sparse_moe = SparseMLP(router, experts)
 
     def before(self, x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class MiniMaxM2Layer(nn.Module):
         return self.block_sparse_moe.forward(x, x, self.post_attention_layernorm)
 
 
-def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+def build_spec(path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
     """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
-    make_layer = partial(MiniMaxM2Layer, sparse=parse_sparse_config(fields))
-    return make_spec(path, fields, parse_config(fields), name, weights, make_layer)
+    make_layer = partial(MiniMaxM2Layer, moe=parse_moe_config(fields))
+    return make_llama_spec(path, fields, parse_config(fields), name, weights, make_layer)

@@ -1,4 +1,4 @@
-"""Makes the ModelSpec of a checkpoint: what all families put into it alike."""
+"""Makes the ModelSpec of a checkpoint from the fields that all families share."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from nanovllm_core.model import BuildContext, CausalLM, ModelSpec
 from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids
-from nanovllm_models.fields import Fields
+from nanovllm_models.fields import JsonFields
 from nanovllm_models.vocabulary import read_vocabulary
 
 
@@ -16,24 +16,24 @@ class SizedConfig(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the logits."""
+        """Number of logits per token."""
         ...
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest sequence, in tokens."""
+        """Maximum length of a sequence, in tokens."""
         ...
 
 
 def make_model_spec(
-    path: Path, fields: Fields, config: SizedConfig, name: str, build: Callable[[BuildContext], CausalLM]
+    path: Path, fields: JsonFields, config: SizedConfig, name: str, build: Callable[[BuildContext], CausalLM]
 ) -> ModelSpec:
     """Return the spec of the checkpoint in `path`.
 
-    fields: its config.json.
+    fields: fields of config.json.
     config: the family's config, parsed from `fields`.
     name: name of the model.
-    build: builds the model; must be picklable, since the spec travels to the engine's process.
+    build: builds the model; must be picklable, because the spec is sent to the engine's process.
     Raises ModelError.
     """
     eos_token_ids = parse_eos_token_ids(path, fields)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from nanovllm_core.model import ModelSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.fields import Fields
-from nanovllm_models.llama import Defaults, LlamaConfig, make_spec, parse_layers
+from nanovllm_models.fields import JsonFields
+from nanovllm_models.llama import ConfigDefaults, LlamaConfig, make_llama_spec, parse_llama_fields
 
-DEFAULTS = Defaults(
+CONFIG_DEFAULTS = ConfigDefaults(
     vocab_size=151936,
     hidden_size=4096,
     intermediate_size=22016,
@@ -19,15 +19,18 @@ DEFAULTS = Defaults(
 )
 
 
-def parse_config(config: Fields) -> LlamaConfig:
+def parse_config(config: JsonFields) -> LlamaConfig:
     """Parse config.json. Raises ModelError for a field that is wrong or needs a feature that is not implemented."""
-    layers = parse_layers(config, DEFAULTS)
+    layers = parse_llama_fields(config, CONFIG_DEFAULTS)
     # With fewer layers than max_window_layers, no layer has a sliding window, whatever use_sliding_window says.
-    if config.flag("use_sliding_window", False) and config.integer("max_window_layers", 28) < layers.num_hidden_layers:
+    if (
+        config.boolean("use_sliding_window", False)
+        and config.positive_integer("max_window_layers", 28) < layers.num_hidden_layers
+    ):
         raise config.error("use_sliding_window", "false: sliding windows are not supported")
     return replace(layers, attention_bias=True, output_bias=False)
 
 
-def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+def build_spec(path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
     """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
-    return make_spec(path, fields, parse_config(fields), name, weights)
+    return make_llama_spec(path, fields, parse_config(fields), name, weights)

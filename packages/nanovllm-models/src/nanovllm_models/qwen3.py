@@ -8,10 +8,10 @@ from pathlib import Path
 
 from nanovllm_core.model import ModelSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.fields import Fields
-from nanovllm_models.llama import Defaults, LlamaConfig, make_spec, parse_layers
+from nanovllm_models.fields import JsonFields
+from nanovllm_models.llama import ConfigDefaults, LlamaConfig, make_llama_spec, parse_llama_fields
 
-DEFAULTS = Defaults(
+CONFIG_DEFAULTS = ConfigDefaults(
     vocab_size=151936,
     hidden_size=4096,
     intermediate_size=22016,
@@ -23,13 +23,13 @@ DEFAULTS = Defaults(
 )
 
 
-def parse_config(config: Fields, defaults: Defaults = DEFAULTS) -> LlamaConfig:
+def parse_config(config: JsonFields, defaults: ConfigDefaults = CONFIG_DEFAULTS) -> LlamaConfig:
     """Parse config.json. Raises ModelError for a field that is wrong or needs a feature that is not implemented."""
-    if config.flag("use_sliding_window", False):
+    if config.boolean("use_sliding_window", False):
         raise config.error("use_sliding_window", "false: sliding windows are not supported")
-    return replace(parse_layers(config, defaults), qk_norm=True)
+    return replace(parse_llama_fields(config, defaults), qk_norm=True)
 
 
-def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+def build_spec(path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
     """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
-    return make_spec(path, fields, parse_config(fields), name, weights)
+    return make_llama_spec(path, fields, parse_config(fields), name, weights)

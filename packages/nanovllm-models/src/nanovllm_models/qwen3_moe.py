@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts (https://arxiv.org/abs/2505.09388): the dense models' layers, most with experts."""
+"""Qwen3's mixtures of experts (https://arxiv.org/abs/2505.09388): Qwen3's layers, most of them with experts."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,24 +8,24 @@ from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, S
 from nanovllm_core.model import BuildContext, ModelSpec
 from nanovllm_models import qwen3
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.fields import Fields
-from nanovllm_models.llama import Defaults, LlamaConfig, LlamaLayer, make_spec
+from nanovllm_models.fields import JsonFields
+from nanovllm_models.llama import ConfigDefaults, LlamaConfig, LlamaLayer, make_llama_spec
 
 
 @dataclass(frozen=True, slots=True)
-class SparseConfig:
+class Qwen3MoEConfig:
     """The fields of config.json that define the experts.
 
     sparse_layers: indices of the layers with experts; the other layers are dense.
     """
 
     num_experts: int
-    moe_intermediate_size: int
+    intermediate_size: int
     routing: Routing
     sparse_layers: frozenset[int]
 
 
-DEFAULTS = Defaults(
+CONFIG_DEFAULTS = ConfigDefaults(
     vocab_size=151936,
     hidden_size=2048,
     intermediate_size=6144,
@@ -36,40 +36,50 @@ DEFAULTS = Defaults(
 )
 
 
-def parse_config(config: Fields) -> LlamaConfig:
-    """Parse the fields that the dense models have too. Raises ModelError, see `qwen3.parse_config`."""
-    return qwen3.parse_config(config, DEFAULTS)
+def parse_config(config: JsonFields) -> LlamaConfig:
+    """Parse the fields that dense models have too. Raises ModelError, see `qwen3.parse_config`."""
+    return qwen3.parse_config(config, CONFIG_DEFAULTS)
 
 
-def parse_sparse_config(config: Fields, num_layers: int) -> SparseConfig:
-    """Parse the fields of the experts. Raises ModelError."""
-    # Published checkpoints have num_experts; transformers 5 writes num_local_experts.
-    num_experts = config.integer("num_experts" if config.has("num_experts") else "num_local_experts", 128)
-    top_k = config.integer("num_experts_per_tok", 8)
+def parse_moe_config(
+    config: JsonFields,
+    num_layers: int,
+    default_experts: int = 128,
+    default_top_k: int = 8,
+    default_width: int = 768,
+    *,
+    default_renormalize: bool = False,
+) -> Qwen3MoEConfig:
+    """Parse the fields of the experts. Defaults: values of fields that config.json does not have. Raises ModelError."""
+    # Published checkpoints have num_experts; transformers 5 may write num_local_experts.
+    name = "num_experts" if config.has("num_experts") else "num_local_experts"
+    num_experts = config.positive_integer(name, default_experts)
+    top_k = config.positive_integer("num_experts_per_tok", default_top_k)
     if top_k > num_experts:
         raise config.error("num_experts_per_tok", f"at most num_experts, {num_experts}")
-    step, dense = config.integer("decoder_sparse_step", 1), config.indices("mlp_only_layers")
-    return SparseConfig(
+    step = config.positive_integer("decoder_sparse_step", 1)
+    dense_layers = config.non_negative_integers("mlp_only_layers")
+    return Qwen3MoEConfig(
         num_experts=num_experts,
-        moe_intermediate_size=config.integer("moe_intermediate_size", 768),
-        routing=Routing(top_k, renormalize=config.flag("norm_topk_prob", False)),
-        sparse_layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense),
+        intermediate_size=config.positive_integer("moe_intermediate_size", default_width),
+        routing=Routing(top_k, renormalize=config.boolean("norm_topk_prob", default_renormalize)),
+        sparse_layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense_layers),
     )
 
 
-def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, sparse: SparseConfig) -> LlamaLayer:
-    """Make the layer with number `index`, with experts or without."""
-    if index not in sparse.sparse_layers:
+def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, moe: Qwen3MoEConfig) -> LlamaLayer:
+    """Make layer `index`, with experts or without."""
+    if index not in moe.sparse_layers:
         return LlamaLayer(config, index, build)
-    router = Router(config.hidden_size, sparse.num_experts, sparse.routing, build)
+    router = Router(config.hidden_size, moe.num_experts, moe.routing, build)
     quantization = STANDARD_NAMES.quantization_of(config.quantization, f"model.layers.{index}.mlp.experts")
-    width = sparse.moe_intermediate_size
-    experts = Experts(sparse.num_experts, config.hidden_size, width, build, quantization=quantization)
+    width = moe.intermediate_size
+    experts = Experts(moe.num_experts, config.hidden_size, width, build, quantization=quantization)
     return LlamaLayer(config, index, build, SparseMLP(router, experts))
 
 
-def build_spec(path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+def build_spec(path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
     """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
     config = parse_config(fields)
-    sparse = parse_sparse_config(fields, config.num_hidden_layers)
-    return make_spec(path, fields, config, name, weights, partial(make_layer, sparse=sparse))
+    moe = parse_moe_config(fields, config.num_hidden_layers)
+    return make_llama_spec(path, fields, config, name, weights, partial(make_layer, moe=moe))

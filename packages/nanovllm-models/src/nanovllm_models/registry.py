@@ -11,26 +11,27 @@ from nanovllm_models import deepseek_v3, llama, minimax_m2, qwen2, qwen3, qwen3_
 from nanovllm_models.checkpoint import RandomWeights, WeightSource, find_checkpoint
 from nanovllm_models.default_model import is_default_model
 from nanovllm_models.errors import ModelError
-from nanovllm_models.fields import Fields, read_fields
+from nanovllm_models.fields import JsonFields, read_fields
 
 LoadFormat = Literal["auto", "dummy"]
 
 
 class BuildSpec(Protocol):
-    """The function that every family offers: it makes the ModelSpec of a directory."""
+    """The function of each family that makes the ModelSpec of a directory."""
 
-    def __call__(self, path: Path, fields: Fields, *, name: str, weights: WeightSource) -> ModelSpec:
+    def __call__(self, path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
         """Make the spec.
 
         path: checkpoint directory.
-        fields: its config.json.
+        fields: fields of config.json.
         name: name of the model.
-        weights: where the weights come from.
+        weights: source of the weights.
         Raises ModelError.
         """
         ...
 
 
+# By the name under `architectures` in config.json.
 FAMILIES: dict[str, BuildSpec] = {
     "LlamaForCausalLM": llama.build_spec,
     "Qwen2ForCausalLM": qwen2.build_spec,
@@ -52,10 +53,10 @@ def load(
 ) -> ModelSpec:
     """Return the spec of the model in a Hugging Face directory. Weights are read later, when the spec is built.
 
-    load_format: "dummy" draws random weights instead of reading them; the directory then needs only config.json.
+    load_format: "dummy" makes random weights; the directory then needs only config.json.
     seed: seed of random weights.
     served_name: name of the model; None for the directory's name.
-    progress: whether to show a bar while weights are read; None to show it if stderr is a terminal.
+    progress: whether to show a progress bar while weights are read; None: show it if stderr is a terminal.
     Raises ModelError if there is no model or if it is not supported.
     """
     path = Path(path)
@@ -67,12 +68,12 @@ def load(
     architectures = fields.texts("architectures")
     supported = f"supported: {', '.join(FAMILIES)}"
     if not architectures:
-        raise ModelError(f"{fields.where} names no architecture ({supported})")
-    family = FAMILIES.get(architectures[0])
-    if family is None:
-        raise ModelError(f"architecture {architectures[0]} of {fields.where} is not supported ({supported})")
+        raise ModelError(f"{fields.source} names no architecture ({supported})")
+    build_spec = FAMILIES.get(architectures[0])
+    if build_spec is None:
+        raise ModelError(f"architecture {architectures[0]} of {fields.source} is not supported ({supported})")
     weights = RandomWeights(seed) if load_format == "dummy" else find_checkpoint(path, progress)
-    spec = family(path, fields, name=served_name or path.resolve().name, weights=weights)
-    # The default model often prefers a token by only 0.1 in the logits. bf16 errs by 0.06, float16 by 0.008. float16
-    # does not overflow: outside the residual stream, which is float32, this model's largest number is 24,900.
+    spec = build_spec(path, fields, name=served_name or path.resolve().name, weights=weights)
+    # The default model's two largest logits often differ by only 0.1. bf16 errs by 0.06, float16 by 0.008. float16 does
+    # not overflow: outside the residual stream, which is float32, this model's largest number is 24,900.
     return replace(spec, cuda_dtype=torch.float16) if is_default_model(path) else spec

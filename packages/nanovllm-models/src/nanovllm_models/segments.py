@@ -1,4 +1,4 @@
-"""Encodes texts segment by segment. A segment is the text between two added tokens; its token ids are cached."""
+"""Encodes texts segment by segment, and caches the token ids. A segment is the text between two added tokens."""
 
 import json
 import logging
@@ -17,31 +17,29 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers.models import BPE, WordLevel
 
-# Largest size of one tokenizer's cache, texts and ids together, in bytes.
-CACHE_BYTES = 64 << 20
-# A segment larger than 1 / LARGEST_SHARE of the cache is not kept, because it would displace many others.
-LARGEST_SHARE = 8
-# Bytes of an entry besides its text and its ids: its place in the OrderedDict and the header of a bytes object.
-_ENTRY_BYTES = 200
-# For fewer missing characters, encoding is faster than reading the exchange.
+# Maximum size of one tokenizer's cache, texts and ids together.
+MAX_CACHE_BYTES = 64 << 20
+# A segment larger than 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many others.
+MIN_SEGMENTS = 8
+# Overhead of an entry: a place in the OrderedDict, and the header of a bytes object.
+_ENTRY_OVERHEAD_BYTES = 200
+# For fewer characters that are not cached, encoding is faster than reading the exchange.
 MIN_RECEIVE_CHARACTERS = 1024
 
-# Components of a tokenizer whose result for a segment depends on nothing but the segment's text.
+# Components of a tokenizer whose result for a segment depends only on the segment's text.
 _INDEPENDENT_NORMALIZERS = frozenset({"Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"})
 _INDEPENDENT_PRE_TOKENIZERS = frozenset(
     {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "Whitespace", "WhitespaceSplit"}
 )
-_SAMPLES = ("Hello  world's", " 2024,\n\n", "\tif x:\n    ", "e\u0301 ﬁ ½ 東京 👩‍👩‍👧", "▁a\u00a0", " ", "\n")
+_SAMPLE_TEXTS = ("Hello  world's", " 2024,\n\n", "\tif x:\n    ", "e\u0301 ﬁ ½ 東京 👩‍👩‍👧", "▁a\u00a0", " ", "\n")
 
 logger = logging.getLogger(__name__)
 
 
 class SegmentCache:
-    """Token ids of segments by their text. The least recently used segments leave a full cache.
+    """Token ids of segments by text. A full cache drops the least recently used segments. Safe for several threads.
 
-    Threads may share a cache.
-
-    max_bytes: largest size of the cache.
+    max_bytes: maximum size of the cache.
     """
 
     def __init__(self, max_bytes: int):
@@ -56,25 +54,25 @@ class SegmentCache:
         return self._num_bytes
 
     def find(self, segments: Iterable[str]) -> dict[str, bytes]:
-        """Return the token ids (bytes of int32) of the cached ones among `segments`, by segment."""
-        found: dict[str, bytes] = {}
+        """Return the token ids (bytes of int32) of those `segments` that are cached, by segment."""
+        cached_ids: dict[str, bytes] = {}
         with self._lock:
             for segment in segments:
                 ids = self._entries.get(segment)
                 if ids is not None:
                     self._entries.move_to_end(segment)
-                    found[segment] = ids
-        return found
+                    cached_ids[segment] = ids
+        return cached_ids
 
     def add(self, encoded: Mapping[str, bytes]) -> None:
         """Add segments and their token ids (bytes of int32)."""
         with self._lock:
             for segment, ids in encoded.items():
-                size = _entry_bytes(segment, ids)
+                entry_bytes = _entry_bytes(segment, ids)
                 # Two threads may encode the same segment at the same time.
-                if segment not in self._entries and size * LARGEST_SHARE <= self._max_bytes:
+                if segment not in self._entries and entry_bytes * MIN_SEGMENTS <= self._max_bytes:
                     self._entries[segment] = ids
-                    self._num_bytes += size
+                    self._num_bytes += entry_bytes
             while self._num_bytes > self._max_bytes:
                 self._num_bytes -= _entry_bytes(*self._entries.popitem(last=False))
 
@@ -82,41 +80,41 @@ class SegmentCache:
 class EncodingExchange(Protocol):
     """Exchanges encoded segments with other caches of the same tokenizer, in other processes.
 
-    Token ids are bytes of int32, as in `SegmentCache`. A segment that is lost on the way is encoded again.
+    Token ids are bytes of int32, as in `SegmentCache`. A lost segment is encoded again.
     """
 
     def publish(self, encoded: Mapping[str, bytes]) -> None:
-        """Send segments and their token ids to the other caches. Several threads may call this at once."""
+        """Send segments and their token ids to the other caches. Several threads may call this method at once."""
         ...
 
     def receive(self) -> Mapping[str, bytes]:
-        """Return the segments that other caches published since the last call. Only one thread at a time calls this."""
+        """Return the segments that other caches published since the last call. Only one thread calls this at a time."""
         ...
 
 
 class SegmentEncoder:
-    """Encodes texts as `backend` does without special tokens around them, and caches each segment's ids.
+    """Encodes texts like `backend`, without additional special tokens, and caches the ids of each segment.
 
-    token_ids: ids of the added tokens at which `backend` cuts a text first, by token.
-    max_bytes: largest size of the cache.
+    token_ids: ids of the added tokens at which `backend` splits texts, by token.
+    max_bytes: maximum size of the cache.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, token_ids: Mapping[str, int], max_bytes: int):
         self._backend = backend
-        self._ids_of_tokens = {token: array("i", [token_id]).tobytes() for token, token_id in token_ids.items()}
-        self._split = re.compile(f"({longest_of([*token_ids])})").split
+        self._ids_by_token = {token: array("i", [token_id]).tobytes() for token, token_id in token_ids.items()}
+        self._split = re.compile(f"({longest_match_pattern([*token_ids])})").split
         self._cache = SegmentCache(max_bytes)
         self._exchange: EncodingExchange | None = None
-        self._receiving = Lock()
+        self._receive_lock = Lock()
 
     def share(self, exchange: EncodingExchange) -> None:
-        """Exchange segments with other caches from now on; the segments that they have come first."""
+        """Exchange segments with other caches from now on. Adds the segments that the other caches have published."""
         self._exchange = exchange
         self._receive(exchange)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return the token ids of `text`: int32 [n], read-only."""
-        # Segments at even places, added tokens at odd ones. A segment may be empty.
+        # Segments have even indices, added tokens odd indices. A segment may be empty.
         parts = self._split(text)
         segments = dict.fromkeys(parts[::2])
         segments.pop("", None)
@@ -130,67 +128,67 @@ class SegmentEncoder:
         if missing:
             # Unlike `encode`, `encode_batch_fast` releases the interpreter's lock.
             encodings = self._backend.encode_batch_fast(missing, add_special_tokens=False)
-            new = {
+            encoded = {
                 segment: array("i", encoding.ids).tobytes()
                 for segment, encoding in zip(missing, encodings, strict=True)
             }
-            self._cache.add(new)
-            ids.update(new)
+            self._cache.add(encoded)
+            ids.update(encoded)
             if exchange is not None:
-                exchange.publish(new)
-        of_tokens = self._ids_of_tokens
-        return np.frombuffer(b"".join([of_tokens.get(part) or ids[part] for part in parts if part]), np.int32)
+                exchange.publish(encoded)
+        ids_by_token = self._ids_by_token
+        return np.frombuffer(b"".join([ids_by_token.get(part) or ids[part] for part in parts if part]), np.int32)
 
     def _receive(self, exchange: EncodingExchange) -> None:
-        # The lock is held until the segments are in the cache: a thread that waits for it then finds them there.
-        with self._receiving:
+        # The lock is held until the segments are cached: a thread that waits for the lock then finds the segments.
+        with self._receive_lock:
             self._cache.add(exchange.receive())
 
 
-def segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = CACHE_BYTES) -> SegmentEncoder | None:
-    """Return an encoder of segments for `backend`; None if the ids of one segment may depend on other segments."""
-    added = backend.get_added_tokens_decoder()
-    # Tokens that are matched in normalized text do not cut the text: they are part of a segment.
-    cutting = {token.content: token_id for token_id, token in added.items() if not token.normalized}
-    looks_around = any(
-        token.single_word or token.lstrip or token.rstrip for token in added.values() if not token.normalized
+def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CACHE_BYTES) -> SegmentEncoder | None:
+    """Return an encoder for `backend`; None if the ids of a segment may depend on other segments."""
+    added_tokens = backend.get_added_tokens_decoder()
+    # Tokens that are matched in normalized text do not split the text: they are part of a segment.
+    splitting_ids = {token.content: token_id for token_id, token in added_tokens.items() if not token.normalized}
+    depends_on_context = any(
+        token.single_word or token.lstrip or token.rstrip for token in added_tokens.values() if not token.normalized
     )
-    if not cutting or looks_around or backend.encode_special_tokens or not _is_independent(backend):
+    if not splitting_ids or depends_on_context or backend.encode_special_tokens or not _is_independent(backend):
         return None
     try:
-        encoder = SegmentEncoder(backend, cutting, max_bytes)
-    # The pattern nests one level per added token that is a prefix of another one.
+        encoder = SegmentEncoder(backend, splitting_ids, max_bytes)
+    # The pattern nests one level per added token that is a prefix of another token.
     except RecursionError:
         return None
-    for text in _self_check_texts([*cutting]):
+    for text in _self_check_texts([*splitting_ids]):
         if encoder.encode(text).tolist() != backend.encode(text, add_special_tokens=False).ids:
             logger.warning("the tokenizer's segments depend on each other: prompts are encoded as a whole")
             return None
     return encoder
 
 
-def longest_of(words: Sequence[str]) -> str:
+def longest_match_pattern(words: Sequence[str]) -> str:
     """Return a regular expression that matches the longest of `words`; it branches per character, not per word."""
-    by_first: dict[str, list[str]] = {}
+    words_by_first: dict[str, list[str]] = {}
     for word in words:
         if word:
-            by_first.setdefault(word[0], []).append(word)
+            words_by_first.setdefault(word[0], []).append(word)
     branches: list[str] = []
-    for group in by_first.values():
+    for group in words_by_first.values():
         prefix = commonprefix(group)  # noqa: RUF071 (these are not paths)
-        branches.append(re.escape(prefix) + longest_of([word[len(prefix) :] for word in group]))
+        branches.append(re.escape(prefix) + longest_match_pattern([word[len(prefix) :] for word in group]))
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)})" + ("?" if "" in words else "")
 
 
 def _is_independent(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether all components are known to handle segments independently and deterministically."""
+    """Return whether all components are known to encode segments independently and deterministically."""
     model = backend.model
     if not isinstance(model, BPE | WordLevel) or (isinstance(model, BPE) and model.dropout):
         return False
     try:
-        normalizers, pre_tokenizers = _components(backend.normalizer), _components(backend.pre_tokenizer)
+        normalizers, pre_tokenizers = _component_states(backend.normalizer), _component_states(backend.pre_tokenizer)
     # A component that is written in Python can't be written as JSON.
     except Exception:  # noqa: BLE001
         return False
@@ -199,24 +197,24 @@ def _is_independent(backend: tokenizers.Tokenizer) -> bool:
     )
 
 
-def _components(component: Any) -> list[dict[str, Any]]:
-    """Return the parts of a normalizer or pre-tokenizer as JSON, with sequences flattened; [] for None."""
-    return [] if component is None else _flattened(json.loads(component.__getstate__()))
+def _component_states(component: Any) -> list[dict[str, Any]]:
+    """Return the states of a normalizer's or pre-tokenizer's parts; [] for None."""
+    return [] if component is None else _flatten_sequences(json.loads(component.__getstate__()))
 
 
-def _flattened(state: dict[str, Any]) -> list[dict[str, Any]]:
+def _flatten_sequences(state: dict[str, Any]) -> list[dict[str, Any]]:
     if state["type"] != "Sequence":
         return [state]
     parts = next(value for key, value in state.items() if key != "type")
-    return [each for part in parts for each in _flattened(part)]
+    return [flat_part for part in parts for flat_part in _flatten_sequences(part)]
 
 
 def _self_check_texts(tokens: Sequence[str]) -> list[str]:
     """Return texts that contain every token, and every sample before, between and after tokens."""
-    rest = cycle(_SAMPLES)
-    texts = ["", *_SAMPLES, "".join(tokens), "".join([token + next(rest) for token in tokens])]
-    return texts + [f"{sample}{tokens[0]}{sample}{tokens[-1]}{sample}" for sample in _SAMPLES]
+    samples = cycle(_SAMPLE_TEXTS)
+    texts = ["", *_SAMPLE_TEXTS, "".join(tokens), "".join([token + next(samples) for token in tokens])]
+    return texts + [f"{sample}{tokens[0]}{sample}{tokens[-1]}{sample}" for sample in _SAMPLE_TEXTS]
 
 
 def _entry_bytes(segment: str, ids: bytes) -> int:
-    return sys.getsizeof(segment) + len(ids) + _ENTRY_BYTES
+    return sys.getsizeof(segment) + len(ids) + _ENTRY_OVERHEAD_BYTES

@@ -12,7 +12,8 @@ class VocabularyError(ValueError):
 class TokenBytes:
     """The bytes of each token of `backend`.
 
-    Supports byte-level BPE (GPT-2's printable characters for bytes) and SentencePiece with byte fallback (Llama 2).
+    Supports byte-level BPE, in which printable characters stand for bytes (GPT-2), and SentencePiece with byte fallback
+    (Llama 2).
     Raises VocabularyError for other tokenizers.
 
     strips_leading_space: whether the decoder removes the space at the beginning of a text.
@@ -21,24 +22,24 @@ class TokenBytes:
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
         decoders = _decoder_names(backend)
-        self._byte_level = "ByteLevel" in decoders
-        if not self._byte_level and "ByteFallback" not in decoders:
+        self._is_byte_level = "ByteLevel" in decoders
+        if not self._is_byte_level and "ByteFallback" not in decoders:
             raise VocabularyError(f"the tokenizer's decoder must be ByteLevel or ByteFallback, not {decoders}")
         # SentencePiece puts a space before every text, which its decoder removes.
         self.strips_leading_space = "Strip" in decoders
 
-    def of(self, token: int) -> bytes:
-        """Return the bytes of `token`; for a special token its name in UTF-8, for an unknown id b""."""
-        text = self._backend.id_to_token(token)
-        return b"" if text is None else self._bytes(text)
+    def get(self, token_id: int) -> bytes:
+        """Return the bytes of a token; for a special token its name in UTF-8, for an unknown id b""."""
+        text = self._backend.id_to_token(token_id)
+        return b"" if text is None else self._decode_bytes(text)
 
-    def _bytes(self, text: str) -> bytes:
-        if not self._byte_level:
+    def _decode_bytes(self, text: str) -> bytes:
+        if not self._is_byte_level:
             if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
                 return bytes([int(text[3:5], 16)])
             return text.replace("\u2581", " ").encode()
         try:
-            return bytes(BYTES_OF_CHARACTERS[character] for character in text)
+            return bytes(BYTE_BY_CHARACTER[character] for character in text)
         except KeyError:
             # An added token is plain text, not GPT-2's characters.
             return text.encode()
@@ -47,18 +48,18 @@ class TokenBytes:
 def _decoder_names(backend: tokenizers.Tokenizer) -> list[str]:
     if backend.decoder is None:
         return []
-    # The JSON of the decoder alone: that of the whole backend contains the vocabulary.
+    # The JSON of the decoder only: the JSON of the whole backend contains the vocabulary.
     decoder = json.loads(backend.decoder.__getstate__())
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return [part["type"] for part in parts]
 
 
-def _bytes_of_characters() -> dict[str, int]:
+def _map_characters_to_bytes() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
+    other_bytes = [byte for byte in range(0x100) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
-    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(other_bytes)})
     return table
 
 
-BYTES_OF_CHARACTERS = _bytes_of_characters()
+BYTE_BY_CHARACTER = _map_characters_to_bytes()

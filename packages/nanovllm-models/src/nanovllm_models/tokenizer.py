@@ -14,12 +14,12 @@ import tokenizers
 from numpy.typing import NDArray
 
 from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
-from nanovllm_models.segments import EncodingExchange, segment_encoder
+from nanovllm_models.segments import EncodingExchange, make_segment_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# A chat template is a program whose input comes from clients: it may raise any of these.
+# A chat template is a program whose input comes from clients. It may raise any of these errors.
 TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -34,48 +34,48 @@ TEMPLATE_FAILURES = (
 class Tokenizer:
     """A model's tokenizer and chat template.
 
-    chat_template: Jinja source to use instead of the model's own template; None for the model's.
-    backend: the tokenizer of the tokenizers library, with the vocabulary and the decoder.
-    vocab_size: number of tokens, added ones included.
-    eos_token_id: id of the token that ends a turn; None if the tokenizer names none.
-    has_chat_template: whether there is a template, so that `render_chat` works.
+    chat_template: Jinja source to use instead of the model's template; None for the model's template.
+    backend: tokenizer of the tokenizers library.
+    vocab_size: number of tokens, added tokens included.
+    eos_token_id: id of the token that ends a turn; None if the tokenizer does not say.
+    has_chat_template: whether there is a template, which `render_chat` requires.
     """
 
     def __init__(self, hf_tokenizer: "PreTrainedTokenizerFast", chat_template: str | None = None):
         self.backend: tokenizers.Tokenizer = hf_tokenizer.backend_tokenizer
-        # A tokenizer's file may enable both, which would cut or pad prompts.
+        # A tokenizer's file may enable truncation and padding, which would change prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.has_chat_template = chat_template is not None or hf_tokenizer.chat_template is not None
-        self._segments = segment_encoder(self.backend)
+        self._segment_encoder = make_segment_encoder(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
-        # Names of transformers' own parameters: a template value must not have one of them.
-        self._reserved = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
+        # Names of parameters of transformers' function. Template values can't have these names.
+        self._reserved_names = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
 
     @property
     def chat_template(self) -> str:
-        """The source of the chat template; of all templates if the model has several, and "" if it has none."""
+        """Source of the chat template. All templates if the model has several; "" if the model has none."""
         template = self._chat_template or self._hf_tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def share_encodings(self, exchange: EncodingExchange) -> None:
-        """Exchange encoded segments with tokenizers of the same model; does nothing if this one encodes whole texts."""
-        if self._segments is not None:
-            self._segments.share(exchange)
+        """Exchange encoded segments with tokenizers of the same model; does nothing if whole texts are encoded."""
+        if self._segment_encoder is not None:
+            self._segment_encoder.share(exchange)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
         """Return the token ids of `text`: int32 [n], read-only.
 
-        The name of a special token within the text becomes that token.
+        The name of a special token in the text becomes the special token.
 
         add_special_tokens: whether to add the tokens that the model expects around a text, such as a first token. Use
-            False for a rendered conversation, because the template has added them.
+            False for a rendered conversation, because the template has added these tokens.
         """
-        if self._segments is not None and not add_special_tokens:
-            return self._segments.encode(text)
+        if self._segment_encoder is not None and not add_special_tokens:
+            return self._segment_encoder.encode(text)
         # `encode_batch_fast` releases the interpreter's lock and does not compute the offsets of tokens.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids = np.array(encoding.ids, np.int32)
@@ -101,19 +101,19 @@ class Tokenizer:
         """Render a conversation as the text that the model reads.
 
         messages: objects with `role`, `content` and other fields that the template reads.
-        add_generation_prompt: whether the text ends where the model's turn begins.
+        add_generation_prompt: whether the text ends with the beginning of the model's turn.
         continue_final_message: whether the text ends within the last message.
         tools: JSON schemas of functions; None for no tools.
         documents: documents for retrieval, mostly with `title` and `text`; None for no documents.
-        template_values: further values that the template reads, by name.
+        template_values: additional variables of the template, by name.
         Raises TemplateError if there is no template or it refuses the conversation, and TemplateValueError, a
         TemplateError, for a value with a reserved name.
         """
         values = dict(template_values or {})
         if not self.has_chat_template:
             raise TemplateError("the model has no chat template")
-        if reserved := sorted(self._reserved & values.keys()):
-            raise TemplateValueError(f"{reserved[0]} can't be given to the chat template")
+        if reserved_names := sorted(self._reserved_names & values.keys()):
+            raise TemplateValueError(f"{reserved_names[0]} can't be given to the chat template")
         try:
             return self._hf_tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -133,25 +133,25 @@ class Tokenizer:
 def load_tokenizer(path: Path | str, *, chat_template: str | None = None) -> Tokenizer:
     """Load the tokenizer of a model directory. This takes about two seconds, mostly to import transformers.
 
-    chat_template: Jinja source to use instead of the model's own template; None for the model's.
-    Raises ModelError if there is no tokenizer or it can't be read.
+    chat_template: Jinja source to use instead of the model's template; None for the model's template.
+    Raises ModelError if there is no tokenizer or if the tokenizer can't be read.
     """
     path = Path(path)
     if not path.is_dir():
         raise ModelError(f"{path} is not a directory: a model is given as a directory with its tokenizer's files")
     try:
-        return Tokenizer(_load(path), chat_template)
+        return Tokenizer(_load_hf_tokenizer(path), chat_template)
     # The tokenizers library raises a bare Exception for a file that it can't parse.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"can't load the tokenizer in {path}: {reason}") from error
 
 
-def _load(path: Path) -> "PreTrainedTokenizerFast":
+def _load_hf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     if (path / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        # The file is complete. The tokenizer classes of single models would rebuild parts of it from assumptions.
+        # The file is complete. The tokenizer classes of single models would replace parts of the file by assumptions.
         return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     from transformers import AutoTokenizer
 

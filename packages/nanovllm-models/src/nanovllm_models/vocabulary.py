@@ -12,23 +12,26 @@ from nanovllm_models.tokenizer import load_tokenizer
 def read_vocabulary(path: Path, end_ids: tuple[int, ...]) -> Vocabulary:
     """Read the vocabulary of the model in `path`. This takes seconds.
 
-    A special token stands for no text, unless a chat format writes reasoning or tool calls with it.
+    A special token has no text, unless a chat format uses the token in reasoning or tool calls.
 
     end_ids: ids of the tokens that end an answer.
     Raises ModelError, and VocabularyError for a tokenizer whose tokens do not stand for fixed bytes.
     """
     backend = load_tokenizer(path).backend
     token_bytes = TokenBytes(backend)
-    tokens = [token_bytes.of(token) for token in range(backend.get_vocab_size(with_added_tokens=True))]
-    words = _format_words()
-    for token, added in backend.get_added_tokens_decoder().items():
-        if token in end_ids or (added.special and added.content not in words):
-            tokens[token] = b""
+    tokens = [token_bytes.get(token_id) for token_id in range(backend.get_vocab_size(with_added_tokens=True))]
+    tags = _find_format_tags()
+    for token_id, added in backend.get_added_tokens_decoder().items():
+        if token_id in end_ids or (added.special and added.content not in tags):
+            tokens[token_id] = b""
     return Vocabulary(tokens, end_ids)
 
 
-def _format_words() -> frozenset[str]:
-    forms = (*REASONING_FORMATS.values(), *TOOL_CALL_FORMATS.values())
+def _find_format_tags() -> frozenset[str]:
+    formats = (*REASONING_FORMATS.values(), *TOOL_CALL_FORMATS.values())
     return frozenset(
-        word for form in forms for field in fields(form) if isinstance(word := getattr(form, field.name), str)
+        tag
+        for tag_format in formats
+        for field in fields(tag_format)
+        if isinstance(tag := getattr(tag_format, field.name), str)
     )

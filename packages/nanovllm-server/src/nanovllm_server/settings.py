@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import orjson
 
 from nanovllm_core.config import EngineConfig
-from nanovllm_core.request import RequestError, SamplingParams
+from nanovllm_core.errors import RequestError
+from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_server.observability.logs import LogFormat
-from nanovllm_server.processes.engine_recipe import DType, LoadFormat
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import SamplingDefaults
+
+LoadFormat = Literal["auto", "dummy"]
 
 
 class SettingsError(ValueError):
@@ -22,16 +24,15 @@ class SettingsError(ValueError):
 class Settings:
     """The settings from the command line and the environment.
 
-    model: checkpoint directory or file; None for the bundled model.
-    names: names that requests may use for the model; None for its directory's name.
-    api_keys: accepted keys; empty: no key is needed.
+    model: checkpoint directory; None for the bundled model.
+    names: names that requests may use for the model; None for the directory's name.
+    api_keys: accepted keys; empty: requests need no key.
     http_workers: number of processes that serve HTTP.
-    dtype: dtype of the model; None for the checkpoint's. `engine` has none.
     chat_template: see `read_template`; None for the model's.
-    reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect it from the template.
-    max_queue: sequences that may wait in addition to those that the engine runs.
-    request_timeout_s: longest time of a request; None for no limit.
-    drain_s: time that running requests have when the server is told to stop.
+    reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
+    max_queue: maximum number of waiting sequences, in addition to the sequences that the engine runs.
+    request_timeout_s: maximum time of a request; None for no limit.
+    drain_timeout_s: time that running requests have to end when the server stops.
     log_prompts: log rendered prompts.
     """
 
@@ -42,33 +43,32 @@ class Settings:
     api_keys: tuple[str, ...]
     http_workers: int
     load_format: LoadFormat
-    dtype: DType | None
     chat_template: str | None
     reasoning_parser: str | None
     tool_call_parser: str | None
     max_queue: int
     max_body_bytes: int
     request_timeout_s: float | None
-    drain_s: float
+    drain_timeout_s: float
     log_format: LogFormat
     log_level: str
     log_prompts: bool
     engine: EngineConfig
 
 
-def read_template(given: str) -> str:
-    """Returns a chat template: `given` itself if it has a brace or a line break, else the text of the file `given`.
+def read_template(template_or_path: str) -> str:
+    """Returns a chat template: the argument if it has a brace or a line break, or else the contents of the file.
 
     Raises SettingsError.
     """
-    if any(character in given for character in "{}\n"):
-        return given
-    return _read(Path(given), "the chat template")
+    if any(character in template_or_path for character in "{}\n"):
+        return template_or_path
+    return _read_text(Path(template_or_path), "the chat template")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
     """Reads API keys, one per line. Empty lines and lines that begin with # are skipped. Raises SettingsError."""
-    lines = [line.strip() for line in _read(path, "the API keys in").splitlines()]
+    lines = [line.strip() for line in _read_text(path, "the API keys in").splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise SettingsError(f"{path} has no API key: write one per line")
@@ -76,21 +76,21 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns `keys`. Raises SettingsError, which shows no key, if a key can't be sent in a header."""
+    """Returns `keys`. Raises SettingsError if a key can't be sent in a header; the message shows no key."""
     if not all(key.isascii() and key.isprintable() and key == key.strip() != "" for key in keys):
         raise SettingsError("an API key must be printable ASCII, not empty, and without spaces around it")
     return keys
 
 
-def _read(path: Path, what: str) -> str:
+def _read_text(path: Path, description: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"can't read {what} {path}: {error}") from error
+        raise SettingsError(f"can't read {description} {path}: {error}") from error
 
 
-def sampling_defaults(model: Path) -> SamplingDefaults:
-    """The defaults from `generation_config.json` in the model's directory. Raises SettingsError."""
+def read_sampling_defaults(model: Path) -> SamplingDefaults:
+    """Reads the defaults from `generation_config.json` in the model's directory. Raises SettingsError."""
     path = model / "generation_config.json"
     if not path.is_file():
         return SamplingDefaults()
@@ -100,7 +100,7 @@ def sampling_defaults(model: Path) -> SamplingDefaults:
         raise SettingsError(f"{path} is not valid JSON: {error}") from error
     recommended = values if isinstance(values, dict) else {}
 
-    def number(name: str, default: float) -> float:
+    def read_number(name: str, default: float) -> float:
         value = recommended.get(name)
         if value is None:
             return default
@@ -109,13 +109,13 @@ def sampling_defaults(model: Path) -> SamplingDefaults:
         return float(value)
 
     fallback = SamplingDefaults()
-    greedy = recommended.get("do_sample") is False
+    is_greedy = recommended.get("do_sample") is False
     defaults = SamplingDefaults(
-        temperature=0.0 if greedy else number("temperature", fallback.temperature),
-        top_p=number("top_p", fallback.top_p),
-        top_k=int(number("top_k", fallback.top_k)),
-        min_p=number("min_p", fallback.min_p),
-        repetition_penalty=number("repetition_penalty", fallback.repetition_penalty),
+        temperature=0.0 if is_greedy else read_number("temperature", fallback.temperature),
+        top_p=read_number("top_p", fallback.top_p),
+        top_k=int(read_number("top_k", fallback.top_k)),
+        min_p=read_number("min_p", fallback.min_p),
+        repetition_penalty=read_number("repetition_penalty", fallback.repetition_penalty),
     )
     try:
         SamplingParams(

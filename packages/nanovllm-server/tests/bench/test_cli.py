@@ -7,41 +7,42 @@ import pytest
 import torch
 
 from nanovllm_server.bench import cli
-from nanovllm_server.bench.workload import Lengths
+from nanovllm_server.bench.flags import build_parser
+from nanovllm_server.bench.workload import LengthRange
 
-PROGRAMS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "trace", "kernels")
+COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "trace", "kernels")
 
 
 def test_help_imports_nothing_slow():
     code = (
         "import sys\n"
         "from nanovllm_server.bench import cli\n"
-        f"for program in {PROGRAMS}:\n"
-        "    try: cli.main([program, '--help'])\n"
-        "    except SystemExit as done: assert not done.code\n"
-        "slow = {'torch', 'transformers', 'matplotlib', 'numpy', 'nanovllm_core'} & set(sys.modules)\n"
+        f"for command in {COMMANDS}:\n"
+        "    try: cli.main([command, '--help'])\n"
+        "    except SystemExit as exit: assert not exit.code\n"
+        "slow = {'torch', 'transformers', 'matplotlib', 'numpy', 'zmq'} & set(sys.modules)\n"
         "sys.exit(f'imported {slow}' if slow else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert all(f"nanovllm-bench {program}" in done.stdout for program in PROGRAMS)
-    assert "None" not in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert all(f"nanovllm-bench {command}" in process.stdout for command in COMMANDS)
+    assert "None" not in process.stdout
 
 
 def test_lengths_parse_as_a_number_or_a_range():
-    options = cli.parser().parse_args(["throughput", "--input-len", "7", "--output-len", "3..5"])
-    assert (options.input_len, options.output_len) == (Lengths(7, 7), Lengths(3, 5))
+    options = build_parser().parse_args(["throughput", "--input-len", "7", "--output-len", "3..5"])
+    assert (options.input_len, options.output_len) == (LengthRange(7, 7), LengthRange(3, 5))
 
 
 def test_throughput_defaults_to_nano_bench():
-    options = cli.parser().parse_args(["throughput"])
+    options = build_parser().parse_args(["throughput"])
     assert options.num_requests == 256
-    assert options.input_len == options.output_len == Lengths(100, 1024)
+    assert options.input_len == options.output_len == LengthRange(100, 1024)
     assert (options.temperature, options.prefix_len, options.peer) == (0.6, 0, "none")
 
 
 def test_serve_takes_several_rates_and_concurrencies():
-    options = cli.parser().parse_args(["serve", "--rate", "1.5", "inf", "--concurrency", "4", "8"])
+    options = build_parser().parse_args(["serve", "--rate", "1.5", "inf", "--concurrency", "4", "8"])
     assert options.rate == [1.5, None]
     assert options.concurrency == [4, 8]
 
@@ -65,9 +66,9 @@ def test_serve_takes_several_rates_and_concurrencies():
     ],
 )
 def test_invalid_flags_are_refused(arguments, capsys):
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(arguments)
-    assert refused.value.code == 2
+    assert exit_info.value.code == 2
     assert "usage: nanovllm-bench" in capsys.readouterr().err
 
 

@@ -10,21 +10,25 @@ import pytest
 
 from nanovllm_server.bench import cli
 from nanovllm_server.bench.client import parse_base_url
-from nanovllm_server.bench.interference import program
-from nanovllm_server.bench.interference.chats import ENDED_EARLY, ChatClient, DecodeStreams, decoding
-from nanovllm_server.bench.interference.flags import job_from
-from nanovllm_server.bench.interference.program import InterferenceJob, table
-from nanovllm_server.bench.interference.prompts import (
+from nanovllm_server.bench.flags import DEFAULT_URL, build_parser
+from nanovllm_server.bench.interference.case_client import (
+    STREAM_ENDED_EARLY,
+    CaseClient,
+    DecodeStreams,
+)
+from nanovllm_server.bench.interference.case_sizes import CASE_NAMES
+from nanovllm_server.bench.interference.interference_command import InterferenceOptions, make_table, measure
+from nanovllm_server.bench.interference.interference_flags import interference_options
+from nanovllm_server.bench.interference.prompt_texts import (
     TokenCosts,
     conversation,
     measure_token_costs,
     single_message,
     with_next_turn,
 )
-from nanovllm_server.bench.interference.sizes import CASES
 from nanovllm_server.bench.report import BenchError
 
-SIZES = [
+SIZE_FLAGS = [
     "--long-len=240",
     "--num-short=3",
     "--short-len=80",
@@ -43,38 +47,38 @@ SIZES = [
     "--turn-interval-ms=10",
     "--repeat=2",
 ]
-HELLO = [{"role": "user", "content": "Hello"}]
+HELLO_MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-def make_job(*arguments: str) -> InterferenceJob:
-    return job_from(cli.parser().parse_args(["interference", *arguments, *SIZES]), None)
+def parse_options(*arguments: str) -> InterferenceOptions:
+    return interference_options(build_parser().parse_args(["interference", *arguments, *SIZE_FLAGS]), DEFAULT_URL, None)
 
 
-def with_sizes(job: InterferenceJob, **sizes) -> InterferenceJob:
-    return replace(job, settings=replace(job.settings, sizes=replace(job.settings.sizes, **sizes)))
+def with_sizes(options: InterferenceOptions, **sizes) -> InterferenceOptions:
+    return replace(options, settings=replace(options.settings, sizes=replace(options.settings.sizes, **sizes)))
 
 
 @pytest.fixture
-def job(url, engine) -> InterferenceJob:
+def options(url, engine) -> InterferenceOptions:
     engine.endless, engine.delay, engine.num_cached_tokens = True, 0.002, 230
-    return make_job(f"{url}/v1", "--seed=1")
+    return parse_options(f"{url}/v1", "--seed=1")
 
 
 @pytest.fixture
-def client(url) -> ChatClient:
-    return ChatClient(parse_base_url(f"{url}/v1", None), "scripted", temperature=0.0, timeout_s=5.0)
+def client(url) -> CaseClient:
+    return CaseClient(parse_base_url(f"{url}/v1", None), "scripted", temperature=0.0, timeout_s=5.0)
 
 
-async def test_each_case_reports_its_figures(job):
-    (server,) = await program.measure(job)
-    assert server.target.model == "scripted"
-    assert tuple(result.case for result in server.cases) == CASES
-    long_alone, short_beside, decodes, turn, turns = server.cases
-    for result in server.cases:
-        assert result.errors == []
-        assert result.misses == 0
-        assert not any(math.isnan(figure) for figure in result.figures.values())
-        assert all(ttft > 1 for ttfts in result.ttfts_ms.values() for ttft in ttfts)
+async def test_each_case_reports_its_figures(options):
+    (result,) = await measure(options)
+    assert result.server.model == "scripted"
+    assert tuple(case.case for case in result.cases) == CASE_NAMES
+    long_alone, short_beside, decodes, turn, turns = result.cases
+    for case in result.cases:
+        assert case.errors == []
+        assert case.misses == 0
+        assert not any(math.isnan(figure) for figure in case.figures.values())
+        assert all(ttft > 1 for ttfts in case.ttfts_ms.values() for ttft in ttfts)
     assert len(long_alone.ttfts_ms["long"]) == 2
     assert long_alone.figures["long_prompt_tokens"] == pytest.approx(240, rel=0.15)
     assert {kind: len(ttfts) for kind, ttfts in short_beside.ttfts_ms.items()} == {"short": 6, "long": 2}
@@ -90,17 +94,17 @@ async def test_each_case_reports_its_figures(job):
     assert turns.figures["spaced_gaps"] > 0
 
 
-async def test_short_requests_arrive_while_the_long_prompt_is_computed(job, engine):
+async def test_short_requests_arrive_while_the_long_prompt_is_computed(options, engine):
     engine.delay = 0.1
-    await program.measure(replace(job, cases=("short-beside-long",), settings=replace(job.settings, repeat=1)))
-    lengths = [request.num_prompt_tokens > 180 for request in engine.requests]
+    await measure(replace(options, cases=("short-beside-long",), settings=replace(options.settings, repeat=1)))
+    is_long = [request.num_prompt_tokens > 180 for request in engine.requests]
     # Three requests measure token costs. Then: long warm-up, long alone, short warm-up, the long request, three short.
-    assert lengths[3:] == [True, True, False, True, False, False, False]
+    assert is_long[3:] == [True, True, False, True, False, False, False]
 
 
-async def test_streams_end_when_the_measurement_ends(job, engine):
-    (server,) = await program.measure(replace(job, cases=("decodes-beside-long",)))
-    assert server.cases[0].errors == []
+async def test_streams_end_when_the_measurement_ends(options, engine):
+    (result,) = await measure(replace(options, cases=("decodes-beside-long",)))
+    assert result.cases[0].errors == []
     streams = [request for request in engine.requests if request.sampling.max_tokens == 380]
     assert len(streams) == 2 * 3
     async with asyncio.timeout(5):
@@ -108,35 +112,34 @@ async def test_streams_end_when_the_measurement_ends(job, engine):
             await asyncio.sleep(0.01)
 
 
-async def test_streams_that_end_early_are_errors(job):
-    job = with_sizes(job, stream_len=5)
-    (server,) = await program.measure(replace(job, cases=("decodes-beside-long",)))
-    assert server.cases[0].errors == [ENDED_EARLY] * 6
+async def test_streams_that_end_early_are_errors(options):
+    options = with_sizes(options, stream_len=5)
+    (result,) = await measure(replace(options, cases=("decodes-beside-long",)))
+    assert result.cases[0].errors == [STREAM_ENDED_EARLY] * 6
 
 
-async def test_turns_that_miss_the_cache_are_counted(job, engine, capsys):
+async def test_turns_that_miss_the_cache_are_counted(options, engine, capsys):
     engine.num_cached_tokens = 8
-    (server,) = await program.measure(replace(job, cases=("turn", "turns-beside-decodes")))
-    assert [result.misses for result in server.cases] == [4, 8]
-    assert [result.figures["turn_cached_tokens"] for result in server.cases] == [8, 8]
+    (result,) = await measure(replace(options, cases=("turn", "turns-beside-decodes")))
+    assert [case.misses for case in result.cases] == [4, 8]
+    assert [case.figures["turn_cached_tokens"] for case in result.cases] == [8, 8]
     assert "turn: 4 turns missed the prefix cache" in capsys.readouterr().err
 
 
-async def test_only_a_given_seed_repeats_the_texts(job, url, engine):
-    async def prompts(*arguments: str) -> list[list[int]]:
+async def test_only_a_given_seed_repeats_the_texts(options, url, engine):
+    async def send_prompts(*arguments: str) -> list[list[int]]:
         engine.requests.clear()
-        await program.measure(make_job(f"{url}/v1", "--cases=turn", *arguments))
+        await measure(parse_options(f"{url}/v1", "--cases=turn", *arguments))
         return [request.prompt_ids.tolist() for request in engine.requests[3:]]
 
-    first, again, new, other = [await prompts(*flags) for flags in (["--seed=7"], ["--seed=7"], [], [])]
-    assert first == again
-    assert first != new != other != first
+    assert await send_prompts("--seed=7") == await send_prompts("--seed=7")
+    assert await send_prompts() != await send_prompts()
 
 
-async def test_failed_requests_are_counted_and_set_the_exit_status(job, url, service, tmp_path, capsys):
+async def test_failed_requests_are_counted_and_set_the_exit_status(options, url, service, tmp_path, capsys):
     service.admission.capacity = 2
     file = tmp_path / "figures.json"
-    arguments = ["interference", f"{url}/v1", "--cases=decodes-beside-long", f"--json={file}", *SIZES]
+    arguments = ["interference", f"{url}/v1", "--cases=decodes-beside-long", f"--json={file}", *SIZE_FLAGS]
     assert await asyncio.to_thread(cli.main, arguments) == 1
     (case,) = json.loads(file.read_bytes())["servers"][0]["cases"]
     assert len(case["errors"]) > 0
@@ -146,20 +149,19 @@ async def test_failed_requests_are_counted_and_set_the_exit_status(job, url, ser
     assert any(line.split()[1:] == ["failed", str(len(case["errors"]))] for line in captured.out.splitlines())
 
 
-async def test_case_with_no_answers_has_empty_figures(job, engine):
-    job = with_sizes(job, long_len=2000)
-    (server,) = await program.measure(replace(job, cases=("long-alone", "short-beside-long")))
-    long_alone, short_beside = server.cases
+async def test_case_with_no_answers_has_empty_figures(options, engine):
+    options = with_sizes(options, long_len=2000)
+    (result,) = await measure(replace(options, cases=("long-alone", "short-beside-long")))
+    long_alone, short_beside = result.cases
     assert len(long_alone.errors) == 3
     assert len(short_beside.errors) == 2
     assert math.isnan(short_beside.figures["short_ttft_p50_ms"])
-    assert ["short-beside-long", "short ttft p50 ms", "-"] in table([server])
+    assert ["short-beside-long", "short ttft p50 ms", "-"] in make_table([result])
 
 
-async def test_servers_are_columns(job, url):
-    job = make_job(f"ours={url}/v1", f"{url}/v1", "--cases=long-alone")
-    servers = await program.measure(job)
-    header, *rows = table(servers)
+async def test_servers_are_columns(options, url):
+    options = parse_options(f"ours={url}/v1", f"{url}/v1", "--cases=long-alone")
+    header, *rows = make_table(await measure(options))
     assert header == ["case", "figure", "ours", url.removeprefix("http://")]
     assert {len(row) for row in rows} == {4}
     assert ["long-alone", "failed", "0", "0"] in rows
@@ -167,14 +169,14 @@ async def test_servers_are_columns(job, url):
 
 async def test_server_that_does_not_answer_is_named():
     with pytest.raises(BenchError, match="ours: the server doesn't answer: can't connect"):
-        await program.measure(make_job("ours=http://127.0.0.1:1/v1"))
+        await measure(parse_options("ours=http://127.0.0.1:1/v1"))
 
 
 async def test_request_without_an_answer_ends_at_the_time_limit(client, engine):
     engine.delay = 60.0
     client.timeout_s = 0.2
     start = time.perf_counter()
-    assert await client.ask(HELLO, 4) is None
+    assert await client.send(HELLO_MESSAGES, 4) is None
     assert time.perf_counter() - start < 5
     assert client.errors == ["no whole answer within 0.2 s: raise --timeout"]
 
@@ -182,20 +184,20 @@ async def test_request_without_an_answer_ends_at_the_time_limit(client, engine):
 async def test_stream_without_tokens_ends_the_wait_at_the_time_limit(client, engine):
     engine.delay = 60.0
     client.timeout_s = 0.2
-    async with decoding(client, [HELLO, HELLO], 50) as streams:
+    async with DecodeStreams(client, [HELLO_MESSAGES, HELLO_MESSAGES], 50) as streams:
         await streams.wait_until_decoding()
     assert client.errors == ["a decoding stream has no tokens after 0.2 s"]
 
 
 async def test_stream_whose_request_fails_does_not_block_the_others(client, service):
     service.admission.capacity = 0
-    async with decoding(client, [HELLO, HELLO], 50) as streams:
+    async with DecodeStreams(client, [HELLO_MESSAGES, HELLO_MESSAGES], 50) as streams:
         await streams.wait_until_decoding()
         await streams.wait_for_pieces_after(time.perf_counter())
     assert len(client.errors) == 2
 
 
-async def test_gap_that_reaches_over_the_window_counts(client):
+async def test_gap_that_spans_the_window_counts_as_touching(client):
     streams = DecodeStreams(client, [], 1)
     streams._piece_times = [[1.0, 2.0, 6.0, 7.0], [4.0]]
     assert streams.gaps_touching(3.0, 5.0) == [4.0]
@@ -209,13 +211,13 @@ def count_tokens(messages, per_word=2, per_message=5, per_request=3) -> int:
 
 
 async def test_token_costs_are_those_of_the_server():
-    async def ask(messages):
+    async def count_tokens_of_server(messages):
         return count_tokens(messages)
 
-    assert await measure_token_costs(ask) == TokenCosts(per_word=2, per_message=5, per_request=3)
+    assert await measure_token_costs(count_tokens_of_server) == TokenCosts(per_word=2, per_message=5, per_request=3)
 
 
-def test_prompts_have_the_length_that_was_asked_for():
+def test_prompts_have_the_requested_length():
     costs = TokenCosts(per_word=2, per_message=5, per_request=3)
     assert count_tokens(single_message(costs, 1008, "seed")) == 1008
     history = conversation(costs, 3000, 100, "seed")

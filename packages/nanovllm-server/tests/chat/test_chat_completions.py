@@ -8,7 +8,7 @@ import pytest
 from nanovllm_server.protocol.response import Clock
 
 
-def events(data: bytes) -> list[dict]:
+def parse_events(data: bytes) -> list[dict]:
     """The JSON of each event; also checks the format of the stream."""
     assert data.endswith(b"data: [DONE]\n\n")
     lines = [line for line in data.decode().split("\n\n") if line and not line.startswith(":")]
@@ -44,7 +44,7 @@ async def test_complete_answer(post):
 @pytest.mark.parametrize("burst", [1, 2, 7])
 async def test_streamed_answer(post, engine, burst):
     engine.burst = burst
-    chunks = events(await (await post(stream=True)).get_data())
+    chunks = parse_events(await (await post(stream=True)).get_data())
     choices = [chunk["choices"][0] for chunk in chunks]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
     assert choices[0]["finish_reason"] is None
@@ -65,7 +65,7 @@ async def test_stream_headers(post):
 
 
 async def test_stream_usage(post):
-    chunks = events(await (await post(stream=True, stream_options={"include_usage": True})).get_data())
+    chunks = parse_events(await (await post(stream=True, stream_options={"include_usage": True})).get_data())
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["total_tokens"] == 14
@@ -74,7 +74,7 @@ async def test_stream_usage(post):
 
 async def test_tokens_that_are_ready_together_are_one_chunk(post, engine):
     engine.burst = 6
-    chunks = events(await (await post(stream=True)).get_data())
+    chunks = parse_events(await (await post(stream=True)).get_data())
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
         {"role": "assistant", "content": ""},
         {"content": "Hello"},
@@ -82,7 +82,7 @@ async def test_tokens_that_are_ready_together_are_one_chunk(post, engine):
     ]
 
 
-def joined(chunks, index=0):
+def join_content(chunks, index=0):
     """One choice of a stream in the form of a complete answer."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == index]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
@@ -120,8 +120,8 @@ async def test_stream_equals_complete_answer(post, engine, fields, burst):
     engine.reply = [*"Hello wörld 😀!".encode()]
     whole = await (await post(**fields)).get_json()
     engine.burst = burst
-    chunks = events(await (await post(**fields, stream=True, stream_options={"include_usage": True})).get_data())
-    assert [joined(chunks, index) for index in range(fields.get("n", 1))] == whole["choices"]
+    chunks = parse_events(await (await post(**fields, stream=True, stream_options={"include_usage": True})).get_data())
+    assert [join_content(chunks, index) for index in range(fields.get("n", 1))] == whole["choices"]
     assert chunks[-1]["usage"] == whole["usage"]
 
 
@@ -132,8 +132,8 @@ async def test_stop_string_ends_the_answer(post, engine, service):
     assert choice["message"]["content"] == "Hell"
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "oHe")
     assert body["usage"]["completion_tokens"] == 7
-    assert engine.aborted == [engine.requests[0].key]
-    assert service.admission.active == 0
+    assert engine.aborted == [engine.keys[0]]
+    assert service.admission.num_active == 0
 
 
 async def test_stop_strings_have_no_effect_before_min_tokens(post, engine):
@@ -166,9 +166,9 @@ async def test_n_choices_are_answered(post, engine):
     assert body["usage"]["completion_tokens"] == 18
 
 
-async def test_n_is_interleaved_in_the_stream(post, engine):
+async def test_choices_are_interleaved_in_the_stream(post, engine):
     engine.delay = 0.005
-    chunks = events(await (await post(n=2, stream=True)).get_data())
+    chunks = parse_events(await (await post(n=2, stream=True)).get_data())
     order = [chunk["choices"][0]["index"] for chunk in chunks]
     assert order != sorted(order)
 
@@ -190,7 +190,7 @@ async def test_logprobs_are_returned_per_token(post, engine):
     assert (end["token"], end["bytes"]) == ("<|end|>", None)
 
 
-async def test_sampling_reaches_the_engine(post, engine):
+async def test_sampling_parameters_reach_the_engine(post, engine):
     await post(
         temperature=0.5,
         top_p=0.9,

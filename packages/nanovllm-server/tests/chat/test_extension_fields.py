@@ -5,16 +5,16 @@ import json
 import pytest
 
 
-def events(data: bytes) -> list[dict]:
+def parse_events(data: bytes) -> list[dict]:
     lines = [line for line in data.decode().split("\n\n") if line.startswith("data: ")]
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def both(post, **fields):
+async def post_complete_and_streamed(post, **fields):
     """The choices of a complete answer, the joined choices of a stream, and all its chunks."""
     whole = await (await post(**fields)).get_json()
-    chunks = events(await (await post(**fields, stream=True)).get_data())
+    chunks = parse_events(await (await post(**fields, stream=True)).get_data())
     streamed = []
     for index in range(fields.get("n", 1)):
         choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
@@ -43,23 +43,25 @@ async def both(post, **fields):
 )
 async def test_include_stop_keeps_the_stop_in_the_text(post, engine, fields, text, reason, burst):
     engine.reply, engine.burst = [*b"Hello world"], burst
-    whole, _ = await both(post, include_stop_str_in_output=True, **fields)
+    whole, _ = await post_complete_and_streamed(post, include_stop_str_in_output=True, **fields)
     for choice in whole["choices"]:
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
         assert choice["stop_reason"] == reason
     # As it was without.
-    without, _ = await both(post, **fields)
+    without, _ = await post_complete_and_streamed(post, **fields)
     assert len(without["choices"][0]["message"]["content"]) < len(text) or reason is None
 
 
 @pytest.mark.parametrize("burst", [1, 50])
 async def test_special_tokens_may_be_shown(post, engine, burst):
     engine.reply, engine.burst = [*b"a", 258, *b"b"], burst
-    assert (await both(post))[0]["choices"][0]["message"]["content"] == "ab"
+    assert (await post_complete_and_streamed(post))[0]["choices"][0]["message"]["content"] == "ab"
     for spaces in (True, False):
-        shown, _ = await both(post, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        shown, _ = await post_complete_and_streamed(
+            post, skip_special_tokens=False, spaces_between_special_tokens=spaces
+        )
         assert shown["choices"][0]["message"]["content"] == "a<|start|>b"
-    shown, _ = await both(post, skip_special_tokens=False, include_stop_str_in_output=True)
+    shown, _ = await post_complete_and_streamed(post, skip_special_tokens=False, include_stop_str_in_output=True)
     assert shown["choices"][0]["message"]["content"] == "a<|start|>b<|end|>"
 
 
@@ -67,7 +69,7 @@ async def test_special_tokens_may_be_shown(post, engine, burst):
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stop": "lo"}, {"max_tokens": 2}, {"logprobs": True}], ids=str)
 async def test_token_ids_are_returned_on_request(post, engine, tokenizer, burst, fields):
     engine.burst = burst
-    whole, chunks = await both(post, return_token_ids=True, **fields)
+    whole, chunks = await post_complete_and_streamed(post, return_token_ids=True, **fields)
     assert whole["prompt_token_ids"] == tokenizer.encode("<|start|>user:hi", add_special_tokens=False).tolist()
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [whole["prompt_token_ids"]] + [None] * (
         len(chunks) - 1
@@ -79,7 +81,7 @@ async def test_token_ids_are_returned_on_request(post, engine, tokenizer, burst,
 
 
 async def test_token_ids_are_absent_by_default(post):
-    whole, chunks = await both(post)
+    whole, chunks = await post_complete_and_streamed(post)
     assert "token_ids" not in json.dumps([whole, chunks])
 
 
@@ -100,9 +102,9 @@ async def test_truncation_keeps_as_many_tokens_as_fit(post, engine, fields, kept
     assert len(engine.requests[0].prompt_ids) == kept
 
 
-async def test_bad_words_reach_the_engine_in_both_spellings(post, engine):
+async def test_bad_words_reach_the_engine_with_and_without_leading_space(post, engine):
     await post(bad_words=["the", " the", "he"])
-    forbidden = engine.requests[0].sampling.forbidden
+    forbidden = engine.requests[0].sampling.forbidden_sequences
     assert forbidden == ((ord("t"), 256), (257, 256), (256,), (ord(" "), 256))
 
 

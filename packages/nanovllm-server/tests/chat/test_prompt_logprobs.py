@@ -6,8 +6,8 @@ import numpy as np
 import orjson
 import pytest
 
-from nanovllm_core.request import PromptLogprobs
-from nanovllm_server.chat.prompt_logprobs import write_prompt_logprobs
+from nanovllm_core.outputs import PromptLogprobs
+from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 
 # What comes behind the first token, <|start|>; a token's id is its byte.
 TEXT = "user:hi"
@@ -38,7 +38,7 @@ async def test_prompt_logprobs_only_on_request(post, engine):
     assert {request.sampling.prompt_logprobs for request in engine.requests} == {None}
 
 
-async def test_a_refusal_says_what_to_do(post):
+async def test_invalid_prompt_logprobs_error_says_what_to_do(post):
     error = (await (await post(prompt_logprobs=3, stream=True)).get_json())["error"]
     assert error["message"] == "prompt_logprobs must be left out when stream is true, not 3"
     error = (await (await post(prompt_logprobs=21)).get_json())["error"]
@@ -49,7 +49,7 @@ def test_minus_infinity_is_replaced(vocabulary):
     """Covers an infinity and a token with half a character."""
     columns = np.float32([-math.inf]), np.int32([320]), np.int32([[258]]), np.float32([[0.0]])
     found = PromptLogprobs(1, *(column.tobytes() for column in columns))
-    first, entry = orjson.loads(orjson.dumps(write_prompt_logprobs(vocabulary, (258, 0xC3), found)))
+    first, entry = orjson.loads(orjson.dumps(serialize_prompt_logprobs(vocabulary, (258, 0xC3), found)))
     assert first is None
     assert [*entry.values()] == [
         {"logprob": -9999.0, "rank": 320, "decoded_token": "\ufffd"},
@@ -58,4 +58,6 @@ def test_minus_infinity_is_replaced(vocabulary):
 
 
 def test_prompt_of_one_token_has_one_null(vocabulary):
-    assert orjson.dumps(write_prompt_logprobs(vocabulary, (258,), PromptLogprobs(5, b"", b"", b"", b""))) == b"[null]"
+    assert (
+        orjson.dumps(serialize_prompt_logprobs(vocabulary, (258,), PromptLogprobs(5, b"", b"", b"", b""))) == b"[null]"
+    )

@@ -8,11 +8,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm_models import Tokenizer
-from nanovllm_models.chat_formats import pick_format
-from nanovllm_server.chat.detokenizing import TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_models.chat_formats import detect_format
 from nanovllm_server.chat.rendering import Renderer
+from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ReasoningText
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.messages import Message, PastToolCall
 
 pytestmark = pytest.mark.slow
@@ -74,7 +74,7 @@ def model(request, templates, backend):
 async def test_format_is_detected_from_the_template(model):
     name, template, renderer = model
     reasoning, calls, begins, shows_tools = MODELS[name]
-    form = pick_format(None, template)
+    form = detect_format(None, template)
     assert (form.reasoning and form.reasoning.name) == reasoning
     assert form.tool_calls.name == calls
     prompt = (await renderer.render([QUESTION])).text
@@ -82,16 +82,16 @@ async def test_format_is_detected_from_the_template(model):
     assert ("The weather." in (await renderer.render([QUESTION], [TOOL])).text) == shows_tools
 
 
-async def test_a_call_of_the_history_is_what_the_parser_reads(model, backend):
+async def test_rendered_earlier_call_is_readable_by_the_parser(model, backend):
     name, template, renderer = model
-    model_format = ModelFormat(pick_format(None, template), TextVocabulary(backend))
+    model_format = ModelFormat(detect_format(None, template), TextVocabulary(backend))
     asked = (await renderer.render([QUESTION], [TOOL])).text
     answered = (await renderer.render([QUESTION, CALLING, RESULT], [TOOL])).text
     assert "Rain." in answered
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
     # Where one begins to reason and the other to call, both have the brackets of their tags.
     same -= asked[:same].endswith("<")
-    parser = model_format.parser(asked[:same], {"get_weather": SCHEMA})
+    parser = model_format.make_parser(asked[:same], {"get_weather": SCHEMA})
     events = parser.push(answered[same:]) + parser.finish()
     names = [event.name for event in events if isinstance(event, CallBegun)]
     assert names == ([] if name in NO_HISTORY else ["get_weather"])

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from nanovllm_models.chat_formats import DEEPSEEK_R1, HERMES, LLAMA, MINIMAX_M2, QWEN3_CODER, THINK, ChatFormat
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -43,14 +43,14 @@ ANSWERS = {
 
 
 @pytest.fixture
-def speak(engine, service, vocabulary):
+def set_reply(engine, service, vocabulary):
     """Sets the model's format and its answer."""
 
-    def speak(form, reply):
+    def set_reply(form, reply):
         service.model_format = ModelFormat(form, vocabulary)
         engine.reply = [*reply.encode()]
 
-    return speak
+    return set_reply
 
 
 @pytest.fixture
@@ -60,19 +60,19 @@ async def sdk(url):
 
 
 @pytest.fixture
-def ask(post):
-    """The choice of a complete answer, with its calls' ids removed."""
+def post_chat(post):
+    """Posts a request; returns the choice without the ids of calls, and the usage."""
 
-    async def ask(**fields):
+    async def post_chat(**fields):
         response = await post(**{"tools": TOOLS, **fields})
         assert response.status_code == 200, await response.get_data()
         body = await response.get_json()
-        return nameless(body["choices"][0]), body["usage"]
+        return without_call_ids(body["choices"][0]), body["usage"]
 
-    return ask
+    return post_chat
 
 
-def nameless(choice):
+def without_call_ids(choice):
     calls = choice["message"].get("tool_calls", [])
     ids = [call.pop("id") for call in calls]
     assert len(set(ids)) == len(ids)
@@ -80,17 +80,17 @@ def nameless(choice):
     return choice
 
 
-def called(name="get_weather", arguments='{"city": "Paris"}'):
+def make_call(name="get_weather", arguments='{"city": "Paris"}'):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def chunks_of(data):
+def parse_chunks(data):
     lines = [line for line in data.decode().split("\n\n") if line]
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def joined(chunks):
+def join_chunks(chunks):
     """Joins the deltas of a stream into the form of a complete answer."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
@@ -116,7 +116,7 @@ def joined(chunks):
                 assert set(call["function"]) == {"arguments"}
                 calls[index]["function"]["arguments"] += call["function"]["arguments"]
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
-    return nameless(
+    return without_call_ids(
         {
             "index": 0,
             "message": message,
@@ -142,21 +142,21 @@ def joined(chunks):
 )
 @pytest.mark.parametrize("burst", [1, 4, 500])
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-async def test_stream_equals_complete_answer(ask, post, speak, engine, answer, burst, fields):
-    speak(*answer)
-    choice, usage = await ask(**fields)
+async def test_stream_equals_complete_answer(post_chat, post, set_reply, engine, answer, burst, fields):
+    set_reply(*answer)
+    choice, usage = await post_chat(**fields)
     engine.burst = burst
     streamed = {"tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}, **fields}
     response = await post(**streamed)
-    chunks = chunks_of(await response.get_data())
-    assert joined(chunks) == choice
+    chunks = parse_chunks(await response.get_data())
+    assert join_chunks(chunks) == choice
     assert chunks[-1]["usage"] == usage
 
 
 @pytest.mark.parametrize("burst", [1, 7])
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-async def test_the_official_client_puts_a_stream_together(sdk, speak, engine, answer, burst):
-    speak(*answer)
+async def test_the_official_client_joins_a_stream(sdk, set_reply, engine, answer, burst):
+    set_reply(*answer)
     engine.burst = burst
     fields = {"model": "scripted", "messages": MESSAGES, "tools": TOOLS}
     whole = await sdk.chat.completions.create(**fields)
@@ -165,22 +165,22 @@ async def test_the_official_client_puts_a_stream_together(sdk, speak, engine, an
             pass
         streamed = await stream.get_final_completion()
 
-    def said(completion):
+    def sent_fields(completion):
         message = completion.choices[0].message.to_dict()
         calls = [
             (call["function"]["name"], call["function"]["arguments"]) for call in message.pop("tool_calls", None) or []
         ]
-        # The helper fills in fields that nobody sent.
+        # The helper adds fields that the server did not send.
         sent = ("role", "content", "refusal", "reasoning", "reasoning_content")
         return {name: message[name] for name in sent if name in message}, calls
 
-    assert said(streamed) == said(whole)
+    assert sent_fields(streamed) == sent_fields(whole)
     assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-async def test_reasoning_then_content(ask, speak):
-    speak(QWEN, "<think>\nHm.\n</think>\n\nHello.")
-    choice, usage = await ask()
+async def test_reasoning_then_content(post_chat, set_reply):
+    set_reply(QWEN, "<think>\nHm.\n</think>\n\nHello.")
+    choice, usage = await post_chat()
     assert choice["message"] == {
         "role": "assistant",
         "content": "Hello.",
@@ -194,9 +194,9 @@ async def test_reasoning_then_content(ask, speak):
     assert usage["completion_tokens"] == len("<think>\nHm.\n</think>\n\nHello.") + 1
 
 
-async def test_unfinished_reasoning_has_no_content(ask, speak):
-    speak(QWEN, "<think>\nHm.")
-    choice, usage = await ask(max_tokens=10)
+async def test_unfinished_reasoning_has_no_content(post_chat, set_reply):
+    set_reply(QWEN, "<think>\nHm.")
+    choice, usage = await post_chat(max_tokens=10)
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Hm")
     assert choice["finish_reason"] == "length"
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 10}
@@ -205,131 +205,134 @@ async def test_unfinished_reasoning_has_no_content(ask, speak):
 @pytest.mark.parametrize(
     ("opening", "reasoning"), [("<think>\n", "Hm."), ("<think>\n\n</think>\n\n", None), ("", None)]
 )
-async def test_the_prompt_says_whether_reasoning_has_begun(ask, speak, opening, reasoning):
-    speak(QWEN, "Hm.</think>\n\nHello.")
-    choice, _ = await ask(chat_template_kwargs={"opening": opening})
+async def test_prompt_decides_whether_the_answer_begins_with_reasoning(post_chat, set_reply, opening, reasoning):
+    set_reply(QWEN, "Hm.</think>\n\nHello.")
+    choice, _ = await post_chat(chat_template_kwargs={"opening": opening})
     assert choice["message"].get("reasoning") == reasoning
     assert choice["message"]["content"] == ("Hello." if reasoning else "Hm.</think>\n\nHello.")
 
 
-async def test_reasoning_is_omitted_on_request(ask, speak):
-    speak(QWEN, "<think>\nHm.\n</think>\n\nHello.")
-    choice, usage = await ask(include_reasoning=False)
+async def test_reasoning_is_omitted_on_request(post_chat, set_reply):
+    set_reply(QWEN, "<think>\nHm.\n</think>\n\nHello.")
+    choice, usage = await post_chat(include_reasoning=False)
     assert choice["message"] == {"role": "assistant", "content": "Hello.", "refusal": None}
     assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
-    speak(QWEN, "<think>\nHm.")
-    choice, _ = await ask(include_reasoning=False)
+    set_reply(QWEN, "<think>\nHm.")
+    choice, _ = await post_chat(include_reasoning=False)
     assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
 
 
-async def test_call_is_returned_as_tool_calls(ask, speak):
-    speak(QWEN, CALL)
-    choice, usage = await ask()
-    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [called()]}
+async def test_call_is_returned_as_tool_calls(post_chat, set_reply):
+    set_reply(QWEN, CALL)
+    choice, usage = await post_chat()
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [make_call()]}
     assert choice["finish_reason"] == "tool_calls"
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-async def test_text_beside_calls_is_content(ask, speak):
-    speak(QWEN, f"First.\n{CALL}\n{PING}\nThen.")
-    choice, _ = await ask()
+async def test_text_beside_calls_is_content(post_chat, set_reply):
+    set_reply(QWEN, f"First.\n{CALL}\n{PING}\nThen.")
+    choice, _ = await post_chat()
     assert choice["message"]["content"] == "First.\nThen."
-    assert choice["message"]["tool_calls"] == [called(), called("ping", "{}")]
+    assert choice["message"]["tool_calls"] == [make_call(), make_call("ping", "{}")]
     assert choice["finish_reason"] == "tool_calls"
 
 
-async def test_a_call_that_is_cut_off_ends_by_length(ask, speak, engine):
-    speak(QWEN, CALL)
-    whole, _ = await ask(max_tokens=CALL.index("Pa"))
-    assert whole["message"]["tool_calls"] == [called(arguments='{"city": "')]
+async def test_a_call_that_is_cut_off_ends_by_length(post_chat, set_reply, engine):
+    set_reply(QWEN, CALL)
+    whole, _ = await post_chat(max_tokens=CALL.index("Pa"))
+    assert whole["message"]["tool_calls"] == [make_call(arguments='{"city": "')]
     assert whole["finish_reason"] == "length"
     # Whoever cut it: what there is of the arguments is of no use.
-    speak(QWEN, CALL[: CALL.index("Pa")])
-    ended, _ = await ask()
+    set_reply(QWEN, CALL[: CALL.index("Pa")])
+    ended, _ = await post_chat()
     assert ended == whole
 
 
-async def test_text_that_is_no_call_is_content(ask, speak):
-    speak(QWEN, "<tool_call>\nno\n</tool_call>")
-    choice, _ = await ask()
+async def test_text_that_is_not_a_call_is_content(post_chat, set_reply):
+    set_reply(QWEN, "<tool_call>\nno\n</tool_call>")
+    choice, _ = await post_chat()
     assert choice["message"] == {"role": "assistant", "content": "<tool_call>\nno\n</tool_call>", "refusal": None}
     assert choice["finish_reason"] == "stop"
 
 
-async def test_only_one_call_when_calls_may_not_be_parallel(ask, speak, engine):
-    speak(QWEN, f"{CALL}\n{PING}")
-    choice, usage = await ask(parallel_tool_calls=False)
-    assert choice["message"]["tool_calls"] == [called()]
+async def test_only_one_call_when_calls_may_not_be_parallel(post_chat, set_reply, engine):
+    set_reply(QWEN, f"{CALL}\n{PING}")
+    choice, usage = await post_chat(parallel_tool_calls=False)
+    assert choice["message"]["tool_calls"] == [make_call()]
     assert choice["finish_reason"] == "tool_calls"
     # What would have come after it is not even made.
     assert usage["completion_tokens"] < len(CALL)
     assert len(engine.aborted) == 1
 
 
-async def test_each_choice_has_its_own_parser(post, speak):
-    speak(QWEN, f"<think>Hm.</think>{CALL}")
+async def test_each_choice_has_its_own_parser(post, set_reply):
+    set_reply(QWEN, f"<think>Hm.</think>{CALL}")
     body = await (await post(tools=TOOLS, n=2)).get_json()
     ids = [choice["message"]["tool_calls"][0]["id"] for choice in body["choices"]]
     assert len(set(ids)) == 2
-    assert [nameless(choice)["message"]["tool_calls"] for choice in body["choices"]] == [[called()], [called()]]
+    assert [without_call_ids(choice)["message"]["tool_calls"] for choice in body["choices"]] == [
+        [make_call()],
+        [make_call()],
+    ]
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * len("<think>Hm.</think>")
 
 
 @pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}], ids=str)
-async def test_without_tools_a_call_is_text(ask, speak, tokenizer, fields):
-    speak(QWEN, CALL)
-    choice, _ = await ask(**fields)
+async def test_without_tools_a_call_is_text(post_chat, set_reply, tokenizer, fields):
+    set_reply(QWEN, CALL)
+    choice, _ = await post_chat(**fields)
     assert choice["message"]["content"] == CALL
     assert "tool_calls" not in choice["message"]
     # What the model may not call it does not see.
     assert tokenizer.given[-1][0] is None
 
 
-async def test_stop_strings_apply_to_content_only(ask, speak):
-    speak(QWEN, f"<think>\nNo. Stop.\n</think>\n\nStart.\n{CALL}\nStop. More.")
-    choice, _ = await ask(stop=["Stop", "Paris", "</think>", "<tool_call>"])
+async def test_stop_strings_apply_to_content_only(post_chat, set_reply):
+    set_reply(QWEN, f"<think>\nNo. Stop.\n</think>\n\nStart.\n{CALL}\nStop. More.")
+    choice, _ = await post_chat(stop=["Stop", "Paris", "</think>", "<tool_call>"])
     assert choice["message"]["reasoning"] == "No. Stop."
     assert choice["message"]["content"] == "Start.\n"
-    assert choice["message"]["tool_calls"] == [called()]
+    assert choice["message"]["tool_calls"] == [make_call()]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "Stop")
 
 
-async def test_a_stop_string_held_back_comes_out_before_a_call(ask, speak):
-    speak(QWEN, f"Sto{CALL}p")
-    choice, _ = await ask(stop="Stop")
+async def test_partial_stop_string_is_sent_before_a_call(post_chat, set_reply):
+    set_reply(QWEN, f"Sto{CALL}p")
+    choice, _ = await post_chat(stop="Stop")
     assert (choice["message"]["content"], choice["stop_reason"]) == ("Stop", None)
 
 
-async def test_nothing_is_sent_while_nothing_is_decided(post, speak, engine):
-    speak(QWEN, "Stomp")
+async def test_undecided_text_is_held_back(post, set_reply, engine):
+    set_reply(QWEN, "Stomp")
     engine.delay = 0.01
-    chunks = chunks_of(await (await post(stream=True, stop="Stop")).get_data())
+    chunks = parse_chunks(await (await post(stream=True, stop="Stop")).get_data())
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "Stom"}, {"content": "p"}, {}]
 
 
-async def test_special_tokens_that_are_tags_are_read(ask, engine, speak, service):
+async def test_special_tokens_that_are_tags_are_read(post_chat, engine, set_reply, service):
     # A tokenizer may have a tag as one special token, which is no text otherwise.
-    speak(ChatFormat(None, LLAMA), '{"name": "other", "parameters": {}}')
+    set_reply(ChatFormat(None, LLAMA), '{"name": "other", "parameters": {}}')
     tag = {**{name: getattr(LLAMA, name) for name in LLAMA.__slots__}, "begin": "<|start|>"}
     service.model_format = ModelFormat(ChatFormat(None, type(LLAMA)(**tag)), service.vocabulary)
     engine.reply = [258, *engine.reply]
-    choice, _ = await ask()
-    assert choice["message"]["tool_calls"] == [called("other", "{}")]
-    choice, _ = await ask(tools=None)
+    choice, _ = await post_chat()
+    assert choice["message"]["tool_calls"] == [make_call("other", "{}")]
+    choice, _ = await post_chat(tools=None)
     assert choice["message"]["content"] == '{"name": "other", "parameters": {}}'
 
 
-async def test_tools_and_values_reach_the_template(ask, speak, tokenizer):
-    speak(QWEN, "ok")
-    await ask(chat_template_kwargs={"mood": ["good"]}, reasoning_effort="low")
+async def test_tools_and_values_reach_the_template(post_chat, set_reply, tokenizer):
+    set_reply(QWEN, "ok")
+    await post_chat(chat_template_kwargs={"mood": ["good"]}, reasoning_effort="low")
     values = {"mood": ["good"], "reasoning_effort": "low", "enable_thinking": True}
     assert tokenizer.given[-1] == (tuple(TOOLS), values)
-    await ask(reasoning_effort="none")
+    await post_chat(reasoning_effort="none")
     assert tokenizer.given[-1][1] == {"reasoning_effort": "none", "enable_thinking": False}
-    await ask(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    await post_chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
     assert tokenizer.given[-1][1]["enable_thinking"] is True
-    await ask()
+    await post_chat()
     assert tokenizer.given[-1][1] == {}
 
 
@@ -341,22 +344,22 @@ async def test_tools_are_a_400_if_the_call_format_is_unknown(post):
     assert (await post(tools=TOOLS, tool_choice="none")).status_code == 200
 
 
-async def test_an_answer_can_be_sent_back(ask, post, speak, tokenizer):
-    speak(QWEN, f"<think>\nHm.\n</think>\n\n{CALL}")
-    choice, _ = await ask()
-    await ask(messages=[*MESSAGES, choice["message"]])
+async def test_an_answer_can_be_sent_back(post_chat, post, set_reply, tokenizer):
+    set_reply(QWEN, f"<think>\nHm.\n</think>\n\n{CALL}")
+    choice, _ = await post_chat()
+    await post_chat(messages=[*MESSAGES, choice["message"]])
     sent = tokenizer.rendered[-1][-1]
     assert (sent["reasoning"], sent["reasoning_content"]) == ("Hm.", "Hm.")
     assert sent["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": {"city": "Paris"}}
-    speak(QWEN, "<think>Hm.")
-    choice, _ = await ask()
+    set_reply(QWEN, "<think>Hm.")
+    choice, _ = await post_chat()
     assert choice["message"]["content"] is None
-    await ask(messages=[*MESSAGES, choice["message"]])
+    await post_chat(messages=[*MESSAGES, choice["message"]])
     assert tokenizer.rendered[-1][-1]["content"] == ""
 
 
-async def test_finish_reasons_are_counted_in_metrics(ask, speak, client):
-    speak(QWEN, CALL)
-    await ask()
+async def test_finish_reasons_are_counted_in_metrics(post_chat, set_reply, client):
+    set_reply(QWEN, CALL)
+    await post_chat()
     metrics = (await (await client.get("/metrics")).get_data()).decode()
     assert 'finished_reason="tool_calls",model_name="scripted"} 1.0' in metrics

@@ -31,7 +31,7 @@ class TemplateTokenizer:
         return "".join(self._template(message["role"], message["content"]) for message in messages)
 
 
-def strict(*known):
+def make_strict_template(*known):
     def template(role, content):
         if role not in known:
             raise TemplateError(f"unknown role {role}")
@@ -44,8 +44,8 @@ def strict(*known):
     ("template", "expected"),
     [
         (lambda role, content: f"<{role}>{content}", "<system>be brief<user>hi"),
-        (strict("system", "user"), "<system>be brief<user>hi"),
-        (strict("system", "user", "developer"), "<developer>be brief<user>hi"),
+        (make_strict_template("system", "user"), "<system>be brief<user>hi"),
+        (make_strict_template("system", "user", "developer"), "<developer>be brief<user>hi"),
         (lambda role, content: f"<{'boss' if role == 'developer' else role}>{content}", "<boss>be brief<user>hi"),
     ],
 )
@@ -82,32 +82,32 @@ class CallTokenizer(TemplateTokenizer):
         return message["content"] + ";" + written
 
 
-def as_items(arguments):
+def write_items(arguments):
     return ",".join(f"{key}={value}" for key, value in arguments.items())
 
 
-def as_json(arguments):
+def write_json(arguments):
     return json.dumps(arguments)
 
 
-def as_text(arguments):
+def write_text(arguments):
     return arguments + ""
 
 
-def as_either(arguments):
+def write_text_or_json(arguments):
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 @pytest.mark.parametrize(
     ("write_call", "expected"),
     [
-        (as_items, "hi;;[f x=1][g ]4;"),
-        (as_json, 'hi;;[f {"x": 1}][g {}]4;'),
-        (as_text, 'hi;;[f {"x": 1}][g {}]4;'),
-        (as_either, 'hi;;[f {"x": 1}][g {}]4;'),
+        (write_items, "hi;;[f x=1][g ]4;"),
+        (write_json, 'hi;;[f {"x": 1}][g {}]4;'),
+        (write_text, 'hi;;[f {"x": 1}][g {}]4;'),
+        (write_text_or_json, 'hi;;[f {"x": 1}][g {}]4;'),
     ],
 )
-async def test_calls_are_passed_in_the_templates_style(write_call, expected):
+async def test_call_arguments_are_passed_as_the_template_expects(write_call, expected):
     renderer = Renderer(CallTokenizer(write_call))
     assert (await renderer.render(CALLS)).text == expected
     renderer.close()
@@ -115,17 +115,17 @@ async def test_calls_are_passed_in_the_templates_style(write_call, expected):
 
 async def test_incomplete_call_is_passed_as_text_or_refused():
     cut = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", '{"x'),))
-    renderer = Renderer(CallTokenizer(as_json))
+    renderer = Renderer(CallTokenizer(write_json))
     assert (await renderer.render([cut])).text == r';[f "{\"x"]'
     renderer.close()
-    renderer = Renderer(CallTokenizer(as_items))
+    renderer = Renderer(CallTokenizer(write_items))
     with pytest.raises(ApiError, match="messages: ") as refused:
         await renderer.render([cut])
     assert (refused.value.status, refused.value.code) == (400, "template_error")
     renderer.close()
 
 
-async def test_a_value_that_the_template_can_not_be_given_is_refused_by_its_field():
+async def test_reserved_template_variable_is_a_400_that_names_the_field():
     class Reserved(TemplateTokenizer):
         def render_chat(self, messages, *, template_values=None, **_):
             if template_values:
@@ -134,14 +134,14 @@ async def test_a_value_that_the_template_can_not_be_given_is_refused_by_its_fiel
 
     renderer = Renderer(Reserved(None))
     with pytest.raises(ApiError) as refused:
-        await renderer.render(CONVERSATION, None, TemplateOptions(values={"tokenize": True}))
+        await renderer.render(CONVERSATION, None, TemplateOptions(variables={"tokenize": True}))
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
     renderer.close()
 
 
-def test_template_that_refuses_everything_is_found_at_the_start():
+def test_template_that_refuses_every_message_fails_at_start():
     with pytest.raises(TemplateError):
-        Renderer(TemplateTokenizer(strict()))
+        Renderer(TemplateTokenizer(make_strict_template()))
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -178,9 +178,9 @@ async def test_tools_become_text_if_the_template_shows_none(name, system):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-async def test_past_calls_become_text_if_the_template_shows_none(name):
+async def test_earlier_calls_become_text_if_the_template_shows_none(name):
     form = TOOL_CALL_FORMATS[name]
-    renderer = Renderer(TemplateTokenizer(strict("system", "user", "assistant")), form)
+    renderer = Renderer(TemplateTokenizer(make_strict_template("system", "user", "assistant")), form)
     text = (await renderer.render(CALLED)).text
     said = text.removeprefix("<user>hi<assistant>").partition("<user>")[0]
     parser = Parser(ChatFormat(None, form), tools={"look": None, "f": None})
@@ -192,12 +192,12 @@ async def test_past_calls_become_text_if_the_template_shows_none(name):
     renderer.close()
 
 
-async def test_a_template_that_shows_tools_is_given_them():
+async def test_tools_are_passed_to_a_template_that_shows_them():
     class Showing(CallTokenizer):
         def render_chat(self, messages, *, tools=None, **_):
             return super().render_chat(messages) + json.dumps(tools)
 
-    renderer = Renderer(Showing(as_json), HERMES)
+    renderer = Renderer(Showing(write_json), HERMES)
     assert (await renderer.render(ASKED, [TOOL])).text == "hi;" + json.dumps([TOOL])
     assert (await renderer.render(CALLED)).text.startswith('hi;;[look {"x": "y"}]')
     renderer.close()

@@ -29,14 +29,14 @@ def test_stop_strings_are_found_in_any_pieces(text, stops, cuts):
         out += matcher.push(text[start:end])
         # Whatever came out can't be taken back, so it must be before the first stop.
         assert text.startswith(out)
-        if matcher.found:
+        if matcher.matched_stop:
             break
     expected = first_stop(text, stops)
     if expected is None:
-        assert matcher.found is None
+        assert matcher.matched_stop is None
         assert out + matcher.flush() == text
     else:
-        assert (out, matcher.found) == (text[: expected[0]], expected[1])
+        assert (out, matcher.matched_stop) == (text[: expected[0]], expected[1])
 
 
 @given(text=TEXT, stops=STOPS)
@@ -44,12 +44,12 @@ def test_stop_strings_are_found_by_single_characters(text, stops):
     test_stop_strings_are_found_in_any_pieces.hypothesis.inner_test(text, stops, list(range(len(text))))
 
 
-def test_held_text_comes_out_as_soon_as_it_is_decided():
+def test_held_text_is_returned_when_it_cannot_be_a_stop_string():
     matcher = StopMatcher(("abc",))
     assert [matcher.push(character) for character in "xababdc"] == ["x", "", "", "ab", "", "abd", "c"]
 
 
-def test_flush_ends_partial_stop_strings():
+def test_flush_returns_partial_stop_strings():
     matcher = StopMatcher(("abc",))
     assert [matcher.push("ab"), matcher.flush(), matcher.push("cab")] == ["", "ab", "c"]
-    assert [matcher.found, matcher.flush()] == [None, "ab"]
+    assert [matcher.matched_stop, matcher.flush()] == [None, "ab"]

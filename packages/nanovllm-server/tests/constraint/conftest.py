@@ -10,13 +10,13 @@ import pytest
 
 from nanovllm_core.grammar.compiler import Compiler, Grammar
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
-from nanovllm_core.request import GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_models import default_model_path, load_tokenizer
 from nanovllm_models.vocabulary import read_vocabulary
-from nanovllm_server.chat.detokenizing import Detokenizer, TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
 from nanovllm_server.constraint.answer_constraint import constrain
+from nanovllm_server.parsing.detokenizing import Detokenizer, TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ContentText, ReasoningText
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.answer import parse_answer
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.tools import parse_tools
@@ -109,15 +109,15 @@ def tell(walker):
         model_format = ModelFormat(form, walker.vocabulary)
         body = FieldReader(fields)
         tools = parse_tools(body)
-        constraint = constrain(parse_answer(body), tools, model_format, model_format.opening(prompt))
+        constraint = constrain(parse_answer(body), tools, model_format, model_format.reasoning_state(prompt))
         assert constraint is not None
         random = Random(seed)
         grammar = walker.compile(constraint.spec)
         for _ in range(count):
             tokens, finished = walker.draw(grammar, random, goals)
             schemas = None if tools is None else tools.type_schemas(grammar.parameter_types)
-            parser = model_format.parser(prompt, schemas, calls_only_at_start=constraint.calls_only_at_start)
-            detokenizer = Detokenizer(walker.vocabulary, model_format.tags(schemas))
+            parser = model_format.make_parser(prompt, schemas, calls_only_at_start=constraint.calls_only_at_start)
+            detokenizer = Detokenizer(walker.vocabulary, model_format.tag_ids(schemas))
             pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]
             told = Told("".join(pieces), finished)
             for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():

@@ -6,9 +6,10 @@ import json
 import openai
 import pytest
 
-from nanovllm_core.request import Budget, GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_models.chat_formats import HERMES, LLAMA, MINIMAX_M2, THINK, ChatFormat
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat
 
 SCHEMA = {
     "type": "object",
@@ -194,21 +195,21 @@ async def test_budget_closes_reasoning(post, engine, speak, service, vocabulary,
     response = await post(max_reasoning_tokens=3)
     assert (await response.get_json())["error"]["param"] == "max_reasoning_tokens"
     assert response.status_code == 400
-    monkeypatch.setattr(vocabulary, "id_of", {"</think>": 300}.get)
+    monkeypatch.setattr(vocabulary, "find_id", {"</think>": 300}.get)
     choice = (await (await post(max_reasoning_tokens=3)).get_json())["choices"][0]
     request = engine.requests[-1]
-    assert request.sampling.budget == Budget(3, (300,))
+    assert request.sampling.reasoning_budget == ReasoningBudget(3, (300,))
     # Whom a budget is given reasons.
     assert request.prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "ok")
     await post(max_reasoning_tokens=2**62, chat_template_kwargs={"opening": "<think>\n"})
-    assert engine.requests[-1].sampling.budget == Budget(512, (300,))
+    assert engine.requests[-1].sampling.reasoning_budget == ReasoningBudget(512, (300,))
     assert engine.requests[-1].prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     await post(max_reasoning_tokens=3, chat_template_kwargs={"opening": "<think>\n</think>"})
-    assert engine.requests[-1].sampling.budget is None
+    assert engine.requests[-1].sampling.reasoning_budget is None
     speak(PLAIN)
     await post(max_reasoning_tokens=3)
-    assert engine.requests[-1].sampling.budget is None
+    assert engine.requests[-1].sampling.reasoning_budget is None
 
 
 async def test_constraint_applies_to_every_choice(post, engine):
@@ -274,7 +275,7 @@ async def test_schema_that_cannot_be_enforced_is_a_400_of_its_keyword(
     assert (response.status_code, error["param"], error["code"]) == (400, param, codes[code])
     assert param in error["message"]
     assert engine.requests == []
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
 
 
 async def test_parameters_that_elements_cannot_hold_are_a_400(post, engine, speak):
@@ -309,7 +310,7 @@ async def test_invalid_grammar_is_a_400_of_its_field(post, engine, service, spea
     assert "more than 10 s" in error["message"]
     assert param in error["message"]
     assert engine.requests == []
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
 
 
 async def test_too_many_tools_are_refused(post, engine, speak):
@@ -332,9 +333,9 @@ async def test_disconnect_during_compilation_frees_everything(url, engine, servi
         async with asyncio.timeout(5):
             while not engine.num_compiling:
                 await asyncio.sleep(0.01)
-            assert service.admission.active == 1
+            assert service.admission.num_active == 1
             asking.cancel()
-            while service.admission.active or engine.num_compiling:
+            while service.admission.num_active or engine.num_compiling:
                 await asyncio.sleep(0.01)
     assert engine.requests == []
     assert not service.running
@@ -351,7 +352,7 @@ async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, serv
     if stream:
         # It has begun when its first token is there, which takes a tenth of this; before that it would be a 400 too.
         await asyncio.sleep(10 * engine.delay)
-    engine.refuse_grammar(engine.requests[1].key, "it takes too long to follow")
+    engine.refuse_grammar(engine.keys[1], "it takes too long to follow")
     response = await asking
     data = (await response.get_data()).decode()
     if stream:
@@ -362,5 +363,5 @@ async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, serv
     error = json.loads(data)["error"]
     assert (error["param"], error["code"]) == ("structured_outputs.regex", "invalid_grammar")
     async with asyncio.timeout(5):
-        while engine.num_active > 1 or service.admission.active:
+        while engine.num_active > 1 or service.admission.num_active:
             await asyncio.sleep(0.01)

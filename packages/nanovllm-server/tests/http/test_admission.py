@@ -31,19 +31,19 @@ async def test_right_api_key_is_accepted(post, client, service):
 async def test_full_queue_is_a_429(post, engine, service):
     engine.delay = 0.02
     first = [asyncio.create_task(post(n=4)), asyncio.create_task(post(n=4))]
-    while service.admission.active < 8:
+    while service.admission.num_active < 8:
         await asyncio.sleep(0.001)
     refused = await post()
     assert refused.status_code == 429
     assert int(refused.headers["Retry-After"]) >= 1
     assert (await refused.get_json())["error"]["code"] == "queue_full"
     assert [(await task).status_code for task in first] == [200, 200]
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
     assert (await post()).status_code == 200
 
 
 async def test_draining_server_is_a_503(post, client, service):
-    service.admission.closed = "the server is shutting down"
+    service.admission.shutdown_reason = "the server is shutting down"
     response = await post()
     assert response.status_code == 503
     assert "Retry-After" in response.headers
@@ -64,7 +64,7 @@ async def test_dead_engine_is_a_503(post, client, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_engine_dies_in_the_middle(post, engine, service, stream):
+async def test_engine_death_in_mid_stream_is_an_error_event(post, engine, service, stream):
     engine.delay, engine.endless = 0.01, True
     task = asyncio.create_task(post(stream=stream))
     while not engine.requests:
@@ -80,7 +80,7 @@ async def test_engine_dies_in_the_middle(post, engine, service, stream):
     else:
         assert response.status_code == 503
     assert b"out of memory" in data
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,10 +93,10 @@ async def test_bug_is_a_500_with_the_id_of_the_log(post, engine, service, stream
     assert b"secret detail" not in data
     engine.crash = None
     assert (await post()).status_code == 200
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
 
 
-async def test_request_id_is_echoed_or_made(post):
+async def test_request_id_is_echoed_or_generated(post):
     response = await post(headers={"X-Request-Id": "abc"})
     assert response.headers["X-Request-Id"] == "abc"
     assert (await response.get_json())["id"] == "chatcmpl-abc"
@@ -108,7 +108,7 @@ async def test_request_id_is_echoed_or_made(post):
     assert len((await post(headers={"X-Request-Id": "x" * 300})).headers["X-Request-Id"]) == 32
 
 
-async def test_two_clients_may_choose_the_same_id(post, engine):
+async def test_two_clients_may_send_the_same_request_id(post, engine):
     engine.delay = 0.01
     responses = await asyncio.gather(*(post(headers={"X-Request-Id": "same"}) for _ in range(2)))
     assert [response.status_code for response in responses] == [200, 200]

@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from nanovllm_models.chat_formats import HERMES, THINK, ChatFormat
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat
 
-LEAVERS = 300
-AT_ONCE = 30
-SPOKEN = (
+NUM_CLIENTS = 300
+MAX_CONCURRENT = 30
+REPLY = (
     b'<think>hm, well</think>Let me see.<tool_call>\n{"name": "f", "arguments": {"x": "0123456789"}}\n</tool_call> so'
 )
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -21,14 +21,14 @@ MOMENTS = (None, b"HTTP/1.1", b'"reasoning"', b'"content":"L', b'"tool_calls"', 
 
 
 @pytest.fixture
-def talkative(service, engine, vocabulary):
+def streaming_service(service, engine, vocabulary):
     service.model_format = ModelFormat(ChatFormat(THINK, HERMES), vocabulary)
-    service.admission.capacity = 3 * AT_ONCE
-    engine.reply, engine.delay = [*SPOKEN], 0.0005
+    service.admission.capacity = 3 * MAX_CONCURRENT
+    engine.reply, engine.delay = [*REPLY], 0.0005
     return service
 
 
-def request(rng: random.Random, **fields) -> bytes:
+def request_bytes(rng: random.Random, **fields) -> bytes:
     body = {
         "model": "scripted",
         "messages": [{"role": "user", "content": "x" * rng.choice([2, 100, 600])}],
@@ -42,11 +42,11 @@ def request(rng: random.Random, **fields) -> bytes:
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-async def leave(url: str, rng: random.Random) -> None:
+async def disconnect(url: str, rng: random.Random) -> None:
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     stream = rng.random() < 0.75
-    data = request(rng, stream=stream)
+    data = request_bytes(rng, stream=stream)
     moment = rng.choice(MOMENTS)
     try:
         if rng.random() < 0.1:
@@ -69,21 +69,26 @@ async def leave(url: str, rng: random.Random) -> None:
             writer.transport.abort()
 
 
-async def test_disconnected_clients_leave_no_tasks_or_requests(url, talkative, engine):
+async def test_disconnected_clients_leave_no_tasks_or_requests(url, streaming_service, engine):
     await asyncio.sleep(0.05)
     before = asyncio.all_tasks()
-    rng, room = random.Random(0), asyncio.Semaphore(AT_ONCE)
+    rng, slots = random.Random(0), asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def one(seed: float) -> None:
-        async with room:
-            await leave(url, random.Random(seed))
+    async def disconnect_in_turn(seed: float) -> None:
+        async with slots:
+            await disconnect(url, random.Random(seed))
 
-    await asyncio.gather(*(one(rng.random()) for _ in range(LEAVERS)))
+    await asyncio.gather(*(disconnect_in_turn(rng.random()) for _ in range(NUM_CLIENTS)))
     async with asyncio.timeout(20):
-        while asyncio.all_tasks() - before or talkative.admission.active or talkative.running or engine.num_active:
+        while (
+            asyncio.all_tasks() - before
+            or streaming_service.admission.num_active
+            or streaming_service.running
+            or engine.num_active
+        ):
             await asyncio.sleep(0.02)
-    assert talkative.admission.empty.is_set()
-    finished = talkative.metrics.finished
+    assert streaming_service.admission.idle.is_set()
+    finished = streaming_service.metrics.finish_reasons
     assert all(finished[reason] for reason in ("tool_calls", "abort"))
-    codes = {status for (_, status), count in talkative.metrics.http.items() if count}
+    codes = {status for (_, status), count in streaming_service.metrics.http_exchanges.items() if count}
     assert {200, 400, 499, 504} <= codes <= {200, 400, 429, 499, 504}

@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat
 
 # The first test that runs may have to fetch the browser.
 pytestmark = pytest.mark.timeout(180)
@@ -19,49 +19,49 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 
 @pytest.fixture
 async def tab(url):
-    async with browser.page() as tab:
-        await tab.screen(1300, 850)
+    async with browser.open_tab() as tab:
+        await tab.set_screen(1300, 850)
         await tab.open(url)
         yield tab
         # Nothing came from elsewhere, nothing was against the page's own policy, no script failed.
         assert tab.problems == []
-        assert {address for address in tab.requested if not address.startswith((f"{url}/", "data:"))} == set()
+        assert {address for address in tab.requested_urls if not address.startswith((f"{url}/", "data:"))} == set()
 
 
-async def ask(tab, text):
-    await tab.until("$('model').value")
-    await tab.value("$('input').focus()")
+async def send_message(tab, text):
+    await tab.wait_until("$('model').value")
+    await tab.evaluate("$('input').focus()")
     await tab.type(text)
     await tab.press("Enter")
 
 
-async def answered(tab, number=1):
-    await tab.until(f"document.querySelectorAll('.assistant .note').length === {number}")
+async def wait_for_answers(tab, number=1):
+    await tab.wait_until(f"document.querySelectorAll('.assistant .note').length === {number}")
 
 
 async def set_field(tab, selector, text):
-    await tab.value(f"document.querySelector({json.dumps(selector)}).value = {json.dumps(text)}")
+    await tab.evaluate(f"document.querySelector({json.dumps(selector)}).value = {json.dumps(text)}")
 
 
-def texts(tab, selector):
-    return tab.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((found) => found.textContent)")
+def read_texts(tab, selector):
+    return tab.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((found) => found.textContent)")
 
 
 async def test_conversation_is_shown_and_sent(tab, engine, tokenizer):
     engine.reply = [*"Hello, wörld 😀!".encode()]
-    await ask(tab, "hi")
-    await answered(tab)
-    assert await texts(tab, ".turn h2") == ["You", "scripted"]
-    assert await texts(tab, ".text") == ["hi", "Hello, wörld 😀!"]
-    (note,) = await texts(tab, ".note")
+    await send_message(tab, "hi")
+    await wait_for_answers(tab)
+    assert await read_texts(tab, ".turn h2") == ["You", "scripted"]
+    assert await read_texts(tab, ".text") == ["hi", "Hello, wörld 😀!"]
+    (note,) = await read_texts(tab, ".note")
     assert note.startswith("stop · ")
     assert "tokens · first after" in note
     await set_field(tab, "#system", "Be brief.")
     await set_field(tab, "[name=temperature]", "0.5")
     await set_field(tab, "[name=seed]", "7")
     await set_field(tab, "#further", '{"top_k": 3}')
-    await ask(tab, "and then?")
-    await answered(tab, 2)
+    await send_message(tab, "and then?")
+    await wait_for_answers(tab, 2)
     assert [message["content"] for message in tokenizer.rendered[-1]] == [
         "Be brief.",
         "hi",
@@ -71,46 +71,46 @@ async def test_conversation_is_shown_and_sent(tab, engine, tokenizer):
     sampling = engine.requests[-1].sampling
     assert (sampling.temperature, sampling.seed, sampling.top_k) == (0.5, 7, 3)
     await tab.click("#clear")
-    assert await texts(tab, ".turn") == []
-    await ask(tab, "again")
-    await answered(tab)
+    assert await read_texts(tab, ".turn") == []
+    await send_message(tab, "again")
+    await wait_for_answers(tab)
     assert [message["content"] for message in tokenizer.rendered[-1]] == ["Be brief.", "again"]
 
 
 async def test_shift_enter_is_a_new_line(tab, tokenizer):
-    await tab.until("$('model').value")
+    await tab.wait_until("$('model').value")
     await tab.type("one")
     await tab.press("Enter", shift=True)
     await tab.type("two")
     await tab.press("Enter")
-    await answered(tab)
+    await wait_for_answers(tab)
     assert tokenizer.rendered[-1][-1]["content"] == "one\ntwo"
-    assert await tab.value("$('input').value") == ""
+    assert await tab.evaluate("$('input').value") == ""
 
 
 @pytest.mark.parametrize("how", ["Stop", "Escape"])
 async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer, how):
     engine.endless, engine.delay = True, 0.01
-    await ask(tab, "hi")
-    await tab.until("document.querySelector('.assistant .text')")
+    await send_message(tab, "hi")
+    await tab.wait_until("document.querySelector('.assistant .text')")
     lengths = []
     for _ in range(3):
-        lengths.append(await tab.value("document.querySelector('.assistant .text').textContent.length"))
-        await tab.until(f"document.querySelector('.assistant .text').textContent.length > {lengths[-1]}")
-    assert await tab.value("$('send').textContent") == "Stop"
-    assert await tab.value("$('log').getAttribute('aria-busy')") == "true"
+        lengths.append(await tab.evaluate("document.querySelector('.assistant .text').textContent.length"))
+        await tab.wait_until(f"document.querySelector('.assistant .text').textContent.length > {lengths[-1]}")
+    assert await tab.evaluate("$('send').textContent") == "Stop"
+    assert await tab.evaluate("$('log').getAttribute('aria-busy')") == "true"
     await (tab.click("#send") if how == "Stop" else tab.press("Escape"))
-    await answered(tab)
-    assert await texts(tab, ".note") == ["stopped"]
-    assert await tab.value("$('send').textContent") == "Send"
+    await wait_for_answers(tab)
+    assert await read_texts(tab, ".note") == ["stopped"]
+    assert await tab.evaluate("$('send').textContent") == "Send"
     async with asyncio.timeout(5):
-        while service.admission.active or engine.num_active:
+        while service.admission.num_active or engine.num_active:
             await asyncio.sleep(0.01)
     # What there is of it stays part of the conversation.
     engine.endless = False
-    await ask(tab, "go on")
-    await answered(tab, 2)
-    said = (await texts(tab, ".assistant .text"))[0]
+    await send_message(tab, "go on")
+    await wait_for_answers(tab, 2)
+    said = (await read_texts(tab, ".assistant .text"))[0]
     assert len(said) > lengths[-1]
     assert ("Hello" * 1000).startswith(said)
     assert tokenizer.rendered[-1][1]["content"] == said
@@ -119,16 +119,16 @@ async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer,
 async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
     service.model_format = ModelFormat(ChatFormat(REASONING_FORMATS["think"], None), vocabulary)
     engine.reply = [*b"<think>\nLet me see.\n</think>\n\nIt is 4."]
-    await ask(tab, "2 + 2?")
-    await answered(tab)
-    assert await tab.value("document.querySelector('details').open") is False
-    assert await tab.value("document.querySelector('details .text').checkVisibility()") is False
-    assert await texts(tab, "details .text") == ["Let me see."]
-    assert await texts(tab, ".assistant > .text") == ["It is 4."]
+    await send_message(tab, "2 + 2?")
+    await wait_for_answers(tab)
+    assert await tab.evaluate("document.querySelector('details').open") is False
+    assert await tab.evaluate("document.querySelector('details .text').checkVisibility()") is False
+    assert await read_texts(tab, "details .text") == ["Let me see."]
+    assert await read_texts(tab, ".assistant > .text") == ["It is 4."]
     await tab.click("summary")
-    await tab.until("document.querySelector('details .text').checkVisibility()")
-    await ask(tab, "sure?")
-    await answered(tab, 2)
+    await tab.wait_until("document.querySelector('details .text').checkVisibility()")
+    await send_message(tab, "sure?")
+    await wait_for_answers(tab, 2)
     assert tokenizer.rendered[-1][1]["reasoning"] == "Let me see."
 
 
@@ -140,16 +140,16 @@ async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabular
     written = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
     engine.reply = [*f"Let me look.\n{written}".encode()]
     await set_field(tab, "#further", json.dumps({"tools": [TOOL]}))
-    await ask(tab, "Where is it warmer?")
-    await answered(tab)
-    assert await texts(tab, ".call b") == ["weather", "weather"]
-    assert [json.loads(text) for text in await texts(tab, ".call pre")] == [{"city": "Paris"}, {"city": "Oslo"}]
+    await send_message(tab, "Where is it warmer?")
+    await wait_for_answers(tab)
+    assert await read_texts(tab, ".call b") == ["weather", "weather"]
+    assert [json.loads(text) for text in await read_texts(tab, ".call pre")] == [{"city": "Paris"}, {"city": "Oslo"}]
     engine.reply = [*b"In Paris."]
     for number, result in ((1, "18 degrees"), (2, "7 degrees")):
-        await tab.value(f"document.querySelectorAll('.call textarea')[{number - 1}].value = {result!r}")
-    await tab.value("[...document.querySelectorAll('.turn button')].at(-1).click()")
-    await answered(tab, 2)
-    assert (await texts(tab, ".assistant > .text"))[-1] == "In Paris."
+        await tab.evaluate(f"document.querySelectorAll('.call textarea')[{number - 1}].value = {result!r}")
+    await tab.evaluate("[...document.querySelectorAll('.turn button')].at(-1).click()")
+    await wait_for_answers(tab, 2)
+    assert (await read_texts(tab, ".assistant > .text"))[-1] == "In Paris."
     _, call, *results = tokenizer.rendered[-1]
     assert [made["function"]["arguments"] for made in call["tool_calls"]] == [{"city": "Paris"}, {"city": "Oslo"}]
     assert [result["content"] for result in results] == ["18 degrees", "7 degrees"]
@@ -158,36 +158,36 @@ async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabular
 
 async def test_hostile_text_is_not_parsed_as_html(tab, engine):
     engine.reply = [*HOSTILE.encode()]
-    await ask(tab, HOSTILE)
-    await answered(tab)
-    assert await texts(tab, ".text") == [HOSTILE, HOSTILE]
-    assert await tab.value("document.querySelectorAll('.turn img, .turn script, .turn b').length") == 0
-    assert await tab.value("document.title") == "nanovllm"
+    await send_message(tab, HOSTILE)
+    await wait_for_answers(tab)
+    assert await read_texts(tab, ".text") == [HOSTILE, HOSTILE]
+    assert await tab.evaluate("document.querySelectorAll('.turn img, .turn script, .turn b').length") == 0
+    assert await tab.evaluate("document.title") == "nanovllm"
 
 
 async def test_policy_blocks_injected_html(tab):
     """If the page's code ever parsed text as HTML, the browser would refuse it."""
     refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()"
-    assert await tab.value(refused) == "TypeError"
+    assert await tab.evaluate(refused) == "TypeError"
     tab.problems.clear()
 
 
 async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
     await set_field(tab, "#further", '{"temperature": 9}')
-    await ask(tab, "hi")
-    await tab.until("document.querySelector('.error')")
-    (shown,) = await texts(tab, ".error")
+    await send_message(tab, "hi")
+    await tab.wait_until("document.querySelector('.error')")
+    (shown,) = await read_texts(tab, ".error")
     assert "temperature must be a number from 0 to 2, not 9" in shown
     assert "400 · invalid_request_error · invalid_value · param: temperature" in shown
     # It can be put right and sent again.
-    assert await tab.value("$('input').value") == "hi"
+    assert await tab.evaluate("$('input').value") == "hi"
     await set_field(tab, "#further", "{")
     await tab.press("Enter")
-    await tab.until("document.querySelectorAll('.error').length === 2")
-    assert "Further fields are no JSON" in (await texts(tab, ".error"))[-1]
+    await tab.wait_until("document.querySelectorAll('.error').length === 2")
+    assert "Further fields are not valid JSON" in (await read_texts(tab, ".error"))[-1]
     await set_field(tab, "#further", "")
     await tab.press("Enter")
-    await answered(tab)
+    await wait_for_answers(tab)
     assert len(engine.requests) == 1
     # The browser's console has it too.
     assert tab.problems == ["Failed to load resource: the server responded with a status of 400 ()"]
@@ -196,69 +196,69 @@ async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
 
 async def test_a_failure_in_mid_stream_is_shown(tab, engine):
     engine.endless, engine.delay = True, 0.01
-    await ask(tab, "hi")
-    await tab.until("document.querySelector('.assistant .text')")
+    await send_message(tab, "hi")
+    await tab.wait_until("document.querySelector('.assistant .text')")
     engine.die("out of memory")
-    await tab.until("document.querySelector('.error')")
-    (shown,) = await texts(tab, ".error")
+    await tab.wait_until("document.querySelector('.error')")
+    (shown,) = await read_texts(tab, ".error")
     assert "out of memory" in shown
 
 
 async def test_wrong_key_is_reported_and_right_key_is_used(url, service):
     service.api_keys = ("secret",)
-    async with browser.page() as tab:
-        await tab.screen(1000, 850)
+    async with browser.open_tab() as tab:
+        await tab.set_screen(1000, 850)
         await tab.open(url)
         # It says that it needs one, and where.
-        await tab.until("document.activeElement === $('key') && !$('settings').hidden")
+        await tab.wait_until("document.activeElement === $('key') && !$('settings').hidden")
         await tab.type("wrong")
         await tab.press("Enter")
-        await tab.until("!$('key').validity.valid && $('key').validationMessage.includes('Incorrect API key')")
-        await tab.value("$('key').select()")
+        await tab.wait_until("!$('key').validity.valid && $('key').validationMessage.includes('Incorrect API key')")
+        await tab.evaluate("$('key').select()")
         await tab.type("secret")
         await tab.press("Enter")
-        await ask(tab, "hi")
-        await answered(tab)
-        assert await texts(tab, ".assistant .text") == ["Hello"]
+        await send_message(tab, "hi")
+        await wait_for_answers(tab)
+        assert await read_texts(tab, ".assistant .text") == ["Hello"]
         # It stays with the tab, and nowhere else.
-        assert await tab.value("JSON.stringify({...sessionStorage})") == '{"nanovllm-key":"secret"}'
-        assert await tab.value("localStorage.length + document.cookie.length") == 0
+        assert await tab.evaluate("JSON.stringify({...sessionStorage})") == '{"nanovllm-key":"secret"}'
+        assert await tab.evaluate("localStorage.length + document.cookie.length") == 0
         await tab.open(url)
-        await tab.until("$('model').value")
+        await tab.wait_until("$('model').value")
         assert all("401" in problem for problem in tab.problems)
 
 
-async def test_figures_are_the_engines(tab, engine):
-    await tab.until("!$('figures').classList.contains('stale')")
+async def test_shown_statistics_are_those_of_the_engine(tab, engine):
+    await tab.wait_until("!$('figures').classList.contains('stale')")
     engine.stats = EngineStats(
         num_requests_running=3, num_requests_waiting=2, num_blocks=10, num_free_blocks=4, generation_tokens=5000
     )
-    await tab.until("$('running').textContent === '3' && $('waiting').textContent === '2'")
-    assert await tab.value("$('cache').textContent") == "60.0%"
-    assert float(await tab.value("$('rate').textContent")) > 100
-    await ask(tab, "hi")
-    await answered(tab)
-    await tab.until("/^\\d+ ms$/.test($('ttft').textContent)")
+    await tab.wait_until("$('running').textContent === '3' && $('waiting').textContent === '2'")
+    assert await tab.evaluate("$('cache').textContent") == "60.0%"
+    assert float(await tab.evaluate("$('rate').textContent")) > 100
+    await send_message(tab, "hi")
+    await wait_for_answers(tab)
+    await tab.wait_until("/^\\d+ ms$/.test($('ttft').textContent)")
 
 
 async def test_both_colour_schemes_and_small_screens(tab):
     """Text contrasts with its background, and nothing overflows the screen."""
-    await ask(tab, "hi")
-    await answered(tab)
+    await send_message(tab, "hi")
+    await wait_for_answers(tab)
     for dark in (False, True):
-        await tab.screen(1300, 850, dark=dark)
-        ink, paper = await tab.value(
+        await tab.set_screen(1300, 850, dark=dark)
+        ink, paper = await tab.evaluate(
             "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
         )
         assert (brightness(paper) < brightness(ink)) is dark
         assert contrast(ink, paper) > 7
-        quiet = await tab.value("getComputedStyle(document.querySelector('.note')).color")
+        quiet = await tab.evaluate("getComputedStyle(document.querySelector('.note')).color")
         assert contrast(quiet, paper) > 4.5
-    await tab.screen(380, 700)
-    assert await tab.value("document.documentElement.scrollWidth") <= 380
+    await tab.set_screen(380, 700)
+    assert await tab.evaluate("document.documentElement.scrollWidth") <= 380
     await tab.click("#toggle")
-    await tab.until("$('settings').hidden !== ($('toggle').getAttribute('aria-expanded') === 'true')")
-    assert await tab.value("document.documentElement.scrollWidth") <= 380
+    await tab.wait_until("$('settings').hidden !== ($('toggle').getAttribute('aria-expanded') === 'true')")
+    assert await tab.evaluate("document.documentElement.scrollWidth") <= 380
 
 
 def brightness(colour):

@@ -18,48 +18,48 @@ from nanovllm_server.settings import SettingsError, read_template
 BODY = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def raw(body: bytes | None = None, *headers: bytes, **fields) -> bytes:
+def request_bytes(body: bytes | None = None, *headers: bytes, **fields) -> bytes:
     body = json.dumps({**BODY, **fields}).encode() if body is None else body
     lines = [b"POST /v1/chat/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json", *headers]
     return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
 
 
-def settings(*arguments):
+def parse_settings(*arguments):
     return cli.settings(cli.parser().parse_args(arguments))
 
 
 def test_keys_come_from_flags_a_file_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv(cli.KEY_VARIABLE, "of-the-environment")
-    assert settings().api_keys == ("of-the-environment",)
+    assert parse_settings().api_keys == ("of-the-environment",)
     file = tmp_path / "keys"
     file.write_text("# for the team\nfirst\n\n  second  \n")
-    assert settings("--api-key", "a", "--api-key", "b").api_keys == ("a", "b")
-    assert settings("--api-key", "a", "--api-key-file", str(file)).api_keys == ("a", "first", "second")
+    assert parse_settings("--api-key", "a", "--api-key", "b").api_keys == ("a", "b")
+    assert parse_settings("--api-key", "a", "--api-key-file", str(file)).api_keys == ("a", "first", "second")
     monkeypatch.delenv(cli.KEY_VARIABLE)
-    assert settings().api_keys == ()
+    assert parse_settings().api_keys == ()
 
 
 @pytest.mark.parametrize("key", ["", "  ", " sesame", "sésame", "ses\tame"])
 def test_key_that_a_header_cannot_hold_is_refused_and_not_shown(key):
     with pytest.raises(SettingsError) as refused:
-        settings("--api-key", key)
+        parse_settings("--api-key", key)
     assert not key.strip() or key not in str(refused.value)
 
 
 def test_key_file_without_a_key_is_refused(tmp_path):
     file = tmp_path / "keys"
     with pytest.raises(SettingsError, match="can't read"):
-        settings("--api-key-file", str(file))
+        parse_settings("--api-key-file", str(file))
     file.write_text("# none\n\n")
     with pytest.raises(SettingsError, match="no API key"):
-        settings("--api-key-file", str(file))
+        parse_settings("--api-key-file", str(file))
 
 
 @pytest.mark.parametrize("flag", ["--request-timeout", "--drain-timeout"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
 def test_invalid_timeouts_are_refused(flag, value, capsys):
     with pytest.raises(SystemExit):
-        settings(flag, value)
+        parse_settings(flag, value)
     assert flag in capsys.readouterr().err
 
 
@@ -91,8 +91,8 @@ async def test_timeout_before_the_first_token_is_a_504(post, engine, service, st
     error = (await response.get_json())["error"]
     assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
     assert "0.1 s" in error["message"]
-    assert engine.aborted == [engine.requests[0].key]
-    assert service.admission.active == 0
+    assert engine.aborted == [engine.keys[0]]
+    assert service.admission.num_active == 0
     assert service.running == set()
 
 
@@ -104,14 +104,14 @@ async def test_timeout_in_mid_stream_is_an_error_event(post, engine, service):
     assert error.startswith("event: error\ndata: ")
     assert json.loads(error.split("data: ")[1])["error"]["code"] == "deadline_exceeded"
     assert done == "data: [DONE]"
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
     assert engine.num_active == 0
 
 
 async def test_timeout_of_a_complete_answer_is_a_504(post, engine, service):
     engine.delay, engine.endless = 0.01, True
     assert (await post(timeout=0.2)).status_code == 504
-    assert service.metrics.finished["abort"] == 1
+    assert service.metrics.finish_reasons["abort"] == 1
 
 
 async def test_unexpired_timeout_changes_nothing(post):
@@ -120,7 +120,7 @@ async def test_unexpired_timeout_changes_nothing(post):
 
 async def test_client_that_does_not_read_is_dropped(app, service, engine, serve_at):
     engine.endless, engine.burst, engine.delay = True, 40, 0.001
-    async with serve_at(app, stalled_s=0.3) as url:
+    async with serve_at(app, write_timeout_s=0.3) as url:
         parts = urlsplit(url)
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -128,13 +128,13 @@ async def test_client_that_does_not_read_is_dropped(app, service, engine, serve_
         await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
         service.engine.info = SimpleNamespace(**{**info_fields(engine.info), "max_model_len": 10**9})
         await asyncio.get_running_loop().sock_sendall(
-            sock, raw(stream=True, logprobs=True, top_logprobs=20, max_tokens=10**8)
+            sock, request_bytes(stream=True, logprobs=True, top_logprobs=20, max_tokens=10**8)
         )
         await until(lambda: engine.requests)
-        await until(lambda: service.admission.active == 0)
+        await until(lambda: service.admission.num_active == 0)
         assert engine.num_active == 0
-        assert engine.aborted == [engine.requests[0].key]
-        assert service.metrics.http["/v1/chat/completions", 499] == 1
+        assert engine.aborted == [engine.keys[0]]
+        assert service.metrics.http_exchanges["/v1/chat/completions", 499] == 1
         sock.setblocking(True)
         sock.settimeout(5)
 
@@ -178,7 +178,7 @@ async def test_idle_connection_is_closed_after_the_keep_alive(app, serve_at):
     async with serve_at(app, keep_alive_s=0.5) as url:
         reader, writer = await connect(url)
         for _ in range(3):
-            writer.write(raw())
+            writer.write(request_bytes())
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200")
             await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
@@ -192,7 +192,7 @@ async def test_a_stream_outlasts_the_keep_alive(app, engine, serve_at):
     engine.delay, engine.reply = 0.05, [*b"twelve token"]
     async with serve_at(app, keep_alive_s=0.2) as url:
         reader, writer = await connect(url)
-        writer.write(raw(stream=True))
+        writer.write(request_bytes(stream=True))
         async with asyncio.timeout(5):
             assert (await reader.readuntil(b"[DONE]")).count(b'"content":') == 12 + 1
         writer.close()
@@ -200,16 +200,16 @@ async def test_a_stream_outlasts_the_keep_alive(app, engine, serve_at):
 
 async def test_unfinished_body_is_a_408(app, service, serve_at, monkeypatch):
     app.config["BODY_TIMEOUT"] = 0.2
-    monkeypatch.setattr("nanovllm_server.observability.exchange.LINGER_S", 0.2)
+    monkeypatch.setattr("nanovllm_server.observability.http_exchange.LINGER_S", 0.2)
     async with serve_at(app) as url:
         reader, writer = await connect(url)
-        writer.write(raw()[:-10])
+        writer.write(request_bytes()[:-10])
         async with asyncio.timeout(3):
             data = await reader.read()
         assert data.startswith(b"HTTP/1.1 408")
         assert b'"error"' in data
         writer.close()
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0
 
 
 @pytest.mark.parametrize(("length", "alone"), [(40, True), (5, False)])
@@ -237,10 +237,10 @@ async def test_choices_start_at_once_without_a_prefix_cache(post, engine):
 async def test_disconnect_before_other_choices_start_frees_everything(url, engine, service, when):
     engine.delay, engine.endless = (30.0 if when == "before" else 0.02), True
     _, writer = await connect(url)
-    writer.write(raw(stream=True, n=4, messages=[{"role": "user", "content": "x" * 40}]))
+    writer.write(request_bytes(stream=True, n=4, messages=[{"role": "user", "content": "x" * 40}]))
     await until(lambda: len(engine.requests) == (1 if when == "before" else 4))
     writer.close()
-    await until(lambda: service.admission.active == 0, seconds=1)
+    await until(lambda: service.admission.num_active == 0, seconds=1)
     assert engine.num_active == 0
     assert len(engine.aborted) == len(engine.requests)
 
@@ -279,7 +279,7 @@ async def test_http_2_upgrades_are_ignored(app, serve_at, sent):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives up on what nobody takes")
 async def test_kernel_drops_a_client_that_acknowledges_nothing(monkeypatch):
-    monkeypatch.setattr("nanovllm_server.processes.server.STALLED_S", 1)
+    monkeypatch.setattr("nanovllm_server.processes.server.ACKNOWLEDGE_TIMEOUT_S", 1)
     (listener,) = bind("127.0.0.1", 0, 1)
     listener.listen()
     loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ import pytest
 from loopback import connect, until
 
 from nanovllm_server.chat import generation as generation_module
-from nanovllm_server.observability.exchange import Exchange
+from nanovllm_server.observability.http_exchange import HttpExchange
 from nanovllm_server.protocol.request import parse_chat_request
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -77,7 +77,7 @@ async def test_client_lists_models(sdk):
     assert [model.id async for model in sdk.models.list()] == ["scripted", "alias"]
 
 
-async def test_client_hears_of_a_failure_in_mid_stream(sdk, engine):
+async def test_client_raises_a_failure_in_mid_stream(sdk, engine):
     engine.delay, engine.endless = 0.01, True
     stream = await sdk.chat.completions.create(model="scripted", messages=MESSAGES, stream=True)
 
@@ -100,42 +100,42 @@ async def test_disconnect_aborts_at_once(url, engine, service, stream, n):
     if stream:
         await reader.readuntil(b"content")
     writer.close()
-    await until(lambda: service.admission.active == 0, seconds=1)
-    assert sorted(engine.aborted) == sorted(request.key for request in engine.requests)
+    await until(lambda: service.admission.num_active == 0, seconds=1)
+    assert sorted(engine.aborted) == sorted(engine.keys)
     assert engine.num_active == 0
-    assert service.metrics.http["/v1/chat/completions", 499] == 1
-    assert service.metrics.finished["abort"] == n
+    assert service.metrics.http_exchanges["/v1/chat/completions", 499] == 1
+    assert service.metrics.finish_reasons["abort"] == n
     assert service.running == set()
 
 
-async def test_disconnect_before_the_first_token(url, engine, service):
+async def test_disconnect_before_the_first_token_aborts_the_request(url, engine, service):
     engine.delay, engine.endless = 60, True
     _, writer = await connect(url)
     writer.write(request_bytes(stream=True))
     await until(lambda: engine.requests)
     writer.close()
     await until(lambda: engine.aborted, seconds=1)
-    await until(lambda: service.admission.active == 0, seconds=1)
+    await until(lambda: service.admission.num_active == 0, seconds=1)
 
 
-async def test_reset_in_the_middle_of_a_body(url, service, sdk):
+async def test_connection_reset_within_a_body_leaves_the_server_working(url, service, sdk):
     _, writer = await connect(url)
     writer.write(request_bytes()[:-20])
     await asyncio.sleep(0.05)
     writer.transport.abort()
-    await until(lambda: service.metrics.http["/v1/chat/completions", 499] == 1)
+    await until(lambda: service.metrics.http_exchanges["/v1/chat/completions", 499] == 1)
     assert (await sdk.chat.completions.create(model="scripted", messages=MESSAGES)).choices
 
 
-async def test_slow_reader_gets_more_at_a_time(engine, service):
+async def test_slow_reader_gets_larger_chunks(engine, service):
     engine.reply, engine.delay = [*b"x" * 100], 0.001
-    exchange = Exchange(None, "/")
+    exchange = HttpExchange(None, "/")
     chat = parse_chat_request(
         json.dumps({"model": "scripted", "messages": MESSAGES}).encode(), service.limits, service.defaults
     )
-    generation = await service.begin(chat, exchange)
+    generation = await service.start_generation(chat, exchange)
     texts = []
-    async with aclosing(generation.deltas()) as batches:
+    async with aclosing(generation.stream_deltas()) as batches:
         async for (delta,) in batches:
             texts.append(delta.text)
             await asyncio.sleep(0.03)
@@ -143,12 +143,12 @@ async def test_slow_reader_gets_more_at_a_time(engine, service):
     assert len(texts) < 30
 
 
-async def test_slow_reader_gets_missed_tokens_in_one_event(url, engine, service):
+async def test_slow_reader_gets_waiting_tokens_in_one_event(url, engine, service):
     engine.reply = [*"Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. ".encode() * 7]
     fields = {"logprobs": True, "top_logprobs": 5}
     chat = parse_chat_request(request_bytes(**fields).split(b"\r\n\r\n")[1], service.limits, service.defaults)
-    generation = await service.begin(chat, Exchange(None, "/"))
-    async with aclosing(generation.deltas()) as batches:
+    generation = await service.start_generation(chat, HttpExchange(None, "/"))
+    async with aclosing(generation.stream_deltas()) as batches:
         whole = [delta async for (delta,) in batches]
     num_tokens = generation.usage.completion_tokens
     assert num_tokens == len(engine.reply) + 1
@@ -177,7 +177,7 @@ async def test_slow_reader_gets_missed_tokens_in_one_event(url, engine, service)
 
 
 async def test_idle_stream_is_kept_alive(url, engine, monkeypatch):
-    monkeypatch.setattr(generation_module.Generation.deltas, "__defaults__", (0.02,))
+    monkeypatch.setattr(generation_module.Generation.stream_deltas, "__defaults__", (0.02,))
     engine.delay = 0.15
     engine.reply = [*b"x"]
     reader, writer = await connect(url)
@@ -188,7 +188,7 @@ async def test_idle_stream_is_kept_alive(url, engine, monkeypatch):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_enormous_body_is_refused_and_not_kept(url, sdk, service, chunked):
+async def test_enormous_body_is_refused_without_buffering_it(url, sdk, service, chunked):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reader, writer = await connect(url)
     length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (100 << 20)
@@ -227,4 +227,4 @@ async def test_many_simultaneous_requests_are_answered(sdk, service):
         *(sdk.chat.completions.create(model="scripted", messages=MESSAGES) for _ in range(50))
     )
     assert {answer.choices[0].message.content for answer in answers} == {"Hello"}
-    assert service.admission.active == 0
+    assert service.admission.num_active == 0

@@ -62,7 +62,7 @@ def test_every_log_line_has_the_request_id(log_format):
         assert done.stderr.count("the-one") == 3
 
 
-async def test_request_is_one_log_line(post, recorder):
+async def test_each_request_is_one_log_line(post, recorder):
     await (await post(n=2, max_tokens=3, request_id="mine")).get_data()
     (line,) = recorder.lines
     assert 0 <= line["queue_seconds"] <= line["ttft_seconds"] <= line["seconds"] + 0.001

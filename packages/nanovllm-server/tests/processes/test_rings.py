@@ -23,7 +23,7 @@ def ring_and_reader(capacity=CAPACITY):
 
 
 @given(st.lists(st.binary(max_size=300) | st.none(), max_size=60))
-def test_a_reader_gets_the_newest_messages_that_fit_each_once(actions):
+def test_a_slow_reader_gets_the_newest_messages_once(actions):
     """None: the reader reads."""
     ring, reader = ring_and_reader()
     unread: list[bytes] = []
@@ -53,7 +53,7 @@ def test_a_message_may_fill_the_ring_but_not_exceed_it():
 
 
 @pytest.mark.parametrize("place", range(20))
-def test_a_damaged_message_is_left_out(place):
+def test_a_damaged_message_is_ignored(place):
     """Eight bytes from `place` on: a length, a checksum, or bytes of the text."""
     ring, reader = ring_and_reader()
     ring.write(b"first" * 4)
@@ -75,7 +75,7 @@ def test_damaged_positions_give_no_message_and_raise_nothing(positions):
     assert reader.read() == []
 
 
-def test_a_writer_goes_on_after_its_own_ring_was_damaged():
+def test_a_writer_continues_after_its_ring_was_damaged():
     ring, reader = ring_and_reader()
     ring.write(b"first")
     ring._data[:8] = b"\xff" * 8
@@ -84,7 +84,7 @@ def test_a_writer_goes_on_after_its_own_ring_was_damaged():
     assert reader.read()[-1] == payload_of(99)[:200]
 
 
-def test_messages_of_a_busy_writer_in_another_process_come_whole_and_in_order():
+def test_messages_of_another_process_arrive_complete_and_in_order():
     memory = RingMemory(2, 1 << 14)
     reader = RingReader(memory.rings()[1])
     writer = SPAWN.Process(target=write_until_killed, args=(memory, 1), daemon=True)
@@ -109,7 +109,7 @@ def test_messages_of_a_busy_writer_in_another_process_come_whole_and_in_order():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_the_memory_has_no_name_and_is_given_back():
+def test_ring_memory_has_no_name_and_is_freed():
     memory = RingMemory(2, CAPACITY)
     descriptor = memory._descriptor
     assert str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith("(deleted)")

@@ -5,18 +5,18 @@ import copy
 import jsonschema_rs
 import pytest
 
-from nanovllm_server.protocol.description import describe
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.field_reader import FieldReader
-from nanovllm_server.protocol.openapi import DESCRIPTIONS, EXAMPLES
+from nanovllm_server.protocol.openapi import EXAMPLES, FIELD_DESCRIPTIONS
 from nanovllm_server.protocol.request import Limits, SamplingDefaults, read_chat_request
+from nanovllm_server.protocol.schema_recording import record_schema
 
 LIMITS, DEFAULTS = Limits(max_model_len=512, vocab_size=320, max_sequences=8), SamplingDefaults()
 METHODS = {"get", "post"}
 
 
 @pytest.fixture
-async def document(client):
+async def openapi_document(client):
     response = await client.get("/openapi.json")
     assert response.status_code == 200
     assert response.headers["Content-Type"] == "application/json"
@@ -24,27 +24,27 @@ async def document(client):
 
 
 @pytest.fixture
-def properties(document):
-    return document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+def properties(openapi_document):
+    return openapi_document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
 
 
-def validator(document, name):
+def validator(openapi_document, name):
     return jsonschema_rs.Draft202012Validator(
-        {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        {"$ref": f"#/components/schemas/{name}", "components": openapi_document["components"]}
     )
 
 
-def test_document_has_exactly_the_routes_of_the_app(document, app):
+def test_document_has_exactly_the_routes_of_the_app(openapi_document, app):
     routes = {(rule.rule, method.lower()) for rule in app.url_map.iter_rules() for method in rule.methods}
-    described = {(path, method) for path, item in document["paths"].items() for method in item}
+    described = {(path, method) for path, item in openapi_document["paths"].items() for method in item}
     assert described == {(path, method) for path, method in routes if method in METHODS}
 
 
-def test_every_reference_resolves(document):
+def test_every_reference_resolves(openapi_document):
     def follow(value):
         match value:
             case {"$ref": reference}:
-                here = document
+                here = openapi_document
                 for step in reference.removeprefix("#/").split("/"):
                     here = here[step]
             case dict():
@@ -54,17 +54,17 @@ def test_every_reference_resolves(document):
                 for inner in value:
                     follow(inner)
 
-    follow(document)
-    for name in document["components"]["schemas"]:
-        validator(document, name)
+    follow(openapi_document)
+    for name in openapi_document["components"]["schemas"]:
+        validator(openapi_document, name)
 
 
-async def test_document_requires_a_key_where_the_server_does(service, document):
+async def test_document_requires_a_key_where_the_server_does(service, openapi_document):
     from nanovllm_server.http.app import create_app
 
     chat = ("paths", "/v1/chat/completions", "post")
-    assert "security" not in document[chat[0]][chat[1]][chat[2]]
-    assert "securitySchemes" not in document["components"]
+    assert "security" not in openapi_document[chat[0]][chat[1]][chat[2]]
+    assert "securitySchemes" not in openapi_document["components"]
     service.api_keys = ("secret",)
     response = await create_app(service).test_client().get("/openapi.json")
     assert response.status_code == 200
@@ -98,13 +98,13 @@ def test_unsupported_fields_are_not_documented(properties):
 
 
 def test_every_description_belongs_to_a_field(properties):
-    assert set(DESCRIPTIONS) <= set(properties)
-    for name, text in DESCRIPTIONS.items():
+    assert set(FIELD_DESCRIPTIONS) <= set(properties)
+    for name, text in FIELD_DESCRIPTIONS.items():
         assert properties[name]["description"] == text
 
 
-def test_required_fields_are_documented(document):
-    request = document["components"]["schemas"]["ChatCompletionRequest"]
+def test_required_fields_are_documented(openapi_document):
+    request = openapi_document["components"]["schemas"]["ChatCompletionRequest"]
     assert request["required"] == ["model", "messages"]
     message = request["properties"]["messages"]["items"]
     # An assistant that calls tools needs no content.
@@ -126,14 +126,15 @@ def leaves(value, steps=()):
             yield steps
 
 
-CHANGES = [(name, steps) for name, example in EXAMPLES.items() for steps in leaves(example)]
+REQUESTS = {name: {"model": "MODEL", **example} for name, example in EXAMPLES.items()}
+CHANGES = [(name, steps) for name, example in REQUESTS.items() for steps in leaves(example)]
 
 
 @pytest.mark.parametrize(("name", "steps"), CHANGES, ids=str)
 @pytest.mark.parametrize("value", [None, 7, True, "?", [], {}], ids=repr)
-def test_schema_and_reader_refuse_the_same_values(document, name, steps, value):
+def test_schema_and_reader_refuse_the_same_values(openapi_document, name, steps, value):
     """Neither accepts a value that the other refuses."""
-    example = copy.deepcopy(EXAMPLES[name])
+    example = copy.deepcopy(REQUESTS[name])
     here = example
     for step in steps[:-1]:
         here = here[step]
@@ -142,19 +143,19 @@ def test_schema_and_reader_refuse_the_same_values(document, name, steps, value):
         read_chat_request(FieldReader(example), LIMITS, DEFAULTS)
     except ApiError:
         return
-    validator(document, "ChatCompletionRequest").validate(example)
+    validator(openapi_document, "ChatCompletionRequest").validate(example)
 
 
-def test_examples_are_valid_requests(document):
-    content = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+def test_examples_are_valid_requests(openapi_document):
+    content = openapi_document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     for example in content["examples"].values():
         assert example["value"]["model"] == "scripted"
-        validator(document, "ChatCompletionRequest").validate(example["value"])
+        validator(openapi_document, "ChatCompletionRequest").validate(example["value"])
 
 
 def test_invalid_example_is_an_error():
     with pytest.raises(ApiError):
-        describe(lambda body: read_chat_request(body, LIMITS, DEFAULTS), [{"model": "m", "messages": []}])
+        record_schema(lambda body: read_chat_request(body, LIMITS, DEFAULTS), [{"model": "m", "messages": []}])
 
 
 def test_field_with_two_readers_accepts_either_type():
@@ -164,7 +165,7 @@ def test_field_with_two_readers_accepts_either_type():
         else:
             body.one_of("choice", ("auto", "none"))
 
-    schema = describe(read, [{"choice": "auto"}, {"choice": {"name": "f"}}])
+    schema = record_schema(read, [{"choice": "auto"}, {"choice": {"name": "f"}}])
     assert schema["properties"]["choice"] == {
         "anyOf": [
             {"type": "string", "enum": ["auto", "none"]},
@@ -182,7 +183,7 @@ def test_unchecked_reads_do_not_widen_a_schema():
         inner = body.child("b")
         return None if inner is None else inner.boolean("c")
 
-    schema = describe(read, [{}, {"b": {"c": True}}])
+    schema = record_schema(read, [{}, {"b": {"c": True}}])
     assert schema == {
         "type": "object",
         "properties": {

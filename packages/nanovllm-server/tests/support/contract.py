@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import jsonschema_rs
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from nanovllm_server.protocol.openapi import document
+from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import Limits, SamplingDefaults
 
 Text = Annotated[str, Field(min_length=1)]
@@ -60,7 +60,7 @@ class Message(Strict):
     content: str | None
     refusal: str | None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] = None
-    # Ours.
+    # Not in OpenAI's API.
     reasoning: Text = None
     reasoning_content: Text = None
 
@@ -70,7 +70,7 @@ class Choice(Strict):
     message: Message
     logprobs: Logprobs | None
     finish_reason: FinishReason
-    # Ours.
+    # Not in OpenAI's API.
     stop_reason: str | int | None
     token_ids: list[Count] = None
 
@@ -104,7 +104,7 @@ class ChatCompletion(Strict):
     choices: Annotated[list[Choice], Field(min_length=1)]
     usage: Usage
     service_tier: str | None = None
-    # Ours.
+    # Not in OpenAI's API.
     prompt_token_ids: list[Count] = None
     prompt_logprobs: list[dict[Annotated[str, Field(pattern=r"^\d+$")], PromptLogprob] | None] = None
 
@@ -126,7 +126,7 @@ class Delta(Strict):
     content: str | None = None
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCallDelta], Field(min_length=1)] = None
-    # Ours.
+    # Not in OpenAI's API.
     reasoning: Text = None
     reasoning_content: Text = None
 
@@ -136,7 +136,7 @@ class ChunkChoice(Strict):
     delta: Delta
     logprobs: Logprobs | None
     finish_reason: FinishReason | None
-    # Ours.
+    # Not in OpenAI's API.
     stop_reason: str | int | None = None
     token_ids: list[Count] = None
 
@@ -150,7 +150,7 @@ class Chunk(Strict):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     service_tier: str | None = None
-    # Ours.
+    # Not in OpenAI's API.
     prompt_token_ids: list[Count] = None
 
 
@@ -170,7 +170,7 @@ class Model(Strict):
     object: Literal["model"]
     created: int
     owned_by: Text
-    # Ours.
+    # Not in OpenAI's API.
     root: Text
     max_model_len: Annotated[int, Field(ge=1)]
 
@@ -186,8 +186,8 @@ class Health(Strict):
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """An answer. complete: it was received to its end."""
+class ObservedResponse:
+    """A response that a test received. complete: the response was received to its end."""
 
     method: str
     path: str
@@ -197,7 +197,7 @@ class Exchange:
     complete: bool
 
 
-SERVED = document(("any",), Limits(1024, 1024, 8), SamplingDefaults(), needs_key=False)
+OPENAPI_DOCUMENT = openapi_document(("any",), Limits(1024, 1024, 8), SamplingDefaults(), needs_key=False)
 MODELS: dict[str, type[BaseModel]] = {
     "ChatCompletion": ChatCompletion,
     "ChatCompletionChunk": Chunk,
@@ -208,11 +208,11 @@ MODELS: dict[str, type[BaseModel]] = {
 ADAPTERS = {name: TypeAdapter(model) for name, model in MODELS.items()}
 VALIDATORS = {
     name: jsonschema_rs.Draft202012Validator(
-        {"$ref": f"#/components/schemas/{name}", "components": SERVED["components"]}
+        {"$ref": f"#/components/schemas/{name}", "components": OPENAPI_DOCUMENT["components"]}
     )
     for name in MODELS
 }
-WHOLE = {"/v1/chat/completions": "ChatCompletion", "/v1/models": "ModelList", "/health": "Health"}
+SCHEMA_BY_PATH = {"/v1/chat/completions": "ChatCompletion", "/v1/models": "ModelList", "/health": "Health"}
 
 
 def check_body(name: str, data: bytes | str) -> Any:
@@ -223,18 +223,18 @@ def check_body(name: str, data: bytes | str) -> Any:
     return body
 
 
-def check(exchange: Exchange) -> None:
+def check_response(exchange: ObservedResponse) -> None:
     """Checks a response against the contract. Raises ValueError or AssertionError if it violates the contract."""
-    streamed = exchange.content_type.startswith("text/event-stream")
-    if exchange.method == "HEAD" or not (exchange.complete or streamed):
+    is_stream = exchange.content_type.startswith("text/event-stream")
+    if exchange.method == "HEAD" or not (exchange.complete or is_stream):
         return
     if exchange.status >= 400:
         check_body("Health" if exchange.path == "/health" and exchange.status == 503 else "Error", exchange.body)
         assert exchange.content_type == "application/json"
-    elif streamed:
+    elif is_stream:
         check_stream(exchange.body, complete=exchange.complete)
-    elif exchange.path in WHOLE:
-        body = check_body(WHOLE[exchange.path], exchange.body)
+    elif exchange.path in SCHEMA_BY_PATH:
+        body = check_body(SCHEMA_BY_PATH[exchange.path], exchange.body)
         assert exchange.content_type == "application/json"
         if exchange.path == "/v1/chat/completions":
             assert [choice["index"] for choice in body["choices"]] == [*range(len(body["choices"]))]
@@ -246,9 +246,9 @@ def check(exchange: Exchange) -> None:
 def check_stream(data: bytes, *, complete: bool) -> None:
     """Checks a stream of events, or the received part of one, against the contract."""
     blocks = data.decode(errors="strict" if complete else "ignore").split("\n\n")
-    rest = blocks.pop()
-    assert not (complete and rest), rest
-    envelopes, spoken, ended = set(), set(), set()
+    remainder = blocks.pop()
+    assert not (complete and remainder), remainder
+    envelopes, started, ended = set(), set(), set()
     for number, block in enumerate(blocks):
         if block.startswith(":"):
             continue
@@ -261,14 +261,28 @@ def check_stream(data: bytes, *, complete: bool) -> None:
             assert block.startswith("data: ")
             chunk = check_body("ChatCompletionChunk", block.removeprefix("data: "))
             envelopes.add((chunk["id"], chunk["created"], chunk["model"], chunk["system_fingerprint"]))
-            # The one with the usage has no choices; every other has one.
+            # The chunk with the usage has no choices; every other chunk has one choice.
             assert len(chunk["choices"]) == (0 if chunk.get("usage") else 1)
             for choice in chunk["choices"]:
                 index, delta = choice["index"], choice["delta"]
                 assert index not in ended
-                assert ("role" in delta) == (index not in spoken)
+                assert ("role" in delta) == (index not in started)
                 assert delta.get("reasoning") == delta.get("reasoning_content")
-                spoken.add(index)
+                started.add(index)
                 if choice["finish_reason"] is not None:
                     ended.add(index)
     assert len(envelopes) <= 1
+
+
+async def check_refusal(response: Any, status: int, param: str | None = None) -> dict[str, Any]:
+    """The error in `response`. Raises AssertionError if it is not a complete error with this status and param."""
+    assert response.status_code == status
+    assert response.headers["Content-Type"] == "application/json"
+    error = (await response.get_json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["message"]
+    assert len(error["message"]) < 400
+    assert isinstance(error["type"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error

@@ -19,7 +19,7 @@ from nanovllm_models import Tokenizer, default_model_path, load_tokenizer
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.processes.encoding_exchange import RingEncodingExchange, allocate_rings
 from nanovllm_server.processes.rings import RingMemory
-from nanovllm_server.processes.worker_main import NUM_ENCODING_THREADS, give_memory_back
+from nanovllm_server.processes.worker_main import NUM_ENCODING_THREADS, return_freed_memory
 from nanovllm_server.protocol.messages import Message
 
 NUM_MESSAGES = 80
@@ -47,7 +47,7 @@ class TimedExchange(RingEncodingExchange):
         return received
 
 
-def conversation(run: int) -> list[Message]:
+def make_conversation(run: int) -> list[Message]:
     rng = random.Random(run)
     text = [f"{index} " + " ".join(rng.choices(WORDS, k=WORDS_PER_MESSAGE)) for index in range(NUM_MESSAGES)]
     return [
@@ -55,7 +55,7 @@ def conversation(run: int) -> list[Message]:
     ]
 
 
-async def latest_wake(stop: asyncio.Event) -> float:
+async def measure_latest_wake(stop: asyncio.Event) -> float:
     latest = 0.0
     while not stop.is_set():
         begin = time.perf_counter()
@@ -64,12 +64,12 @@ async def latest_wake(stop: asyncio.Event) -> float:
     return latest
 
 
-async def serve(tokenizer: Tokenizer, orders: Connection) -> None:
+async def serve_orders(tokenizer: Tokenizer, orders: Connection) -> None:
     renderer = Renderer(tokenizer)
     loop = asyncio.get_running_loop()
     while (messages := await loop.run_in_executor(None, orders.recv)) is not None:
         stop = asyncio.Event()
-        waking = asyncio.create_task(latest_wake(stop))
+        waking = asyncio.create_task(measure_latest_wake(stop))
         await asyncio.sleep(0.02)
         begin = time.perf_counter()
         prompt = await renderer.render(messages)
@@ -79,8 +79,8 @@ async def serve(tokenizer: Tokenizer, orders: Connection) -> None:
     renderer.close()
 
 
-def work(memory: RingMemory | None, index: int, orders: Connection) -> None:
-    give_memory_back()
+def run_worker(memory: RingMemory | None, index: int, orders: Connection) -> None:
+    return_freed_memory()
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
     import uvloop
 
@@ -90,32 +90,32 @@ def work(memory: RingMemory | None, index: int, orders: Connection) -> None:
         exchange = TimedExchange(memory, index, tokenizer.vocab_size)
         tokenizer.share_encodings(exchange)
     orders.send("ready")
-    uvloop.run(serve(tokenizer, orders))
+    uvloop.run(serve_orders(tokenizer, orders))
     orders.send(None if exchange is None else exchange.times)
 
 
-def measure(runs: int, *, shared: bool) -> None:
+def measure_turns(runs: int, *, shared: bool) -> None:
     context = multiprocessing.get_context("spawn")
     memory = allocate_rings(2) if shared else None
     pipes, processes = [], []
     for index in range(2):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=work, args=(memory, index, theirs), daemon=True))
+        processes.append(context.Process(target=run_worker, args=(memory, index, theirs), daemon=True))
         processes[-1].start()
         pipes.append(ours)
     for pipe in pipes:
         pipe.recv()
 
-    def ask(worker: int, messages: list[Message]) -> tuple[float, float, object]:
+    def request_prompt(worker: int, messages: list[Message]) -> tuple[float, float, object]:
         pipes[worker].send(messages)
         return pipes[worker].recv()
 
     rows = []
     for run in range(runs + 2):
-        messages = conversation(run)
-        first = ask(0, messages)
+        messages = make_conversation(run)
+        first = request_prompt(0, messages)
         turn = [*messages, Message(role="user", content=f"What about {run}? " * 40)]
-        rows.append((first, ask(1, turn), ask(1, turn)))
+        rows.append((first, request_prompt(1, turn), request_prompt(1, turn)))
         assert rows[-1][1][2].tolist() == rows[-1][2][2].tolist()
     # The first two runs start threads.
     rows = rows[2:]
@@ -140,4 +140,4 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=10)
     arguments = parser.parse_args()
     for shared in (False, True):
-        measure(arguments.runs, shared=shared)
+        measure_turns(arguments.runs, shared=shared)

@@ -11,27 +11,29 @@ from pathlib import Path
 import browser
 
 QUESTIONS = ("What is the capital of France?", "Tell me about its most famous sights.")
-FIELDS = {"[name=temperature]": "0", "[name=max_tokens]": "300", "#system": "You are a helpful assistant."}
-# Of the last answer, when the picture is taken.
-CHARACTERS = 500
+FIELD_VALUES = {"[name=temperature]": "0", "[name=max_tokens]": "300", "#system": "You are a helpful assistant."}
+# Length of the last answer when the picture is taken.
+MIN_ANSWER_CHARACTERS = 500
 
 
-async def take(url: str) -> bytes:
+async def take_picture(url: str) -> bytes:
     """Ask the questions, and take a PNG while the last one is being answered."""
-    async with browser.page() as tab:
-        await tab.screen(1280, 820, scale=1.5)
+    async with browser.open_tab() as tab:
+        await tab.set_screen(1280, 820, scale=1.5)
         await tab.open(url)
-        await tab.until("$('model').value")
-        for selector, text in FIELDS.items():
-            await tab.value(f"document.querySelector({selector!r}).value = {text!r}")
+        await tab.wait_until("$('model').value")
+        for selector, text in FIELD_VALUES.items():
+            await tab.evaluate(f"document.querySelector({selector!r}).value = {text!r}")
         for number, question in enumerate(QUESTIONS, 1):
             await tab.type(question)
             await tab.press("Enter")
             length = f"[...document.querySelectorAll('.assistant .text')].at({number - 1})?.textContent.length"
             done = f"document.querySelectorAll('.note').length === {number}"
-            await tab.until(done if number < len(QUESTIONS) else f"{done} || {length} > {CHARACTERS}", 120)
+            await tab.wait_until(
+                done if number < len(QUESTIONS) else f"{done} || {length} > {MIN_ANSWER_CHARACTERS}", 120
+            )
         return await tab.screenshot()
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(asyncio.run(take(sys.argv[1])))
+    Path(sys.argv[2]).write_bytes(asyncio.run(take_picture(sys.argv[1])))

@@ -7,7 +7,7 @@ oldest first, once no empty block is left.
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from nanovllm_core.request import BlockHash
+from nanovllm_core.request_state import BlockHash
 
 NULL_BLOCK = 0
 

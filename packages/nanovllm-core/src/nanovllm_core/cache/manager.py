@@ -7,7 +7,7 @@ from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.prefix import PrefixHasher
 from nanovllm_core.cache.state_pool import NULL_SLOT, StatePool
 from nanovllm_core.config import PrefixHash
-from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState
 
 
 class BlockShortage(NamedTuple):
@@ -39,7 +39,7 @@ class CacheManager:
         self._hasher = PrefixHasher(prefix_hash, block_size) if prefix_caching else None
         self._watermark_blocks = int(num_blocks * watermark)
 
-    def admit(self, request: Request, *, keep_watermark: bool) -> int | BlockShortage:
+    def admit(self, request: RequestState, *, keep_watermark: bool) -> int | BlockShortage:
         """Allocate the blocks of all known tokens of a request without blocks, using cached blocks of its prefix.
 
         keep_watermark: leave the watermark's share of blocks free.
@@ -67,7 +67,7 @@ class CacheManager:
             )
         return num_computed
 
-    def grow(self, requests: Sequence[Request]) -> list[int] | None:
+    def grow(self, requests: Sequence[RequestState]) -> list[int] | None:
         """Allocate one more block for each of `requests`, in order. Returns None, without any change, if too few."""
         if len(requests) > self.pool.num_free:
             return None
@@ -76,7 +76,7 @@ class CacheManager:
             request.block_ids.append(block)
         return blocks
 
-    def commit(self, request: Request, num_computed: int) -> None:
+    def commit(self, request: RequestState, num_computed: int) -> None:
         """Register full blocks and checkpoints within the first `num_computed` tokens, so that later prompts find them.
 
         The step that computed these tokens must have finished.
@@ -91,7 +91,7 @@ class CacheManager:
         if self.states is not None:
             self.states.commit(request, num_computed)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: RequestState) -> None:
         """Release all blocks and the state slot of `request`."""
         # The last block first, so that it is evicted first: later prompts match from the front.
         self.pool.release(reversed(request.block_ids))
@@ -100,12 +100,12 @@ class CacheManager:
         if self.states is not None:
             self.states.close(request)
 
-    def hash_prompt(self, request: Request) -> None:
+    def hash_prompt(self, request: RequestState) -> None:
         """Hash the full blocks of a new request. This takes a millisecond for 16,000 tokens."""
         if self._hasher is not None:
             self._hasher.extend(request)
 
-    def count_hits(self, request: Request, known: int | None) -> int:
+    def count_hits(self, request: RequestState, known: int | None) -> int:
         """Estimate the cached tokens at the start of a waiting request.
 
         known: result of the last call for this request, or None. These tokens are not searched again, although they may
@@ -120,13 +120,13 @@ class CacheManager:
             known = self.states.find(request.block_hashes[: len(hits)])[0] * self.block_size
         return known
 
-    def _find_blocks(self, request: Request, skip: int = 0) -> list[int]:
+    def _find_blocks(self, request: RequestState, skip: int = 0) -> list[int]:
         """The cached blocks with which `request` begins, from block `skip` on."""
         hits: list[int] = []
         if self._hasher is None:
             return hits
         self._hasher.extend(request)
-        most = (request.num_scored if request.num_to_score else request.num_tokens - 1) // self.block_size
+        most = (request.num_scored_tokens if request.num_unscored_tokens else request.num_tokens - 1) // self.block_size
         for block_hash in request.block_hashes[skip:most]:
             block = self.pool.lookup(block_hash)
             if block is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from struct import pack
 
 from nanovllm_core.config import PrefixHash
-from nanovllm_core.request import BlockHash, Request
+from nanovllm_core.request_state import BlockHash, RequestState
 
 _TOKEN_BYTES = 4
 # (hash of the previous block, tokens as bytes, bytes per block) -> hashes of the full blocks in `tokens`.
@@ -42,12 +42,12 @@ class PrefixHasher:
         # A random secret per engine, so that clients cannot compute hashes.
         self._secret = secrets.token_bytes(32)
 
-    def extend(self, request: Request) -> None:
+    def extend(self, request: RequestState) -> None:
         """Append the missing hashes of full blocks of known tokens to `request.block_hashes`."""
         hashes, start = request.block_hashes, len(request.block_hashes) * self._block_size
         if start + self._block_size > request.num_tokens:
             return
-        parent = hashes[-1] if hashes else self._root(request.cache_salt)
+        parent = hashes[-1] if hashes else self._root(request.client_request.cache_salt)
         hashes += self._chain(parent, _known_bytes(request, start), self._block_size * _TOKEN_BYTES)
 
     def _root(self, salt: str) -> BlockHash:
@@ -55,7 +55,7 @@ class PrefixHasher:
         return root if self._kind == "sha256" else hash(root)
 
 
-def _known_bytes(request: Request, start: int) -> bytes:
+def _known_bytes(request: RequestState, start: int) -> bytes:
     """The known tokens from `start` on, as bytes of int32."""
     outputs = request.output_ids[max(start - request.num_prompt_tokens, 0) :]
     # For the 64 outputs that decodes convert at a time, struct takes half the time of numpy and array.

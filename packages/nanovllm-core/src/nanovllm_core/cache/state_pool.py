@@ -7,8 +7,8 @@ Later requests find it by the hash of the blocks that it covers, until its slot 
 from collections.abc import Sequence
 
 from nanovllm_core.cache.block_pool import NULL_BLOCK, BlockPool
-from nanovllm_core.request import MAX_CHECKPOINTS, BlockHash, Checkpoint, Request
-from nanovllm_kernels.linear_attention import CHECKPOINT
+from nanovllm_core.request_state import MAX_CHECKPOINTS, BlockHash, Checkpoint, RequestState
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 NULL_SLOT = NULL_BLOCK
 
@@ -21,12 +21,12 @@ def checkpoint_positions(begin: int, end: int, shared: int) -> list[int]:
 
     The other positions lie near the end, where continued conversations diverge. Their distances from the end double,
     because states are large and so checkpoints are few. A request that diverges n tokens before this prompt's end finds
-    a checkpoint at most n + CHECKPOINT tokens before its first different token.
+    a checkpoint at most n + CHECKPOINT_INTERVAL tokens before its first different token.
     """
-    last = end - end % CHECKPOINT
-    distances = [0, *(CHECKPOINT << doublings for doublings in range(MAX_CHECKPOINTS))]
+    last = end - end % CHECKPOINT_INTERVAL
+    distances = [0, *(CHECKPOINT_INTERVAL << doublings for doublings in range(MAX_CHECKPOINTS))]
     near_end = (last - distance for distance in distances)
-    positions = dict.fromkeys([shared - shared % CHECKPOINT, *near_end])
+    positions = dict.fromkeys([shared - shared % CHECKPOINT_INTERVAL, *near_end])
     return [position for position in positions if position > begin][:MAX_CHECKPOINTS]
 
 
@@ -36,7 +36,7 @@ class StatePool:
     def __init__(self, num_slots: int, max_running: int, block_size: int):
         self.slots = BlockPool(num_slots)
         self._block_size = block_size
-        self._blocks_per_checkpoint = CHECKPOINT // block_size
+        self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
         # Rows of the batch without a request: each may need a slot.
         self._num_free_rows = max_running
 
@@ -49,7 +49,7 @@ class StatePool:
                 return count, slot
         return 0, NULL_SLOT
 
-    def open(self, request: Request, origin: int, *, begin: int, shared: int, caching: bool) -> None:
+    def open(self, request: RequestState, origin: int, *, begin: int, shared: int, caching: bool) -> None:
         """Allocate a slot for a request that starts, and slots for checkpoints from those not reserved for free rows.
 
         origin: slot of the checkpoint that the request starts from, or the null slot.
@@ -61,7 +61,7 @@ class StatePool:
         held = [origin] if origin else []
         for slot in held:
             slots.acquire(slot)
-        request.state_origin = origin
+        request.source_state_slot = origin
         (request.state_slot,) = slots.allocate(1)
         self._num_free_rows -= 1
         positions = checkpoint_positions(begin, request.num_tokens, shared) if caching else []
@@ -71,7 +71,7 @@ class StatePool:
         request.checkpoints = [*map(Checkpoint, positions, slots.allocate(len(positions)))]
         slots.release(held)
 
-    def commit(self, request: Request, num_computed: int) -> None:
+    def commit(self, request: RequestState, num_computed: int) -> None:
         """Register the checkpoints within the first `num_computed` tokens, whose step has finished."""
         checkpoints = request.checkpoints
         while checkpoints and checkpoints[0].position <= num_computed:
@@ -79,7 +79,7 @@ class StatePool:
             self.slots.register(slot, request.block_hashes[position // self._block_size - 1])
             self.slots.release([slot])
 
-    def close(self, request: Request) -> None:
+    def close(self, request: RequestState) -> None:
         """Release the slots of a request."""
         self.slots.release([request.state_slot, *(slot for _, slot in request.checkpoints)])
         request.state_slot, request.checkpoints = NULL_SLOT, []

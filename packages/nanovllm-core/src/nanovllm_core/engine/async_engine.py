@@ -3,32 +3,18 @@
 import asyncio
 import logging
 
-import torch
-
-from nanovllm_core.config import EngineConfig, resolve
-from nanovllm_core.engine.engine import Engine
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.engine.build import build_loop
+from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.loop import EngineLoop
-from nanovllm_core.engine.status import EngineDeadError, EngineStats
+from nanovllm_core.engine.status import EngineStats
+from nanovllm_core.errors import EngineDeadError, GrammarError
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.request import GrammarError, GrammarSpec, ParameterTypes, Request, StepOutputs
-from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
+from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.request import Request
 
 _log = logging.getLogger(__name__)
-
-
-async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
-    """Resolve `config` for the model and this machine, and build the engine's loop."""
-    resolved = resolve(
-        config,
-        max_position=spec.max_position,
-        model_dtype=spec.dtype,
-        cuda_dtype=spec.cuda_dtype,
-        has_cuda=torch.cuda.is_available(),
-        has_flash_attention=has_flash_attention(),
-        has_cute=has_cute(),
-        has_fp8=has_fp8(),
-    )
-    return await EngineLoop.build(spec, resolved)
 
 
 class AsyncEngine(Engine):
@@ -46,14 +32,14 @@ class AsyncEngine(Engine):
 
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """See `Engine.compile`."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
+        if self.death_reason is not None:
+            raise EngineDeadError(self.death_reason)
         try:
             return await self._loop.compile(spec)
         except GrammarError:
             # The end of the engine also ends compilation.
-            if self.dead is not None:
-                raise EngineDeadError(self.dead) from None
+            if self.death_reason is not None:
+                raise EngineDeadError(self.death_reason) from None
             raise
 
     async def stop(self) -> None:
@@ -74,10 +60,10 @@ class AsyncEngine(Engine):
     def _emit(self, outputs: StepOutputs, stats: EngineStats | None) -> None:
         if stats is not None:
             self.stats = stats
-        self._streams.dispatch(outputs)
+        self._output_buffers.dispatch(outputs)
 
-    def _submit(self, request: Request) -> None:
-        self._loop.submit(request)
+    def _submit(self, key: int, request: Request) -> None:
+        self._loop.submit(key, request)
 
     def _abort(self, key: int) -> None:
         self._loop.abort(key)

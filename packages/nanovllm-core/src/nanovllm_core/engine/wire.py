@@ -4,18 +4,22 @@ import msgspec
 import numpy as np
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_core.request import GrammarErrorCode, GrammarSpec, ParameterTypes, Request, SamplingParams, StepOutputs
+from nanovllm_core.errors import GrammarErrorCode
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
+from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.request import Request
+from nanovllm_core.sampling_params import SamplingParams
 
-# Number of keys per client: key // KEYS_PER_CLIENT is the client's number.
+# Number of request keys per client. `key // KEYS_PER_CLIENT` is the number of the client.
 KEYS_PER_CLIENT = 1 << 32
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a client, which then waits for Ready or Failed."""
+    """The first message of a client, which then waits for Ready or StartFailed."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request: the fields of `Request` that the client sets. prompt_ids: int32 [num_prompt_tokens] as bytes."""
+    """A new request: the fields of `Request`. prompt_ids: int32 [num_prompt_tokens] as bytes."""
 
     key: int
     id: str
@@ -26,10 +30,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     arrival_time: float
 
     @classmethod
-    def of(cls, request: Request) -> "Submit":
+    def from_request(cls, key: int, request: Request) -> "Submit":
         """The message for `request`."""
         return cls(
-            request.key,
+            key,
             request.id,
             request.prompt_ids.tobytes(),
             request.sampling,
@@ -38,12 +42,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             request.arrival_time,
         )
 
-    def request(self) -> Request:
-        """The request of this message."""
+    def to_request(self) -> Request:
+        """The request that the client sent."""
         prompt_ids = np.frombuffer(self.prompt_ids, np.int32)
-        request = Request(self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
-        request.key = self.key
-        return request
+        return Request(self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +55,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """Compiles a grammar. key: a new key of the client, repeated in the answer."""
+    """Compiles a grammar. key: a new key of the client, which `Compiled` repeats."""
 
     key: int
     grammar: GrammarSpec
@@ -70,15 +72,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     first_key: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start. expected: the message tells the user what to do, so no traceback is needed."""
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not start. is_expected: the message tells the user what to do, so no traceback is needed."""
 
     message: str
-    expected: bool
+    is_expected: bool
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one step for one client, perhaps empty. stats: None in most messages."""
+    """The outputs of one step for one client; may be empty. stats: None in most messages."""
 
     outputs: StepOutputs
     stats: EngineStats | None
@@ -96,14 +98,14 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     parameter_types: ParameterTypes = {}
 
 
-class Dead(msgspec.Struct, frozen=True, tag=True):
-    """The engine failed; no further message comes."""
+class EngineDied(msgspec.Struct, frozen=True, tag=True):
+    """The engine failed. This is its last message."""
 
     reason: str
 
 
 ToEngine = Hello | Submit | Abort | Compile | Stop
-ToClient = Ready | Failed | Step | Compiled | Dead
+ToClient = Ready | StartFailed | Step | Compiled | EngineDied
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -15,24 +15,27 @@ from torch.cuda import _POOL_HANDLE  # pyright: ignore[reportPrivateUsage] - the
 from tqdm import tqdm
 
 from nanovllm_core.config import GraphMode
-from nanovllm_core.model import Attention, Launch
+from nanovllm_core.execution.forward import ForwardOutput
+from nanovllm_core.execution.token_choice import CAPTURED_OPS
+from nanovllm_core.model import Attention, LaunchAttention
 from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
 
 MIN_MIXED_TOKENS = 64
-# Largest step between small sizes: padding large steps to powers of two would nearly double the time of some.
-MIXED_STEP = 256
-# Logits, sampling and attention take time for each request slot of a graph, also for an empty one. So steps of at least
-# MANY_TOKENS tokens are captured with FEW_PLACES request slots too.
-FEW_PLACES = 32
-MANY_TOKENS = 256
+# Maximum difference between neighbouring small sizes: padding large steps to powers of two would nearly double the time
+# of some steps.
+MAX_SIZE_INCREMENT = 256
+# Logits, sampling and attention take time for each request slot of a graph, also for an empty slot. So steps of at
+# least MIN_FEW_REQUEST_TOKENS tokens are captured with NUM_FEW_REQUESTS request slots too.
+NUM_FEW_REQUESTS = 32
+MIN_FEW_REQUEST_TOKENS = 256
 
 
 class GraphShape(NamedTuple):
     """The padded shape of a captured step.
 
     num_reqs, num_tokens: requests and tokens, padding included.
-    max_query_len: most tokens of one request.
+    max_query_len: maximum number of tokens of one request.
     mode: graph mode under which the shape is captured and counted: "full_decode_only" (every request has max_query_len
         tokens), "full" (any mix, one graph) or "piecewise" (any mix, several graphs).
     whole: whether the shape serves only steps whose prompts begin in the step, see `BatchShape`.
@@ -45,23 +48,10 @@ class GraphShape(NamedTuple):
     whole: bool = False
 
 
-class ForwardOutput(NamedTuple):
-    """The result of a forward pass.
-
-    logits: [num_reqs, vocab].
-    seq_lens: int32 [num_reqs], context lengths.
-    block_tables: int32 [num_reqs, width].
-    """
-
-    logits: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
-
-
-# Runs the model for a shape. The second argument replaces the attention of each layer, see `ForwardContext.launch`.
-Forward = Callable[[GraphShape, Launch | None], ForwardOutput]
-# Samples tokens and commits them. The first argument is a combination of `Needs`, as an integer.
-Draw = Callable[[int, ForwardOutput], Tensor]
+# Runs the model for a shape. The second argument: see `ForwardContext.launch_attention`.
+RunForward = Callable[[GraphShape, LaunchAttention | None], ForwardOutput]
+# Chooses tokens and commits them. The first argument is a combination of `SamplingOps`, as an integer.
+ChooseTokens = Callable[[int, ForwardOutput], Tensor]
 
 
 @dataclass(slots=True)
@@ -69,46 +59,44 @@ class CapturedStep:
     """The graphs of one shape.
 
     pieces: graphs of the forward pass.
-    attentions: functions that launch attention after each piece but the last; they take the batch and its tokens.
+    attentions: one function per piece but the last, which launches the attention after the piece. Arguments: the batch
+        and its number of tokens.
     output: tensors in which the forward pass leaves its result.
-    draws: by needs, the sampling graph and the tensor of its tokens.
+    sampling_graphs: see `SamplingGraphs`.
     """
 
     pieces: list[torch.cuda.CUDAGraph]
     attentions: list[Callable[[AttentionBatch, int], None]]
     output: ForwardOutput
-    draws: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
+    sampling_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
-    def replay(self, num_tokens: int, plan: Callable[[ForwardOutput], AttentionBatch]) -> None:
-        """Run the forward pass for a batch of `num_tokens`. plan: plans attention from `output`."""
-        first, *others = self.pieces
-        first.replay()
-        if others:
-            batch = plan(self.output)
-            for attend, piece in zip(self.attentions, others, strict=True):
+    def replay(self, num_tokens: int, plan_attention: Callable[[ForwardOutput], AttentionBatch]) -> None:
+        """Run the forward pass for a batch of `num_tokens`. plan_attention: plans attention from `output`."""
+        first_piece, *next_pieces = self.pieces
+        first_piece.replay()
+        if next_pieces:
+            batch = plan_attention(self.output)
+            for attend, piece in zip(self.attentions, next_pieces, strict=True):
                 attend(batch, num_tokens)
                 piece.replay()
 
-    def choice(self, needs: int) -> int:
-        """The key of the first graph in `draws` that covers `needs`. The last graph covers all needs."""
-        return needs if needs in self.draws else next(captured for captured in self.draws if not needs & ~captured)
 
-
-class _Alias:
-    """A view of a captured tensor's memory that does not own it, so that later captures may reuse the memory."""
+class _UnownedMemory:
+    """Memory of a captured tensor, described for torch without owning it, so that later captures may reuse it."""
 
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = _Alias(tensor.data_ptr(), (last + 1) * tensor.element_size())
+    """A view of a captured tensor that does not own its memory."""
+    last_index = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = _UnownedMemory(tensor.data_ptr(), (last_index + 1) * tensor.element_size())
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Request counts to which decode steps are padded. Few steps are padded by more than an eighth."""
+    """Request counts to which decode steps are padded, rising. Few steps are padded by more than an eighth."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
     size = 16
     while size < max_num_seqs:
@@ -117,17 +105,17 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, max_num_seqs]
 
 
-def mixed_sizes(most: int) -> list[int]:
-    """Token counts to which mixed steps are padded. Large steps are padded by at most a fifth.
+def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Token counts to which mixed steps are padded, rising. Large steps are padded by at most a fifth.
 
-    most: the token budget. Full steps of prompts have exactly this size and no padding.
+    max_num_batched_tokens: the token budget. Full steps of prompts have exactly this size and no padding.
     """
     sizes: list[int] = []
     size = MIN_MIXED_TOKENS
-    while size < most:
+    while size < max_num_batched_tokens:
         sizes.append(size)
-        size += min(size, max(MIXED_STEP, 1 << (size.bit_length() - 3)))
-    return [*sizes, most]
+        size += min(size, max(MAX_SIZE_INCREMENT, 1 << (size.bit_length() - 3)))
+    return [*sizes, max_num_batched_tokens]
 
 
 def graph_shapes(
@@ -135,12 +123,12 @@ def graph_shapes(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     query_lens: Sequence[int] = (1,),
-    whole_tokens: int | None = None,
+    min_whole_tokens: int | None = None,
 ) -> list[GraphShape]:
     """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger ones.
 
     query_lens: tokens per request of uniform decodes: 1, or 1 + k to verify k drafted tokens.
-    whole_tokens: least tokens of the separate graphs for steps of few whole prompts; None for no such graphs.
+    min_whole_tokens: minimum tokens of the separate graphs for steps of few whole prompts; None for no such graphs.
     """
     if mode == "none":
         return []
@@ -152,31 +140,38 @@ def graph_shapes(
     if mode != "full_decode_only":
         sizes = mixed_sizes(max_num_batched_tokens)
         shapes.extend(GraphShape(max_num_seqs, size, size, mode) for size in sizes)
-        if max_num_seqs > FEW_PLACES:
-            shapes.extend(GraphShape(FEW_PLACES, size, size, mode) for size in sizes if size >= MANY_TOKENS)
+        if max_num_seqs > NUM_FEW_REQUESTS:
+            shapes.extend(
+                GraphShape(NUM_FEW_REQUESTS, size, size, mode) for size in sizes if size >= MIN_FEW_REQUEST_TOKENS
+            )
         # Piecewise graphs do not keep the keys and values that whole prompts would be read from.
-        if mode == "full" and whole_tokens is not None:
-            places = min(FEW_PLACES, max_num_seqs)
-            shapes.extend(GraphShape(places, size, size, mode, whole=True) for size in sizes if size >= whole_tokens)
-    return sorted(shapes, key=_size, reverse=True)
+        if mode == "full" and min_whole_tokens is not None:
+            num_reqs = min(NUM_FEW_REQUESTS, max_num_seqs)
+            whole_sizes = [size for size in sizes if size >= min_whole_tokens]
+            shapes.extend(GraphShape(num_reqs, size, size, mode, whole=True) for size in whole_sizes)
+    return sorted(shapes, key=_sort_key, reverse=True)
 
 
-def _size(shape: GraphShape) -> tuple[int, int, bool]:
-    # Of two shapes of the same size, the one for whole prompts is faster and comes first.
+def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
+    # Of two shapes of the same size, the shape for whole prompts is faster and comes first in rising order.
     return shape.num_tokens, shape.num_reqs, not shape.whole
 
 
 class StepGraphs:
-    """The captured steps of one device. `dispatch` selects the one for a batch."""
+    """The captured steps of one device. `dispatch` selects the captured step for a batch.
+
+    num_steps: number of steps per graph mode ("none": launched without a graph) and kind ("decode" or "mixed").
+    """
 
     def __init__(self, shapes: Sequence[GraphShape]):
-        self.counts: Counter[tuple[GraphMode, str]] = Counter()
+        self.num_steps: Counter[tuple[GraphMode, str]] = Counter()
         self._shapes = shapes
+        # Shapes of uniform decodes by tokens per request, and shapes of mixed steps; smallest first.
         self._decodes: dict[int, list[GraphShape]] = {}
         self._mixed: list[GraphShape] = []
-        for shape in sorted(shapes, key=_size):
-            uniform = shape.mode == "full_decode_only"
-            (self._decodes.setdefault(shape.max_query_len, []) if uniform else self._mixed).append(shape)
+        for shape in sorted(shapes, key=_sort_key):
+            is_uniform = shape.mode == "full_decode_only"
+            (self._decodes.setdefault(shape.max_query_len, []) if is_uniform else self._mixed).append(shape)
         self._steps: dict[GraphShape, CapturedStep] = {}
 
     @property
@@ -184,25 +179,30 @@ class StepGraphs:
         """Token counts to which captured steps with prompts are padded, rising."""
         return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed))
 
-    def dispatch(self, batch: BatchShape, *, launched: bool = False) -> CapturedStep | None:
+    def dispatch(self, batch: BatchShape, *, allows_graph: bool = True) -> CapturedStep | None:
         """The smallest captured step that fits the batch; None if the batch must be launched without a graph.
 
-        launched: launch without a graph in any case, because the step needs tensors that graphs do not keep.
+        allows_graph: False if the step needs tensors that graphs do not keep.
         """
         decodes = None if batch.query_len is None else self._decodes.get(batch.query_len)
         kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
-        for shape in () if launched else self._mixed if decodes is None else decodes:
+        for shape in () if not allows_graph else self._mixed if decodes is None else decodes:
             fits = batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens
             if fits and (batch.whole or not shape.whole) and shape in self._steps:
-                self.counts[shape.mode, kind] += 1
+                self.num_steps[shape.mode, kind] += 1
                 return self._steps[shape]
-        self.counts["none", kind] += 1
+        self.num_steps["none", kind] += 1
         return None
 
-    def capture(self, forward: Forward, draw: Draw, needs: Sequence[int], *, progress: bool) -> None:
+    def release(self) -> None:
+        """Free all captured steps."""
+        self._steps.clear()
+
+    def capture(self, run_forward: RunForward, choose_tokens: ChooseTokens) -> None:
         """Capture every shape. Each shape runs once before, so that first-use compilation is done.
 
-        forward, draw: must read inputs at fixed addresses, and must not change tables for requests without tokens.
+        run_forward, choose_tokens: must read inputs at fixed addresses, and must not change tables for requests without
+            tokens.
         """
         if not self._shapes:
             return
@@ -210,12 +210,12 @@ class StepGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for shape in tqdm(self._shapes, desc="capturing graphs", unit="step", disable=not progress):
-                self._steps[shape] = _capture(shape, forward, draw, needs, pool)
+            for shape in tqdm(self._shapes, desc="capturing graphs", unit="step", disable=None):
+                self._steps[shape] = _capture_step(shape, run_forward, choose_tokens, pool)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def measure(self, forward: Forward, draw: Draw, needs: Sequence[int]) -> int:
-        """Estimate the bytes that `capture` takes, by capturing and freeing the two largest shapes of each mode."""
+    def estimate_bytes(self, run_forward: RunForward, choose_tokens: ChooseTokens) -> int:
+        """Estimate the memory that `capture` takes, by capturing and freeing the two largest shapes of each mode."""
         if not self._shapes:
             return 0
         pool = torch.cuda.graph_pool_handle()
@@ -223,17 +223,17 @@ class StepGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         steps: list[CapturedStep] = []
 
-        def cost(shape: GraphShape) -> int:
-            before = torch.cuda.mem_get_info()[0]
-            steps.append(_capture(shape, forward, draw, needs, pool))
-            return before - torch.cuda.mem_get_info()[0]
+        def capture_bytes(shape: GraphShape) -> int:
+            free_before = torch.cuda.mem_get_info()[0]
+            steps.append(_capture_step(shape, run_forward, choose_tokens, pool))
+            return free_before - torch.cuda.mem_get_info()[0]
 
         with torch.cuda.stream(stream):
-            # The first capture also counts the pool and the libraries' buffers; later ones count one more graph.
-            total = cost(self._shapes[0])
+            # The first capture also counts the pool and the libraries' buffers; later captures count one more graph.
+            total = capture_bytes(self._shapes[0])
             for mode in {shape.mode for shape in self._shapes}:
                 same_mode = [shape for shape in self._shapes if shape.mode == mode]
-                total += len(same_mode) * max(cost(shape) for shape in same_mode[:2])
+                total += len(same_mode) * max(capture_bytes(shape) for shape in same_mode[:2])
         torch.cuda.current_stream().wait_stream(stream)
         steps.clear()
         torch.cuda.synchronize()
@@ -241,20 +241,22 @@ class StepGraphs:
         return total
 
 
-def _capture(shape: GraphShape, forward: Forward, draw: Draw, needs: Sequence[int], pool: _POOL_HANDLE) -> CapturedStep:
-    warm = forward(shape, None)
-    for need in needs:
-        draw(need, warm)
-    del warm
+def _capture_step(
+    shape: GraphShape, run_forward: RunForward, choose_tokens: ChooseTokens, pool: _POOL_HANDLE
+) -> CapturedStep:
+    warm_up_output = run_forward(shape, None)
+    for ops in CAPTURED_OPS:
+        choose_tokens(ops, warm_up_output)
+    del warm_up_output
     torch.cuda.current_stream().synchronize()
     with _Capture(pool) as capture:
-        output = forward(shape, capture.launch if shape.mode == "piecewise" else None)
+        output = run_forward(shape, capture.launch_attention if shape.mode == "piecewise" else None)
     step = CapturedStep(capture.pieces, capture.attentions, ForwardOutput(*map(_alias, output)))
     # While `output` is alive, the sampling graphs cannot reuse the logits' memory. Other shapes may.
-    for need in needs:
+    for ops in CAPTURED_OPS:
         with _Capture(pool) as capture:
-            tokens = draw(need, output)
-        step.draws[need] = capture.pieces[0], tokens
+            tokens = choose_tokens(ops, output)
+        step.sampling_graphs[ops] = capture.pieces[0], tokens
     return step
 
 
@@ -272,17 +274,17 @@ class _Capture:
         self._pool = pool
 
     def __enter__(self) -> Self:
-        self._begin()
+        self._begin_piece()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.pieces[-1].capture_end()
 
-    def _begin(self) -> None:
+    def _begin_piece(self) -> None:
         self.pieces.append(torch.cuda.CUDAGraph())
         self.pieces[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def launch(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
+    def launch_attention(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """End the piece, record `attention` of these queries, and begin the next piece. Returns the result's tensor.
 
         At a replay, padding rows hold stale data. That is harmless: rows read each other only through the cache, and
@@ -291,7 +293,7 @@ class _Capture:
         out = q.new_empty((*q.shape[:-1], q.shape[-1] if value_dim is None else value_dim))
         self.pieces[-1].capture_end()
         self.attentions.append(partial(_attend, attention, _alias(q), _alias(out)))
-        self._begin()
+        self._begin_piece()
         return out
 
 

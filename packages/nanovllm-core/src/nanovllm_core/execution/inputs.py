@@ -1,6 +1,7 @@
 """Uploads per step from the host to the device: arrays in one transfer, sampling masks, and the step's rows."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +12,34 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
 
-def to_device(array: Int32Array, device: torch.device) -> Tensor:
+class Masks(NamedTuple):
+    """Tokens that some rows of a step may sample: the arguments of `apply_masks_`.
+
+    rows: int32 [n], index among the step's requests that each mask applies to; -1 for an unused mask.
+    bits: int32 [n, words], the packed masks.
+    """
+
+    rows: Tensor
+    bits: Tensor
+
+
+class DeviceRows(NamedTuple):
+    """The requests of a step, on the device.
+
+    table_rows: int32 [n], the table row of each request.
+    query_start_loc: int32 [n + 1], the index of each request's first token in the step.
+    samples: int32 [n], 1 for each request that samples a token.
+    """
+
+    table_rows: Tensor
+    query_start_loc: Tensor
+    samples: Tensor
+
+
+def stage_upload(array: Int32Array, device: torch.device) -> Tensor:
     """A copy of `array` on the host, to be transferred to `device`.
 
-    For CUDA it is a new pinned buffer: the transfer does not block, and no later step overwrites its source.
+    For CUDA the copy is a new pinned buffer: the transfer does not block, and no later step overwrites its source.
     """
     if device.type == "cpu":
         return torch.from_numpy(array.copy())
@@ -29,71 +54,73 @@ def upload(arrays: Sequence[Int32Array], device: torch.device) -> list[Tensor]:
     Each array begins at an even offset, so that a pair of entries can be viewed as an int64.
     """
     lengths = [array.size for array in arrays]
-    padded = [length + (length & 1) for length in lengths]
-    flat = np.zeros(sum(padded), np.int32)
+    padded_lengths = [length + (length & 1) for length in lengths]
+    flat = np.zeros(sum(padded_lengths), np.int32)
     offset = 0
-    for array, length, step in zip(arrays, lengths, padded, strict=True):
+    for array, length, padded_length in zip(arrays, lengths, padded_lengths, strict=True):
         flat[offset : offset + length] = array
-        offset += step
-    uploaded = to_device(flat, device).to(device, non_blocking=True)
-    pieces = uploaded.split(padded)
-    return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
+        offset += padded_length
+    uploaded = stage_upload(flat, device).to(device, non_blocking=True)
+    padded_views = uploaded.split(padded_lengths)
+    return [view[:length] for view, length in zip(padded_views, lengths, strict=True)]
 
 
 class MaskBuffer:
     """Token masks of a step at a fixed device address, where captured graphs read them.
 
-    which: int32 [size], the request of the step that each mask applies to; -1 for an unused mask.
-    bits: int32 [size, words], packed masks, see `nanovllm_kernels.sampling.apply_masks_`.
+    size: maximum number of masks of a step. num_words: int32 words per mask.
     """
 
     def __init__(self, size: int, num_words: int, device: torch.device):
         self._size = size
         self._num_words = num_words
         self._device_buffer = torch.full((size * (1 + num_words),), -1, dtype=torch.int32, device=device)
-        self._next = self._device_buffer
+        self._host_buffer = self._device_buffer
         self._is_clear = True
-        self.which = self._device_buffer[:size]
-        self.bits = self._device_buffer[size:].view(size, num_words)
+        self._rows = self._device_buffer[:size]
+        self._bits = self._device_buffer[size:].view(size, num_words)
 
-    def draft(self, count: int) -> Int32Array:
+    def new_masks(self, count: int) -> Int32Array:
         """Masks int32 [count, words] that allow every token, for the caller to restrict before `send`."""
         length = self._size + count * self._num_words
         # Pinned memory makes the transfer asynchronous. A new buffer is needed while the last transfer may still run.
-        self._next = torch.full((length,), -1, dtype=torch.int32, pin_memory=self._device_buffer.is_cuda)
-        return self._next.numpy()[self._size :].reshape(count, self._num_words)
+        self._host_buffer = torch.full((length,), -1, dtype=torch.int32, pin_memory=self._device_buffer.is_cuda)
+        return self._host_buffer.numpy()[self._size :].reshape(count, self._num_words)
 
-    def send(self, which: Sequence[int]) -> None:
-        """Upload the masks of `draft`. which: the request that each mask applies to, -1 for none."""
-        self._next.numpy()[: len(which)] = which
-        self._device_buffer[: len(self._next)].copy_(self._next, non_blocking=True)
+    def send(self, rows: Sequence[int]) -> Masks:
+        """Upload the masks of `new_masks`. rows: see `Masks`."""
+        self._host_buffer.numpy()[: len(rows)] = rows
+        self._device_buffer[: len(self._host_buffer)].copy_(self._host_buffer, non_blocking=True)
         self._is_clear = False
+        return self.first_masks(len(rows))
+
+    def first_masks(self, count: int) -> Masks:
+        """Views of the first `count` masks."""
+        return Masks(self._rows[:count], self._bits[:count])
 
     def clear(self) -> None:
         """Remove the masks of all requests, for graphs that apply masks in a step without masks."""
         if not self._is_clear:
-            self.which.fill_(-1)
+            self._rows.fill_(-1)
             self._is_clear = True
 
 
 class StepBuffer:
-    """The rows of a step at a fixed device address, where captured graphs read them.
+    """The requests of a step at a fixed device address, where captured graphs read them.
 
-    rows: int32 [size], the table row of each request.
-    query_start_loc: int32 [size + 1], the index of each request's first token in the step.
-    samples: int32 [size], 1 for each request that samples a token.
+    size: maximum number of requests of a step.
     Entries behind the step's requests are padding: requests without tokens.
     """
 
     def __init__(self, size: int, device: torch.device):
         self._size = size
         self._device = device
-        self._last = np.zeros(3 * size + 1, np.int32)
+        self._last_step = np.zeros(3 * size + 1, np.int32)
         self._device_buffer = torch.zeros(3 * size + 1, dtype=torch.int32, device=device)
-        self.rows, self.query_start_loc, self.samples = self._device_buffer.split((size, size + 1, size))
+        self._rows = DeviceRows(*self._device_buffer.split((size, size + 1, size)))
 
     def write(self, rows: Int64Array, lengths: Int64Array, samples: NDArray[np.bool_]) -> None:
-        """Upload the rows of a step, unless they equal those of the last step."""
+        """Upload the requests of a step, unless they equal those of the last step. Arguments: see `ScheduledRows`."""
         size, count = self._size, len(rows)
         step = np.zeros(3 * size + 1, np.int32)
         step[:count] = rows
@@ -101,9 +128,14 @@ class StepBuffer:
         np.cumsum(lengths, out=starts[1 : count + 1])
         starts[count + 1 :] = starts[count]
         step[2 * size + 1 : 2 * size + 1 + count] = samples
-        if not np.array_equal(step, self._last):
-            self._device_buffer.copy_(to_device(step, self._device), non_blocking=True)
-            self._last = step
+        if not np.array_equal(step, self._last_step):
+            self._device_buffer.copy_(stage_upload(step, self._device), non_blocking=True)
+            self._last_step = step
+
+    def first_rows(self, count: int) -> DeviceRows:
+        """Views of the first `count` requests, perhaps with padding."""
+        table_rows, query_start_loc, samples = self._rows
+        return DeviceRows(table_rows[:count], query_start_loc[: count + 1], samples[:count])
 
     def clear(self) -> None:
         """Upload a step without requests; graphs are captured with it."""

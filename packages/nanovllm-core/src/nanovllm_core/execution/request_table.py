@@ -12,28 +12,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm_core.execution.inputs import Int32Array, StepBuffer, upload
-from nanovllm_core.execution.state_memory import sequential_copies
-from nanovllm_core.request import (
-    MAX_CHECKPOINTS,
-    MAX_FORBIDDEN,
-    MAX_FORBIDDEN_LENGTH,
+from nanovllm_core.cache.memory import order_slot_copies
+from nanovllm_core.execution.inputs import DeviceRows, Int32Array, StepBuffer, upload
+from nanovllm_core.request_state import MAX_CHECKPOINTS
+from nanovllm_core.sampling_params import (
+    MAX_FORBIDDEN_SEQUENCE_TOKENS,
+    MAX_FORBIDDEN_SEQUENCES,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKENS,
     SamplingParams,
 )
 from nanovllm_core.scheduling.plan import NewBlocks, NewRow, ScheduledRows, StepPlan
-from nanovllm_kernels.sampling import IN_PROMPT
+from nanovllm_kernels.sampling import IN_PROMPT_BIT
 
-_FOREVER = np.iinfo(np.int32).max
+# A bias that applies until this position applies to all tokens of a request.
+_MAX_POSITION = np.iinfo(np.int32).max
 # Below this temperature a softmax over bf16 logits has one outcome, and dividing by it would overflow.
-_GREEDY_BELOW = 1e-5
+_MIN_RANDOM_TEMPERATURE = 1e-5
 
 
-class Needs(IntFlag):
-    """Sampling operations that a row needs beyond an argmax. A step skips operations that none of its rows needs."""
+class SamplingOps(IntFlag):
+    """Operations that a row needs to choose a token. A step skips operations that none of its rows needs.
 
-    NOTHING = 0
+    GREEDY: only the argmax. RANDOM: draw at a temperature. FILTER: top-k, top-p or min-p. PENALTY, BIAS, MASK, FORBID:
+    the functions of `nanovllm_kernels.sampling` of these names.
+    """
+
+    GREEDY = 0
     RANDOM = 1
     FILTER = 2
     PENALTY = 4
@@ -44,30 +49,27 @@ class Needs(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Device inputs of a step.
+    """Inputs of a step.
 
-    buffer: the step's rows with padding.
-    rows, query_start_loc, samples: those of `buffer` without padding.
-    sampling_indices: int64 [n], indices of the step's requests that sample.
-    needs: `Needs` of these requests combined. An integer, because operations on Python's enum flags are slow.
+    device_rows: the step's requests, without padding.
+    sampling_indices: int64 [n], indices of the step's requests that sample, rising.
+    sampling_ops: `SamplingOps` of these requests combined, except MASK. An integer, because operations on Python's enum
+        flags are slow.
     num_logprobs: int64 [n], alternatives that each of these requests wants; -1 for no log-probabilities.
     max_num_logprobs: the largest of `num_logprobs`.
-    restored: state slots to copy from and to before the step, int64 [m] each, in copy order; None for no copies.
+    state_copies: state slots to copy from and to before the step, int64 [m] each, in copy order; None for no copies.
     """
 
-    buffer: StepBuffer
-    rows: Tensor
-    query_start_loc: Tensor
-    samples: Tensor
+    device_rows: DeviceRows
     sampling_indices: NDArray[np.int64]
-    needs: int
+    sampling_ops: int
     num_logprobs: NDArray[np.int64]
     max_num_logprobs: int
-    restored: tuple[Tensor, Tensor] | None = None
+    state_copies: tuple[Tensor, Tensor] | None = None
 
 
 class RequestTable:
-    """Tables with rows 0..num_rows-1. `buffer` holds the rows of the current step.
+    """Tables with rows 0..num_rows-1. `step_buffer` holds the rows of the current step.
 
     tokens: int32 [rows, max_model_len + 1].
     num_computed: int32 [rows].
@@ -76,8 +78,8 @@ class RequestTable:
     top_k: int32 [rows]. seeds: int64 [rows].
     counts: int32 [rows, vocab], token counts for `apply_penalties`.
     bias_ids, bias_until: int32 [rows, entries]. bias_values: float32 [rows, entries]. See `apply_bias_`.
-    forbidden: int32 [rows, sequences, length]. num_prompt: int32 [rows]. See `forbid_`.
-    state_slots: int32 [rows]. saves: int32 [rows, MAX_CHECKPOINTS, 2]. See `plan_states`.
+    forbidden: int32 [rows, sequences, length]. num_prompt: int32 [rows]. See `forbid_sequences_`.
+    state_slots: int32 [rows]. checkpoints: int32 [rows, MAX_CHECKPOINTS, 2]. See `plan_states`.
     """
 
     def __init__(
@@ -86,12 +88,13 @@ class RequestTable:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
-        eos_count: int,
+        num_eos_tokens: int,
         device: torch.device,
         *,
         has_states: bool = False,
     ):
         self.device = device
+        self.num_rows = num_rows
         self._has_states = has_states
         self.vocab_size = vocab_size
 
@@ -109,49 +112,45 @@ class RequestTable:
         self.top_k = zeros(num_rows)
         self.seeds = zeros(num_rows, dtype=torch.int64)
         self.counts = zeros(num_rows, vocab_size)
-        num_biases = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + eos_count
+        num_biases = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + num_eos_tokens
         self.bias_ids = zeros(num_rows, num_biases)
         self.bias_values = zeros(num_rows, num_biases, dtype=torch.float32)
         self.bias_until = zeros(num_rows, num_biases)
-        self.forbidden = zeros(num_rows, MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH).fill_(-1)
+        self.forbidden = zeros(num_rows, MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS).fill_(-1)
         self.num_prompt = zeros(num_rows)
         self.state_slots = zeros(num_rows)
-        self.saves = zeros(num_rows, MAX_CHECKPOINTS, 2)
-        self.buffer = StepBuffer(num_rows, device)
-        self._needs = np.zeros(num_rows, np.uint8)
-        # `Needs` whose tables still hold entries for each row, perhaps of a finished request.
-        self._written = np.zeros(num_rows, np.uint8)
+        self.checkpoints = zeros(num_rows, MAX_CHECKPOINTS, 2)
+        self.step_buffer = StepBuffer(num_rows, device)
+        self._ops = np.zeros(num_rows, np.uint8)
+        # `SamplingOps` whose tables still hold entries for each row, perhaps of a finished request.
+        self._written_ops = np.zeros(num_rows, np.uint8)
         self._num_logprobs = np.full(num_rows, -1, np.int64)
         # If the same requests decode again, only new blocks are uploaded.
-        self._last: tuple[ScheduledRows, StepInputs] | None = None
+        self._last_step: tuple[ScheduledRows, StepInputs] | None = None
 
-    def apply(self, plan: StepPlan) -> StepInputs:
+    def apply_plan(self, plan: StepPlan) -> StepInputs:
         """Update the tables with `plan`, and return the inputs of its step."""
-        if self._last is not None and plan.scheduled is self._last[0] and not plan.new_rows:
+        if self._last_step is not None and plan.scheduled is self._last_step[0] and not plan.new_rows:
             if plan.new_blocks.rows:
                 self._write_diffs(plan)
-            return self._last[1]
+            return self._last_step[1]
         rows, lengths, samples = plan.scheduled
-        count = len(rows)
         if plan.new_rows or plan.new_blocks.rows:
             self._write_diffs(plan)
-        restored = self._write_states(plan.new_rows) if self._has_states and plan.new_rows else None
-        self.buffer.write(rows, lengths, samples)
+        state_copies = self._write_states(plan.new_rows) if self._has_states and plan.new_rows else None
+        self.step_buffer.write(rows, lengths, samples)
         sampling_indices = np.flatnonzero(samples)
-        sample_rows = rows[sampling_indices]
-        num_logprobs = self._num_logprobs[sample_rows]
+        sampling_rows = rows[sampling_indices]
+        num_logprobs = self._num_logprobs[sampling_rows]
         inputs = StepInputs(
-            buffer=self.buffer,
-            rows=self.buffer.rows[:count],
-            query_start_loc=self.buffer.query_start_loc[: count + 1],
-            samples=self.buffer.samples[:count],
+            device_rows=self.step_buffer.first_rows(len(rows)),
             sampling_indices=sampling_indices,
-            needs=int(np.bitwise_or.reduce(self._needs[sample_rows], initial=0)),
+            sampling_ops=int(np.bitwise_or.reduce(self._ops[sampling_rows], initial=0)),
             num_logprobs=num_logprobs,
             max_num_logprobs=int(num_logprobs.max(initial=-1)),
-            restored=restored,
+            state_copies=state_copies,
         )
-        self._last = (plan.scheduled, inputs) if restored is None else None
+        self._last_step = (plan.scheduled, inputs) if state_copies is None else None
         return inputs
 
     def _write_states(self, new_rows: Sequence[NewRow]) -> tuple[Tensor, Tensor] | None:
@@ -161,7 +160,7 @@ class RequestTable:
             if state.checkpoints:
                 saves[index, : len(state.checkpoints)] = state.checkpoints
         # A checkpoint that the pool evicted for one request may be the origin of an earlier one in the same plan.
-        pairs = sequential_copies([(state.origin, state.slot) for state in states if state.origin])
+        pairs = order_slot_copies([(state.source_slot, state.slot) for state in states if state.source_slot])
         copies = np.array(pairs, np.int64).reshape(-1, 2)
         rows, slots, saved, sources, targets = upload(
             [
@@ -175,7 +174,7 @@ class RequestTable:
         )
         rows = rows.long()
         self.state_slots[rows] = slots
-        self.saves[rows] = saved.view(-1, MAX_CHECKPOINTS, 2)
+        self.checkpoints[rows] = saved.view(-1, MAX_CHECKPOINTS, 2)
         return (sources.view(torch.int64), targets.view(torch.int64)) if len(copies) else None
 
     def _write_diffs(self, plan: StepPlan) -> None:
@@ -193,7 +192,7 @@ class RequestTable:
     def _record_options(self, new_rows: Sequence[NewRow]) -> None:
         for new in new_rows:
             logprobs = new.sampling.logprobs
-            self._needs[new.row] = _needs_of(new.sampling)
+            self._ops[new.row] = _find_ops(new.sampling)
             self._num_logprobs[new.row] = -1 if logprobs is None else logprobs
 
     def _block_diffs(self, new: NewBlocks) -> list[Int32Array]:
@@ -205,7 +204,7 @@ class RequestTable:
         samplings = [new.sampling for new in new_rows]
         floats = np.array(
             [
-                [s.temperature if s.temperature >= _GREEDY_BELOW else 0.0 for s in samplings],
+                [s.temperature if s.temperature >= _MIN_RANDOM_TEMPERATURE else 0.0 for s in samplings],
                 [s.top_p for s in samplings],
                 [s.min_p for s in samplings],
                 [s.presence_penalty for s in samplings],
@@ -239,25 +238,25 @@ class RequestTable:
         Entries of the row's previous request are removed.
         """
         for new in new_rows:
-            needs, stale = self._needs[new.row], self._written[new.row]
-            self._written[new.row] = needs
-            if needs & Needs.PENALTY:
+            ops, stale_ops = self._ops[new.row], self._written_ops[new.row]
+            self._written_ops[new.row] = ops
+            if ops & SamplingOps.PENALTY:
                 self._write_counts(new)
-            if needs & Needs.BIAS:
+            if ops & SamplingOps.BIAS:
                 self._write_bias(new)
-            elif stale & Needs.BIAS:
+            elif stale_ops & SamplingOps.BIAS:
                 self.bias_until[new.row].zero_()
-            if needs & Needs.FORBID:
+            if ops & SamplingOps.FORBID:
                 self._write_forbidden(new)
-            elif stale & Needs.FORBID:
+            elif stale_ops & SamplingOps.FORBID:
                 self.forbidden[new.row].fill_(-1)
 
     def _write_forbidden(self, new: NewRow) -> None:
-        sequences = np.full((MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH), -1, np.int32)
-        for index, tokens in enumerate(new.sampling.forbidden):
+        sequences = np.full((MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS), -1, np.int32)
+        for index, tokens in enumerate(new.sampling.forbidden_sequences):
             sequences[index, -len(tokens) :] = tokens
         (uploaded,) = upload([sequences.reshape(-1)], self.device)
-        self.forbidden[new.row] = uploaded.view(MAX_FORBIDDEN, MAX_FORBIDDEN_LENGTH)
+        self.forbidden[new.row] = uploaded.view(MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS)
         self.num_prompt[new.row].fill_(new.num_prompt_tokens)
 
     def _write_counts(self, new: NewRow) -> None:
@@ -266,13 +265,13 @@ class RequestTable:
         counts = self.counts[new.row]
         counts.zero_()
         counts.index_add_(0, output, torch.ones_like(output))
-        counts[prompt.long()] |= IN_PROMPT
+        counts[prompt.long()] |= IN_PROMPT_BIT
 
     def _write_bias(self, new: NewRow) -> None:
         bias, stop = new.sampling.logit_bias, new.stop_ids if new.sampling.min_tokens else ()
         ids = np.array([*bias, *stop], np.int32)
         values = np.array([*bias.values(), *(-np.inf for _ in stop)], np.float32)
-        until = np.full(len(ids), _FOREVER, np.int32)
+        until = np.full(len(ids), _MAX_POSITION, np.int32)
         until[len(bias) :] = new.num_prompt_tokens + new.sampling.min_tokens
         uploaded = upload([ids, values.view(np.int32), until], self.device)
         self.bias_until[new.row].zero_()
@@ -281,16 +280,16 @@ class RequestTable:
         self.bias_until[new.row, : len(ids)] = uploaded[2]
 
 
-def _needs_of(sampling: SamplingParams) -> Needs:
-    needs = Needs.NOTHING
-    if sampling.temperature >= _GREEDY_BELOW:
-        needs |= Needs.RANDOM
+def _find_ops(sampling: SamplingParams) -> SamplingOps:
+    ops = SamplingOps.GREEDY
+    if sampling.temperature >= _MIN_RANDOM_TEMPERATURE:
+        ops |= SamplingOps.RANDOM
         if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
-            needs |= Needs.FILTER
+            ops |= SamplingOps.FILTER
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1:
-        needs |= Needs.PENALTY
+        ops |= SamplingOps.PENALTY
     if sampling.logit_bias or sampling.min_tokens:
-        needs |= Needs.BIAS
-    if sampling.forbidden:
-        needs |= Needs.FORBID
-    return needs
+        ops |= SamplingOps.BIAS
+    if sampling.forbidden_sequences:
+        ops |= SamplingOps.FORBID
+    return ops

@@ -8,20 +8,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.execution.host_copy import HostCopySlot
-from nanovllm_core.execution.sampler import PromptScores, Sampled
-from nanovllm_core.request import PromptLogprobs, TokenLogprobs
+from nanovllm_core.execution.prompt_scores import PromptScores
+from nanovllm_core.execution.request_table import StepInputs
+from nanovllm_core.outputs import PromptLogprobs, TokenLogprobs
 from nanovllm_core.scheduling.plan import StepResults
+from nanovllm_kernels.sampling import Logprobs
 
 
 class StepHandle:
     """A step in flight, whose results are being copied to the host.
 
-    sampled: tokens of all requests of the step, perhaps followed by padding; None when no request samples.
-    sampling_indices: int64 [n], indices of the step's requests that sample, rising.
-    num_logprobs: int64 [n], for each of these how many alternatives to report, -1 for no log-probabilities.
+    step: inputs of the step.
+    tokens: int32, tokens of all requests of the step, perhaps followed by padding; None when no request samples.
+    logprobs: log-probabilities of the requests that asked for them; None if no request asked.
     host_slot: on CUDA the buffer for the tokens; read them before `depth` later steps have begun. None on a CPU.
-    failed: requests without a token, as pairs (index among the requests that sample, reason).
-    prompt_scores: one entry per `PromptPart` of the plan.
+    failures: requests without a token, as pairs (index among the requests that sample, reason).
+    prompt_scores: one entry per `PromptLogprobsRange` of the plan.
 
     Every step on CUDA records an event at its end, even if no request samples: `wait` bounds the number of steps in
     flight, and copies on other streams wait for the event.
@@ -29,37 +31,36 @@ class StepHandle:
 
     def __init__(
         self,
-        sampled: Sampled | None,
-        sampling_indices: NDArray[np.int64],
-        num_logprobs: NDArray[np.int64],
+        step: StepInputs,
+        tokens: Tensor | None,
+        logprobs: Logprobs | None,
         host_slot: HostCopySlot | None,
-        failed: Sequence[tuple[int, str]] = (),
+        failures: Sequence[tuple[int, str]] = (),
         prompt_scores: Sequence[PromptScores] = (),
     ):
-        self._failed = failed
-        self._sampling_indices = sampling_indices
-        self._num_logprobs = num_logprobs
+        self._failures = failures
+        self._sampling_indices = step.sampling_indices
+        self._num_logprobs = step.num_logprobs
         self._token_array = np.zeros(0, np.int32)
-        if sampled is not None:
-            tokens, *rest = sampled
-            if host_slot is None:
+        if host_slot is None:
+            if tokens is not None:
                 self._token_array = tokens.numpy()
-            else:
+        else:
+            if tokens is not None:
                 self._token_array = host_slot.token_array
                 host_slot.first_tokens(len(tokens)).copy_(tokens, non_blocking=True)
-                sampled = Sampled(tokens, *(None if tensor is None else _copy_to_host(tensor) for tensor in rest))
-        if host_slot is not None:
-            prompt_scores = [PromptScores(*map(_copy_to_host, each)) for each in prompt_scores]
-        self._host_slot = host_slot
-        if host_slot is not None:
+            if logprobs is not None:
+                logprobs = Logprobs(*map(_copy_to_host, logprobs))
+            prompt_scores = [PromptScores(*map(_copy_to_host, scores)) for scores in prompt_scores]
             host_slot.end.record(host_slot.stream)
-        self._sampled = sampled
+        self._host_slot = host_slot
+        self._logprobs = logprobs
         self._prompt_scores = prompt_scores
         # Seconds that the host took to launch the step. On a CPU launching includes computing.
         self.launch_s = 0.0
 
     @property
-    def ready(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the device has finished the step."""
         return self._host_slot is None or self._host_slot.end.query()
 
@@ -74,7 +75,7 @@ class StepHandle:
         return None if self._host_slot is None else (self._host_slot.begin, self._host_slot.end)
 
     @property
-    def seconds(self) -> float:
+    def duration_s(self) -> float:
         """Seconds that the step took on the device. Read only after the step has finished."""
         if self._host_slot is None:
             return self.launch_s
@@ -85,27 +86,23 @@ class StepHandle:
         """int32 [n], the tokens of the requests that sample. Read only after the step has finished."""
         return self._token_array[self._sampling_indices]
 
-    def tokens(self) -> StepResults:
+    def read_results(self) -> StepResults:
         """The sampled tokens and all log-probabilities. Call only after the step has finished."""
-        sampled, tokens = self._sampled, self.token_ids
-        prompt_logprobs = [_packed(scores) for scores in self._prompt_scores]
-        if sampled is None or sampled.chosen is None or sampled.top_ids is None or sampled.top_logprobs is None:
-            return StepResults(tokens, (), self._failed, prompt_logprobs)
-        chosen, ids, values = sampled.chosen.tolist(), sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
-        counts = self._num_logprobs.tolist()
-        with_logprobs = [index for index, count in enumerate(counts) if count >= 0]
-        return StepResults(
-            tokens,
-            [
-                (index, TokenLogprobs(chosen[at], tuple(zip(ids[at], values[at], strict=True))[: counts[index]]))
-                for at, index in enumerate(with_logprobs)
-            ],
-            self._failed,
-            prompt_logprobs,
-        )
+        prompt_logprobs = [_pack_scores(scores) for scores in self._prompt_scores]
+        return StepResults(self.token_ids, self._read_logprobs(), self._failures, prompt_logprobs)
+
+    def _read_logprobs(self) -> Sequence[tuple[int, TokenLogprobs]]:
+        if self._logprobs is None:
+            return ()
+        requested = [(index, num_top) for index, num_top in enumerate(self._num_logprobs.tolist()) if num_top >= 0]
+        columns = (column.tolist() for column in self._logprobs)
+        return [
+            (index, TokenLogprobs(logprob, tuple(zip(top_ids, top_logprobs, strict=True))[:num_top]))
+            for (index, num_top), logprob, top_ids, top_logprobs in zip(requested, *columns, strict=True)
+        ]
 
 
-def _packed(scores: PromptScores) -> PromptLogprobs:
+def _pack_scores(scores: PromptScores) -> PromptLogprobs:
     return PromptLogprobs(scores.top_ids.shape[1], *(tensor.numpy().tobytes() for tensor in scores))
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.bounded_strings import BoundedStrings
 from nanovllm_core.grammar.json_termination import JsonTerminator, JsonTokenClasses
-from nanovllm_core.request import GrammarError, GrammarMatcher, GrammarSpec, ParameterTypes
+from nanovllm_core.grammar_types import GrammarMatcher, GrammarSpec, ParameterTypes
 
 if TYPE_CHECKING:
     import xgrammar
@@ -34,7 +35,7 @@ _SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matcher:
-    """The state of an output in its grammar, see `nanovllm_core.request.GrammarMatcher`.
+    """The state of an output in its grammar, see `nanovllm_core.grammar_types.GrammarMatcher`.
 
     possible: int32 [words], mask of the tokens that have text or end an answer. xgrammar's masks also allow others,
         which it then rejects.
@@ -91,10 +92,10 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar, see `nanovllm_core.request.CompiledGrammar`.
+    """A compiled grammar, see `nanovllm_core.grammar_types.CompiledGrammar`.
 
     token_classes: None for grammars without JSON.
-    parameter_types: see `nanovllm_core.request.ParameterTypes`.
+    parameter_types: see `nanovllm_core.grammar_types.ParameterTypes`.
     """
 
     inner: "xgrammar.CompiledGrammar"

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.compiler import Compiler, Grammar
 from nanovllm_core.grammar.vetting import Vetter
+from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_core.model import Vocabulary
-from nanovllm_core.request import GrammarError, GrammarSpec
 
 _log = logging.getLogger(__name__)
 

@@ -3,11 +3,12 @@
 import msgspec
 import orjson
 
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.document import escape_pointer_part
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.xml_parameters import XmlParameters, any_elements, schema_elements
-from nanovllm_core.request import GrammarError, GrammarSpec, ParameterTypes
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 
 # Maximum size of a grammar's source after the conversion.
 MAX_CONVERTED_BYTES = 1 << 20

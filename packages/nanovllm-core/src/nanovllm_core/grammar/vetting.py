@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from nanovllm_core.errors import GrammarError, GrammarErrorCode
 from nanovllm_core.grammar.schema_enforcement import EnforceableGrammar
-from nanovllm_core.request import GrammarError, GrammarErrorCode, GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec
 
 if TYPE_CHECKING:
     from nanovllm_core.model import Vocabulary

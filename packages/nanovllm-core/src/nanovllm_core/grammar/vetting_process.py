@@ -17,10 +17,11 @@ from pathlib import Path
 
 import msgspec
 
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.compiler import Compiler
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.vetting import DIED, PASSED, REFUSED, TOO_LONG, Setup, receive_message
-from nanovllm_core.request import GrammarError, GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec
 
 # Niceness of the children, so that serving has priority.
 _NICE = 5

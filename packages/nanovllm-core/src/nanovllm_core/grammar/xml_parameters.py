@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.characters import UNESCAPED, intersect_ranges, invert_ranges
 from nanovllm_core.grammar.schemas.declared_types import declared_types, resolve_references
 from nanovllm_core.grammar.schemas.json_values import JSON
@@ -23,7 +24,6 @@ from nanovllm_core.grammar.structural_tag import (
     repeated,
     sequence,
 )
-from nanovllm_core.request import GrammarError
 
 # Maximum number of elements if the schema does not name the properties.
 MAX_UNNAMED = 16

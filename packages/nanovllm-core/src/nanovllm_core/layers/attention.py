@@ -58,7 +58,7 @@ def attend(
     kv_cache = ctx.kv_caches[cache_index]
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
     # Attention that is launched between graph pieces reads keys and values from the cache.
-    keep_keys = ctx.launch is None and ctx.attention.reads_own_keys
+    keep_keys = ctx.launch_attention is None and ctx.attention.reads_own_keys
     q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, keep_keys=keep_keys)
     step_keys_values = qkv[:, q.shape[1] :] if keep_keys else None
     scale = q.shape[-1] ** -0.5
@@ -66,5 +66,5 @@ def attend(
     def attention(q: Tensor, batch: AttentionBatch) -> Tensor:
         return paged_attention(q, kv_cache, batch, scale=scale, kv_scales=kv_scales, own_keys_values=step_keys_values)
 
-    result = attention(q, ctx.attention) if ctx.launch is None else ctx.launch(attention, q)
+    result = attention(q, ctx.attention) if ctx.launch_attention is None else ctx.launch_attention(attention, q)
     return result.flatten(1)

@@ -60,7 +60,7 @@ class LMHead(WeightedModule):
         self._share = build.parallel.share(vocab_size, "vocab_size")
         self._is_tied = tied is not None
         self.weight = self.allocate(self._share, hidden_size) if tied is None else tied.weight
-        self._packed = PackedWeight(self.weight, blocked=False)
+        self._packed = PackedWeight(self.weight, in_onednn_layout=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] -> float32 [n, vocab_size]."""

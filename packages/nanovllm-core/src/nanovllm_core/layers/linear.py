@@ -69,7 +69,7 @@ class ColumnParallelLinear(_Linear):
         self._rank = build.parallel.rank
         self._shares = [build.parallel.share(part.out_features, part.name) for part in parts]
         if quantization is None:
-            self.weight = PackedWeight(self.allocate(sum(self._shares), in_features), blocked=False)
+            self.weight = PackedWeight(self.allocate(sum(self._shares), in_features), in_onednn_layout=False)
         else:
             starts = [self._rank * share for share in self._shares]
             self.weight = joint_weight(starts, self._shares, in_features, build.device)
@@ -119,7 +119,7 @@ class RowParallelLinear(_Linear):
         self._share = build.parallel.share(in_features, "in_features")
         self._stored_bias = self.allocate(out_features).zero_() if bias else None
         if quantization is None:
-            self.weight = PackedWeight(self.allocate(out_features, self._share), blocked=False)
+            self.weight = PackedWeight(self.allocate(out_features, self._share), in_onednn_layout=False)
         elif build.parallel.size > 1 and self._share % GROUP:
             ranks = build.parallel.size
             raise ValueError(f"in_features is {in_features}, but {ranks} ranks can't split its FP8 blocks of {GROUP}")

@@ -169,9 +169,9 @@ class LatentAttention(WeightedModule):
         norm = self.kv_a_layernorm
         latent_rope_and_cache(q, latents, norm.packed, norm.eps, rotation, ctx.slot_mapping, kv_cache, kv_scales)
         attention = partial(_attention, self.kv_b_proj.weight, kv_cache, kv_scales, self._shape.scale)
-        if ctx.launch is None:
+        if ctx.launch_attention is None:
             return attention(q, ctx.attention).flatten(1)
-        return ctx.launch(attention, q, self._shape.value_dim).flatten(1)
+        return ctx.launch_attention(attention, q, self._shape.value_dim).flatten(1)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         """This module has no weights of its own."""

@@ -18,7 +18,7 @@ from nanovllm_core.model import BuildContext
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import PackedWeight, linear, logits, split_float32
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
-from nanovllm_kernels.moe import Routing, fused_experts, pack_experts, route
+from nanovllm_kernels.moe import ChosenExperts, Routing, fused_experts, pack_experts, route
 
 __all__ = [
     "STANDARD_NAMES",
@@ -109,7 +109,7 @@ class Router(WeightedModule):
         self._rows = torch.zeros((num_rows, hidden_size), dtype=dtype, device=build.device)
         self.weight, self.shared_gate = self._rows[:num_experts], self._rows[num_experts : self._num_logits]
         self.bias = None if correction_bias is None else torch.zeros(num_experts, device=build.device)
-        self._packed = PackedWeight(self._rows, blocked=False)
+        self._packed = PackedWeight(self._rows, in_onednn_layout=False)
         self._thirds: Tensor | None = None
 
     def finish(self) -> None:
@@ -185,7 +185,7 @@ class Experts(WeightedModule):
         """
         # Every rank holds the residual. It is added on one rank only, because the ranks' results are summed.
         own_residual = residual if self._parallel.rank == 0 else None
-        part = fused_experts(x, self.weights, weights, ids, own_residual)
+        part = fused_experts(x, self.weights, ChosenExperts(weights, ids), own_residual)
         return self._parallel.all_reduce(part if residual is None else part.to(residual.dtype))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:

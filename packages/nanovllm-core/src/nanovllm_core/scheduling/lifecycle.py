@@ -3,28 +3,32 @@
 from dataclasses import dataclass
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import Request, RequestStatus
-from nanovllm_core.scheduling.queue import WaitingQueue
+from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.rows import RowTable
+from nanovllm_core.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(slots=True)
 class SchedulerCounters:
     """Totals since the engine started.
 
-    tokens: computed tokens of prompts and decodes. prefix_queries, prefix_hits: in tokens.
+    num_prompt_tokens: prompt tokens of all requests that have been admitted, cached tokens included.
+    num_cached_tokens: prompt tokens that were found in the prefix cache.
+    num_queried_tokens: prompt tokens that were looked up in the prefix cache; 0 without prefix caching.
+    num_generated_tokens: output tokens.
+    num_computed_tokens: computed tokens of prompts and decodes.
     """
 
-    steps: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_queried_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_computed_tokens: int = 0
 
 
-class Lifecycle:
+class RequestLifecycle:
     """Unfinished requests, and finished ones that still hold a row and blocks.
 
     Finish, abort and preemption all release through `release_when_idle`, which waits for the steps in flight.
@@ -36,74 +40,77 @@ class Lifecycle:
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()
         # Finished and preempted requests that keep row and blocks until no step in flight refers to them.
-        self.num_finishing = 0
-        self.num_preempting = 0
-        self._requests: dict[int, Request] = {}
+        self.num_finished_unreleased = 0
+        self.num_preempted_unreleased = 0
+        self._unfinished_by_key: dict[int, RequestState] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Waiting requests, including preempted ones that a step in flight still refers to."""
-        return len(self.waiting) + self.num_preempting
+        """Number of waiting requests, including preempted ones that a step in flight still refers to."""
+        return len(self.waiting) + self.num_preempted_unreleased
 
     @property
     def has_requests(self) -> bool:
         """Whether a request is unfinished, or a finished one still holds a row and blocks."""
-        return bool(self._requests) or self.num_finishing > 0
+        return bool(self._unfinished_by_key) or self.num_finished_unreleased > 0
 
-    def find(self, key: int) -> Request | None:
+    def find(self, key: int) -> RequestState | None:
         """The unfinished request with this key, or None."""
-        return self._requests.get(key)
+        return self._unfinished_by_key.get(key)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue a new request with a unique key."""
-        self._requests[request.key] = request
+        self._unfinished_by_key[request.key] = request
         self.waiting.push(request)
 
-    def start(self, request: Request, num_computed: int) -> None:
-        """Give a row to a waiting request that the cache has admitted. num_computed: its tokens found in the cache."""
+    def start(self, request: RequestState, num_cached_tokens: int) -> None:
+        """Give a row to a waiting request that the cache has admitted.
+
+        num_cached_tokens: number of the request's tokens that the cache has found.
+        """
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
-        self.rows.assign(request, num_computed, len(request.block_ids) * self.cache.block_size)
+        self.rows.assign(request, num_cached_tokens, len(request.block_ids) * self.cache.block_size)
         if request.num_preemptions == 0:
-            request.num_cached_tokens = num_computed
-            self.counters.prompt_tokens += request.num_prompt_tokens
+            request.num_cached_tokens = num_cached_tokens
+            self.counters.num_prompt_tokens += request.num_prompt_tokens
             if self.cache.prefix_caching:
-                self.counters.prefix_queries += request.num_prompt_tokens
-                self.counters.prefix_hits += request.num_cached_tokens
+                self.counters.num_queried_tokens += request.num_prompt_tokens
+                self.counters.num_cached_tokens += num_cached_tokens
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: RequestState) -> None:
         """Move a running request back to the queue and free its blocks. Tokens in flight are still appended."""
-        self.rows.running[request.row] = False
+        self.rows.is_running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
-        self.counters.preemptions += 1
-        self.num_preempting += 1
+        self.counters.num_preemptions += 1
+        self.num_preempted_unreleased += 1
         self.release_when_idle(request)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: RequestState) -> None:
         """Finish a request in any unfinished state."""
         if request.status is RequestStatus.WAITING and not self.waiting.remove(request):
-            self.num_preempting -= 1
+            self.num_preempted_unreleased -= 1
         if request.row >= 0:
-            self.rows.running[request.row], self.rows.finished[request.row] = False, True
+            self.rows.is_running[request.row], self.rows.is_finished[request.row] = False, True
         request.status = RequestStatus.FINISHED
         # The key may be used again at once, even if blocks are released later.
-        del self._requests[request.key]
-        self.num_finishing += 1
+        del self._unfinished_by_key[request.key]
+        self.num_finished_unreleased += 1
         self.release_when_idle(request)
 
-    def release_when_idle(self, request: Request) -> None:
+    def release_when_idle(self, request: RequestState) -> None:
         """Release row and blocks, unless a step in flight refers to them. Called again when that step has finished."""
         if request.row >= 0:
-            if self.rows.steps_in_flight[request.row] > 0:
+            if self.rows.num_steps_in_flight[request.row] > 0:
                 return
             if self.cache.prefix_caching:
-                known = min(self.rows.num_computed[request.row], self.rows.num_known[request.row])
-                self.cache.commit(request, int(known))
-            self.rows.free(request)
+                num_computed = self.rows.num_computed_tokens[request.row]
+                self.cache.commit(request, int(min(num_computed, self.rows.num_host_tokens[request.row])))
+            self.rows.release(request)
             self.cache.release(request)
         if request.status is RequestStatus.FINISHED:
-            self.num_finishing -= 1
+            self.num_finished_unreleased -= 1
         else:
-            self.num_preempting -= 1
+            self.num_preempted_unreleased -= 1
             self.waiting.push(request)

@@ -1,6 +1,6 @@
-"""The plan of one step, which the scheduler makes and the runner executes, and the results of the step.
+"""The types of one step: the plan that the scheduler makes, what the scheduler keeps with the plan, and the results.
 
-A plan consists of plain values, so that it can be sent to other ranks, and of columns over all requests.
+A `StepPlan` consists of plain values and of columns over all requests, so that other ranks can receive it.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import Checkpoint, CompiledGrammar, PromptLogprobs, SamplingParams, TokenLogprobs
+from nanovllm_core.grammar_types import CompiledGrammar
+from nanovllm_core.outputs import PromptLogprobs, TokenLogprobs
+from nanovllm_core.request_state import Checkpoint, RequestState
+from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.scheduling.step_time import StepWork
 from nanovllm_core.token_ids import TokenIds
+
+RowIndices = NDArray[np.int64]
 
 
 class BatchShape(NamedTuple):
     """The shape of a step's batch.
 
-    query_len: tokens per request if all requests have the same number (uniform decode); else None.
-    whole: whether no request with several tokens in the step has computed tokens before the step.
+    query_len: number of tokens per request if all requests have the same number (uniform decode); else None.
+    whole: whether the step has prompts, and none of them has computed tokens before the step.
     """
 
     num_reqs: int
@@ -32,13 +38,13 @@ class ScheduledRows(NamedTuple):
 
     Consecutive steps may share one object.
     rows: int64 [n].
-    num_tokens: int64 [n], tokens that the step computes for each row.
-    samples: bool [n], whether the step samples a token after the last of them.
+    num_tokens: int64 [n], number of tokens that the step computes for each row.
+    is_sampled: bool [n], whether the step samples a token after the last computed token of the row.
     """
 
-    rows: NDArray[np.int64]
+    rows: RowIndices
     num_tokens: NDArray[np.int64]
-    samples: NDArray[np.bool_]
+    is_sampled: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +55,18 @@ class NewBlocks:
     entries: list[int] = field(default_factory=list[int])
     block_ids: list[int] = field(default_factory=list[int])
 
-    def add(self, row: int, start: int, block_ids: Sequence[int]) -> None:
-        """Set the entries of a row from `start` on to `block_ids`."""
+    def add(self, row: int, first_entry: int, block_ids: Sequence[int]) -> None:
+        """Set the entries of a row from `first_entry` on to `block_ids`."""
         self.rows.extend([row] * len(block_ids))
-        self.entries.extend(range(start, start + len(block_ids)))
+        self.entries.extend(range(first_entry, first_entry + len(block_ids)))
         self.block_ids.extend(block_ids)
 
 
 class NewState(NamedTuple):
-    """The state slot of a request, the slot it is copied from (`origin`; 0 for zeros), and checkpoints to save."""
+    """The state slot of a request, the slot to copy it from (0 for zeros), and the checkpoints to save."""
 
     slot: int
-    origin: int
+    source_slot: int
     checkpoints: tuple[Checkpoint, ...]
 
 
@@ -71,9 +77,8 @@ NO_STATE = NewState(0, 0, ())
 class NewRow:
     """A request that gets a row, with all data that the device needs.
 
-    token_ids: the prompt and the outputs that the host knows.
-    stop_ids: tokens that may not be sampled before `sampling.min_tokens` outputs.
-    compiled: the compiled grammar; None without one.
+    token_ids: the prompt, and the output tokens that have reached the host.
+    stop_ids: tokens that may not be sampled before `sampling.min_tokens` output tokens.
     """
 
     row: int
@@ -83,30 +88,32 @@ class NewRow:
     sampling: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
-    compiled: CompiledGrammar | None = None
+    compiled_grammar: CompiledGrammar | None = None
     state: NewState = NO_STATE
 
 
-class PromptPart(NamedTuple):
-    """Prompt tokens whose log-probabilities a step computes.
+class PromptLogprobsRange(NamedTuple):
+    """Consecutive prompt tokens whose log-probabilities a step computes.
 
-    start, num_tokens: the tokens, by position in the prompt. num_top: alternatives to report per token.
-    at: index among the step's tokens of the token before the first of them; the others follow in order.
+    start: position of the first of the tokens in the prompt.
+    num_top: number of likeliest tokens to report per prompt token.
+    first_logits_index: index, among all tokens of the step, of the token whose logits predict the token at `start`. The
+        logits of the tokens after that predict the other tokens of the range.
     """
 
     row: int
     start: int
     num_tokens: int
     num_top: int
-    at: int
+    first_logits_index: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The plan of one step: changes of the device tables, and the rows to compute.
 
+    step: number of the step, from 0.
     max_seq_len: longest context after the step, in tokens.
-    prompt_logprobs: prompt tokens whose log-probabilities the step computes.
     """
 
     step: int
@@ -115,19 +122,44 @@ class StepPlan:
     scheduled: ScheduledRows
     shape: BatchShape
     max_seq_len: int
-    prompt_logprobs: list[PromptPart] = field(default_factory=list[PromptPart])
+    prompt_logprobs_ranges: list[PromptLogprobsRange] = field(default_factory=list[PromptLogprobsRange])
+
+
+class RequestColumns(NamedTuple):
+    """Rows and, in the same order, their requests, request keys and lists of output tokens."""
+
+    rows: RowIndices
+    requests: list[RequestState]
+    keys: list[int]
+    output_ids: list[list[int]]
+
+
+class ScheduledStep(NamedTuple):
+    """A step in flight: the plan for the runner, and what the scheduler needs to apply the results.
+
+    num_computed_tokens: int64 [n], number of tokens of each scheduled row that are computed after the step.
+    decodes: the scheduled rows and their requests if every row decodes; else None.
+    work: amount of work from which the step's time is predicted.
+    predicted_s: predicted time in seconds; 0 for a step without prompts.
+    """
+
+    plan: StepPlan
+    num_computed_tokens: NDArray[np.int64]
+    decodes: RequestColumns | None
+    work: StepWork
+    predicted_s: float
 
 
 class StepResults(NamedTuple):
-    """The results of a step.
+    """What the runner computed in a step.
 
-    tokens: int32 [n], one per row of the plan that samples, in the plan's order.
-    logprobs: pairs (index into `tokens`, log-probabilities) for rows that asked for them.
-    failed: pairs (index into `tokens`, reason) for rows whose grammar failed; their tokens mean nothing.
-    prompt_logprobs: one entry per `PromptPart` of the plan.
+    tokens: int32 [n], one per row of the plan that is sampled, in the plan's order.
+    logprobs: pairs (index into `tokens`, log-probabilities) of rows that want log-probabilities.
+    grammar_failures: pairs (index into `tokens`, reason) of rows whose grammar failed. Their tokens are meaningless.
+    prompt_logprobs: one entry per `PromptLogprobsRange` of the plan.
     """
 
     tokens: NDArray[np.int32]
     logprobs: Sequence[tuple[int, TokenLogprobs]]
-    failed: Sequence[tuple[int, str]] = ()
+    grammar_failures: Sequence[tuple[int, str]] = ()
     prompt_logprobs: Sequence[PromptLogprobs] = ()

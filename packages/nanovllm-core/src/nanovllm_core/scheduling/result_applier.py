@@ -1,121 +1,104 @@
 """Applies the results of a finished step: appends tokens, registers full blocks, finishes requests."""
 
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import FinishReason, StepOutputs, TokenLogprobs
-from nanovllm_core.scheduling.lifecycle import Lifecycle
-from nanovllm_core.scheduling.plan import ScheduledRows, StepPlan, StepResults
-from nanovllm_core.scheduling.rows import DecodeBatch, RequestColumns, Rows
-from nanovllm_core.scheduling.step_time import StepWork
+from nanovllm_core.outputs import RequestFailure, RequestFinish, RequestStart, StepOutputs, TokenLogprobs
+from nanovllm_core.scheduling.lifecycle import RequestLifecycle
+from nanovllm_core.scheduling.plan import RequestColumns, ScheduledRows, ScheduledStep, StepResults
 
 # The blocks of this many output tokens are registered together: registering 16-token blocks singly takes twice as long.
-COMMITTED_TOKENS = 64
-
-
-class ScheduledStep(NamedTuple):
-    """A step in flight.
-
-    plan: what the runner executes.
-    ends: int64 [n], tokens of each row that are computed after the step.
-    decode_batch: the rows and their requests if every row decodes; else None.
-    work: amounts from which the step's time is predicted.
-    expected_s: predicted time in seconds; 0 for a step without prompts.
-    """
-
-    plan: StepPlan
-    ends: NDArray[np.int64]
-    decode_batch: DecodeBatch | None
-    work: StepWork
-    expected_s: float
+COMMIT_INTERVAL_TOKENS = 64
 
 
 class ResultApplier:
     """Applies step results to the requests of `lifecycle`."""
 
-    def __init__(self, lifecycle: Lifecycle):
+    def __init__(self, lifecycle: RequestLifecycle):
         self._lifecycle = lifecycle
         self._cache = lifecycle.cache
         self._rows = lifecycle.rows
 
     def apply(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
         """Apply the results of a finished step, in scheduling order. Returns the outputs for its requests."""
-        rows = self._rows
-        scheduled, num_tokens, samples = step.plan.scheduled
-        rows.steps_in_flight[scheduled] -= 1
-        failures = self._finish_failed(step.plan.scheduled, results)
-        finished = rows.finished[scheduled]
+        rows, scheduled = self._rows, step.plan.scheduled
+        rows.num_steps_in_flight[scheduled.rows] -= 1
+        failures = self._finish_failed_requests(scheduled, results)
+        # Some requests have finished after the step was scheduled.
+        is_finished = rows.is_finished[scheduled.rows]
         if self._cache.prefix_caching:
-            self._register_full_blocks(scheduled, num_tokens, step.ends, finished)
+            self._register_full_blocks(scheduled, step.num_computed_tokens, is_finished)
         prompt_logprobs = [
-            (int(rows.keys[part.row]), logprobs)
-            for part, logprobs in zip(step.plan.prompt_logprobs, results.prompt_logprobs, strict=True)
-            if not rows.finished[part.row]
+            (int(rows.keys[scored.row]), logprobs)
+            for scored, logprobs in zip(step.plan.prompt_logprobs_ranges, results.prompt_logprobs, strict=True)
+            if not rows.is_finished[scored.row]
         ]
-        logprobs = self._logprobs(step.plan.scheduled, results) if results.logprobs else []
-        if step.decode_batch is not None and not finished.any():
-            columns, tokens = step.decode_batch.columns, results.tokens
+        logprobs = self._collect_logprobs(scheduled, results) if results.logprobs else []
+        if step.decodes is not None and not is_finished.any():
+            columns, tokens = step.decodes, results.tokens
         else:
-            wanted = ~finished[samples]
-            columns, tokens = rows.columns(scheduled[samples][wanted]), results.tokens[wanted]
+            is_unfinished = ~is_finished[scheduled.is_sampled]
+            columns = rows.columns_of(scheduled.rows[scheduled.is_sampled][is_unfinished])
+            tokens = results.tokens[is_unfinished]
         token_list = tokens.tolist()
-        begins, ends = self._append_tokens(columns, tokens, token_list)
+        starts, finishes = self._append_tokens(columns, tokens, token_list)
         # Rows of requests that finished in this step may be free already: `requests_of` skips them.
-        for request in rows.requests_of(scheduled[~rows.running[scheduled]]):
+        for request in rows.requests_of(scheduled.rows[~rows.is_running[scheduled.rows]]):
             self._lifecycle.release_when_idle(request)
-        return StepOutputs(columns.keys, token_list, logprobs, begins, ends, failures, prompt_logprobs)
+        return StepOutputs(columns.keys, token_list, logprobs, starts, finishes, failures, prompt_logprobs)
 
     def _register_full_blocks(
-        self, scheduled: Rows, num_tokens: NDArray[np.int64], ends: NDArray[np.int64], finished: NDArray[np.bool_]
+        self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], is_finished: NDArray[np.bool_]
     ) -> None:
         """Register the blocks that a step filled: those of prompts at once, those of outputs a few at a time."""
-        size = self._cache.block_size
-        interval = np.where(num_tokens == 1, max(COMMITTED_TOKENS, size), size)
-        filled = np.flatnonzero((ends % interval < num_tokens) & ~finished)
-        for request, end in zip(self._rows.requests_of(scheduled[filled]), ends[filled].tolist(), strict=True):
-            self._cache.commit(request, end)
+        block_size, num_tokens = self._cache.block_size, scheduled.num_tokens
+        interval = np.where(num_tokens == 1, max(COMMIT_INTERVAL_TOKENS, block_size), block_size)
+        indices = np.flatnonzero((num_computed_tokens % interval < num_tokens) & ~is_finished)
+        requests = self._rows.requests_of(scheduled.rows[indices])
+        for request, num_computed in zip(requests, num_computed_tokens[indices].tolist(), strict=True):
+            self._cache.commit(request, num_computed)
 
-    def _finish_failed(self, scheduled: ScheduledRows, results: StepResults) -> list[tuple[int, str]]:
-        """Finish the requests whose grammar failed, and return their keys with the reasons."""
-        failures: list[tuple[int, str]] = []
-        if results.failed:
-            sampled = scheduled.rows[scheduled.samples]
-            for index, reason in results.failed:
-                if not self._rows.finished[sampled[index]]:
-                    (request,) = self._rows.requests_of(sampled[index : index + 1])
-                    failures.append((request.key, reason))
+    def _finish_failed_requests(self, scheduled: ScheduledRows, results: StepResults) -> list[RequestFailure]:
+        """Finish the requests whose grammar failed."""
+        failures: list[RequestFailure] = []
+        if results.grammar_failures:
+            sampled_rows = scheduled.rows[scheduled.is_sampled]
+            for index, reason in results.grammar_failures:
+                if not self._rows.is_finished[sampled_rows[index]]:
+                    (request,) = self._rows.requests_of(sampled_rows[index : index + 1])
+                    failures.append(RequestFailure(request.key, reason))
                     self._lifecycle.finish(request)
         return failures
 
-    def _logprobs(self, scheduled: ScheduledRows, results: StepResults) -> list[tuple[int, TokenLogprobs]]:
-        rows = self._rows
-        sampled = scheduled.rows[scheduled.samples]
-        keys, finished = rows.keys[sampled].tolist(), rows.finished[sampled]
-        return [(keys[index], logprobs) for index, logprobs in results.logprobs if not finished[index]]
+    def _collect_logprobs(self, scheduled: ScheduledRows, results: StepResults) -> list[tuple[int, TokenLogprobs]]:
+        """The log-probabilities of unfinished requests, with their keys."""
+        sampled_rows = scheduled.rows[scheduled.is_sampled]
+        keys, is_finished = self._rows.keys[sampled_rows].tolist(), self._rows.is_finished[sampled_rows]
+        return [(keys[index], logprobs) for index, logprobs in results.logprobs if not is_finished[index]]
 
     def _append_tokens(
         self, columns: RequestColumns, tokens: NDArray[np.int32], token_list: list[int]
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, FinishReason, int | None]]]:
-        """Append one token to each request of `columns`. Returns `begins` and `ends` as in `StepOutputs`.
-
-        token_list: `tokens` as a list.
-        """
-        rows, (table_rows, requests, keys, output_ids) = self._rows, columns
+    ) -> tuple[list[RequestStart], list[RequestFinish]]:
+        """Append one token to each request of `columns`, and finish requests. token_list: `tokens` as a list."""
+        rows, (row_indices, requests, keys, output_ids) = self._rows, columns
         # This appends to every list without a Python loop; the deque discards the results of append.
         deque(map(list.append, output_ids, token_list), maxlen=0)
-        num_known = rows.num_known[table_rows]
-        first = np.flatnonzero(num_known == rows.num_prompt[table_rows])
-        num_known += 1
-        rows.num_known[table_rows] = num_known
-        stopped = rows.stopped_by(table_rows, tokens)
-        ended = np.flatnonzero(stopped | (num_known >= rows.max_total[table_rows]))
-        self._lifecycle.counters.generation_tokens += len(token_list)
-        begins = [(keys[index], requests[index].num_cached_tokens) for index in first.tolist()]
-        ends: list[tuple[int, FinishReason, int | None]] = []
-        for index in ended.tolist():
-            ends.append((keys[index], "stop", token_list[index]) if stopped[index] else (keys[index], "length", None))
+        num_host_tokens = rows.num_host_tokens[row_indices]
+        first_indices = np.flatnonzero(num_host_tokens == rows.num_prompt_tokens[row_indices])
+        num_host_tokens += 1
+        rows.num_host_tokens[row_indices] = num_host_tokens
+        is_stopped = rows.are_stop_tokens(row_indices, tokens)
+        last_indices = np.flatnonzero(is_stopped | (num_host_tokens >= rows.max_total_tokens[row_indices]))
+        self._lifecycle.counters.num_generated_tokens += len(token_list)
+        starts = [RequestStart(keys[index], requests[index].num_cached_tokens) for index in first_indices.tolist()]
+        finishes: list[RequestFinish] = []
+        for index in last_indices.tolist():
+            finishes.append(
+                RequestFinish(keys[index], "stop", token_list[index])
+                if is_stopped[index]
+                else RequestFinish(keys[index], "length", None)
+            )
             self._lifecycle.finish(requests[index])
-        return begins, ends
+        return starts, finishes

@@ -1,137 +1,119 @@
 """The scheduler's state of requests that hold a row, as numpy columns, so that a step processes all rows at once."""
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.request import MAX_STOP_TOKENS, Request
-from nanovllm_core.scheduling.plan import ScheduledRows
-
-Rows = NDArray[np.int64]
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.sampling_params import MAX_STOP_TOKENS
+from nanovllm_core.scheduling.plan import RequestColumns, RowIndices, ScheduledRows
 
 # No token has this id.
 _NO_TOKEN = -1
 
 
-class RequestColumns(NamedTuple):
-    """Rows and, in the same order, their requests, request keys and lists of output tokens."""
-
-    rows: Rows
-    requests: list[Request]
-    keys: list[int]
-    output_ids: list[list[int]]
-
-
-class DecodeBatch(NamedTuple):
-    """Rows that decode together in consecutive steps, and the requests of these rows."""
-
-    scheduled: ScheduledRows
-    columns: RequestColumns
-
-
 class RowTable:
-    """Rows 0..num_rows-1. A request keeps its row until no step in flight refers to it.
+    """Rows 0..num_rows-1. A request keeps its row until no step in flight refers to the row.
 
     requests: the request of each row; None for a free row.
-    running: bool [rows], whether the request may be scheduled.
-    finished: bool [rows], whether the request has finished; its further tokens are discarded.
+    is_running: bool [rows], whether the request may be scheduled.
+    is_finished: bool [rows], whether the request has finished; tokens that are sampled later are discarded.
     The other columns are int64 [rows]:
     keys: request keys.
-    num_prompt: tokens of the prompt.
-    num_known: tokens that the host knows.
-    num_tokens: num_known plus tokens sampled on the device that have not reached the host yet.
-    num_computed: tokens computed by all scheduled steps; at most num_tokens.
-    max_total: tokens at which the request finishes.
-    capacity: tokens that the request's blocks hold.
-    steps_in_flight: steps in flight that refer to the row.
+    num_prompt_tokens: tokens of the prompt.
+    num_host_tokens: tokens that have reached the host.
+    num_tokens: num_host_tokens, and tokens sampled on the device that have not reached the host yet.
+    num_computed_tokens: tokens computed by all scheduled steps; at most num_tokens.
+    max_total_tokens: number of tokens at which the request finishes.
+    capacity: number of tokens that the request's blocks hold.
+    num_steps_in_flight: steps in flight that refer to the row.
     """
 
-    def __init__(self, num_rows: int, eos_count: int):
-        self.requests: list[Request | None] = [None] * num_rows
-        numbers = np.zeros((8, num_rows), np.int64)
+    def __init__(self, num_rows: int, num_eos_tokens: int):
+        self.requests: list[RequestState | None] = [None] * num_rows
         (
             self.keys,
-            self.num_known,
+            self.num_prompt_tokens,
+            self.num_host_tokens,
             self.num_tokens,
-            self.num_computed,
-            self.max_total,
+            self.num_computed_tokens,
+            self.max_total_tokens,
             self.capacity,
-            self.num_prompt,
-            self.steps_in_flight,
-        ) = numbers
-        self.running, self.finished = np.zeros((2, num_rows), np.bool_)
-        self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + eos_count), _NO_TOKEN, np.int64)
-        self._most_stop_ids = 1
-        # By token id, whether any request so far had it as a stop token. The last entry is False.
-        self._may_stop = np.zeros(1, np.bool_)
-        self._decode_batch: DecodeBatch | None = None
-        self._free = list(range(num_rows - 1, -1, -1))
+            self.num_steps_in_flight,
+        ) = np.zeros((8, num_rows), np.int64)
+        self.is_running, self.is_finished = np.zeros((2, num_rows), np.bool_)
+        self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
+        # Maximum number of stop tokens of any request so far.
+        self._max_stop_ids = 1
+        # By token id, whether any request so far had the token as a stop token. The last entry is False.
+        self._is_any_stop_id = np.zeros(1, np.bool_)
+        self._last_decode_batch: tuple[ScheduledRows, RequestColumns] | None = None
+        self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
-    def num_free(self) -> int:
-        """Number of free rows."""
-        return len(self._free)
+    def num_free_rows(self) -> int:
+        """Number of rows without a request."""
+        return len(self._free_rows)
 
     @property
     def num_running(self) -> int:
         """Number of requests that may be scheduled."""
-        return int(np.count_nonzero(self.running))
+        return int(np.count_nonzero(self.is_running))
 
-    def assign(self, request: Request, num_computed: int, capacity: int) -> None:
-        """Give `request` a free row. The caller has checked `num_free`."""
-        request.row = row = self._free.pop()
+    def assign(self, request: RequestState, num_computed_tokens: int, capacity: int) -> None:
+        """Give `request` a free row. The caller has checked `num_free_rows`."""
+        request.row = row = self._free_rows.pop()
         self.requests[row] = request
         self.keys[row] = request.key
-        self.num_known[row] = self.num_tokens[row] = request.num_tokens
-        self.num_computed[row] = num_computed
-        self.max_total[row] = request.max_total_tokens
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.num_host_tokens[row] = self.num_tokens[row] = request.num_tokens
+        self.num_computed_tokens[row] = num_computed_tokens
+        self.max_total_tokens[row] = request.max_total_tokens
         self.capacity[row] = capacity
-        self.num_prompt[row] = request.num_prompt_tokens
-        self.running[row], self.finished[row] = True, False
+        self.is_running[row], self.is_finished[row] = True, False
         self._stop_ids[row] = _NO_TOKEN
         self._stop_ids[row, : len(request.stop_ids)] = tuple(request.stop_ids)
-        self._most_stop_ids = max(self._most_stop_ids, len(request.stop_ids))
+        self._max_stop_ids = max(self._max_stop_ids, len(request.stop_ids))
         self._record_stop_ids(request.stop_ids)
-        self._decode_batch = None
+        self._last_decode_batch = None
 
-    def free(self, request: Request) -> None:
-        """Free the row of `request`. No step in flight may refer to it."""
+    def release(self, request: RequestState) -> None:
+        """Free the row of `request`. No step in flight may refer to the row."""
         row = request.row
         self.requests[row] = None
-        self.running[row] = False
-        self._free.append(row)
+        self.is_running[row] = False
+        self._free_rows.append(row)
         request.row = -1
 
-    def requests_of(self, rows: Rows) -> list[Request]:
+    def requests_of(self, rows: RowIndices) -> list[RequestState]:
         """The requests of `rows`; free rows are skipped."""
         requests = self.requests
         return [request for row in rows.tolist() if (request := requests[row]) is not None]
 
-    def columns(self, rows: Rows) -> RequestColumns:
+    def columns_of(self, rows: RowIndices) -> RequestColumns:
         """The requests of `rows` with their keys and outputs. No row may be free."""
         requests = self.requests_of(rows)
         return RequestColumns(rows, requests, self.keys[rows].tolist(), [request.output_ids for request in requests])
 
-    def decode_batch(self, rows: Rows) -> DecodeBatch:
-        """The batch in which each of `rows` decodes one token; the same object while the requests stay the same."""
-        if self._decode_batch is None or not np.array_equal(self._decode_batch.scheduled.rows, rows):
-            count = len(rows)
-            scheduled = ScheduledRows(rows, np.ones(count, np.int64), np.ones(count, np.bool_))
-            self._decode_batch = DecodeBatch(scheduled, self.columns(rows))
-        return self._decode_batch
+    def decode_batch(self, rows: RowIndices) -> tuple[ScheduledRows, RequestColumns]:
+        """The batch in which each of `rows` decodes one token; the same objects while the requests stay the same."""
+        if self._last_decode_batch is None or not np.array_equal(self._last_decode_batch[0].rows, rows):
+            num_rows = len(rows)
+            scheduled = ScheduledRows(rows, np.ones(num_rows, np.int64), np.ones(num_rows, np.bool_))
+            self._last_decode_batch = scheduled, self.columns_of(rows)
+        return self._last_decode_batch
 
-    def stopped_by(self, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether each token is a stop token of its row: bool [n]. rows: int64 [n]. tokens: int32 [n]."""
-        if not self._may_stop.take(tokens, mode="clip").any():
+    def are_stop_tokens(self, rows: RowIndices, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [n], whether `tokens[i]` is a stop token of the request in `rows[i]`. tokens: int32 [n]."""
+        if not self._is_any_stop_id.take(tokens, mode="clip").any():
             return np.zeros(len(tokens), np.bool_)
-        return (self._stop_ids[rows, : self._most_stop_ids] == tokens[:, None]).any(1)
+        return (self._stop_ids[rows, : self._max_stop_ids] == tokens[:, None]).any(1)
 
     def _record_stop_ids(self, stop_ids: Collection[int]) -> None:
         if not stop_ids:
             return
-        missing = max(stop_ids) + 2 - len(self._may_stop)
-        if missing > 0:
-            self._may_stop = np.append(self._may_stop, np.zeros(missing, np.bool_))
-        self._may_stop[list(stop_ids)] = True
+        num_missing = max(stop_ids) + 2 - len(self._is_any_stop_id)
+        if num_missing > 0:
+            self._is_any_stop_id = np.append(self._is_any_stop_id, np.zeros(num_missing, np.bool_))
+        self._is_any_stop_id[list(stop_ids)] = True

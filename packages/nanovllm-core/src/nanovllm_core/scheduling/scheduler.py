@@ -6,18 +6,28 @@ from collections.abc import Sequence
 import numpy as np
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.request import Request, RequestStatus, StepOutputs
+from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.lifecycle import Lifecycle
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, PromptPart, ScheduledRows, StepPlan, StepResults
-from nanovllm_core.scheduling.policy import Score, urgency, victim_score
-from nanovllm_core.scheduling.prompts import Chunk, PromptChunks, PromptScheduler
-from nanovllm_core.scheduling.result_applier import ResultApplier, ScheduledStep
-from nanovllm_core.scheduling.rows import Rows, RowTable
+from nanovllm_core.scheduling.lifecycle import RequestLifecycle, SchedulerCounters
+from nanovllm_core.scheduling.plan import (
+    BatchShape,
+    NewBlocks,
+    PromptLogprobsRange,
+    RowIndices,
+    ScheduledRows,
+    ScheduledStep,
+    StepPlan,
+    StepResults,
+)
+from nanovllm_core.scheduling.prompt_scheduler import PromptChunk, PromptScheduler, ScheduledPrompts
+from nanovllm_core.scheduling.request_order import SortKey, preemption_order, urgency_order
+from nanovllm_core.scheduling.result_applier import ResultApplier
+from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 # Blocks are allocated ahead of need if this many times as many blocks are free.
-PLENTY = 4
+MIN_FREE_FACTOR = 4
 
 
 class Scheduler:
@@ -36,28 +46,32 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         seed: int = 0,
-        step_times: StepTimeModel | None = None,
+        step_time_model: StepTimeModel | None = None,
     ):
         self._eos_token_ids = frozenset(eos_token_ids)
         self.cache = cache
         self.rows = RowTable(max_num_seqs, len(self._eos_token_ids))
-        self._lifecycle = Lifecycle(cache, self.rows)
-        self.waiting, self.counters = self._lifecycle.waiting, self._lifecycle.counters
+        self._lifecycle = RequestLifecycle(cache, self.rows)
         self._result_applier = ResultApplier(self._lifecycle)
         self.limits = limits
-        self.step_times = step_times or StepTimeModel()
-        self._prompts = PromptScheduler(self._lifecycle, limits, self.step_times)
+        self.step_time_model = step_time_model or StepTimeModel()
+        self._prompt_scheduler = PromptScheduler(self._lifecycle, limits, self.step_time_model)
         self._max_model_len = max_model_len
-        self._seeds = random.Random(seed)
+        self._seed_generator = random.Random(seed)
 
     @property
-    def running(self) -> list[Request]:
+    def running_requests(self) -> list[RequestState]:
         """Requests with a row that may be scheduled."""
-        return self.rows.requests_of(np.flatnonzero(self.rows.running))
+        return self.rows.requests_of(np.flatnonzero(self.rows.is_running))
+
+    @property
+    def counters(self) -> SchedulerCounters:
+        """Totals since the engine started."""
+        return self._lifecycle.counters
 
     @property
     def num_waiting(self) -> int:
-        """Waiting requests, including preempted ones that a step in flight still refers to."""
+        """Number of waiting requests, including preempted ones that a step in flight still refers to."""
         return self._lifecycle.num_waiting
 
     @property
@@ -65,7 +79,7 @@ class Scheduler:
         """Whether a request is unfinished, or a finished one still holds a row and blocks."""
         return self._lifecycle.has_requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue a new, validated request. Raises ValueError if its key is in use."""
         if self._lifecycle.find(request.key) is not None:
             raise ValueError(f"request key {request.key} is in use")
@@ -76,7 +90,7 @@ class Scheduler:
         # A grammar allows end-of-sequence tokens only where it is complete, and then no other tokens.
         if not sampling.ignore_eos or sampling.grammar is not None:
             request.stop_ids |= self._eos_token_ids
-        request.seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        request.seed = self._seed_generator.getrandbits(63) if sampling.seed is None else sampling.seed
         # Hash here, not while a step is planned, because the device may be idle then.
         self.cache.hash_prompt(request)
         self._lifecycle.add(request)
@@ -91,145 +105,157 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step. Returns None if no request can be computed now."""
-        preemptions = self.counters.preemptions
-        prompts = PromptChunks([], [], NewBlocks())
-        decodes = self._schedule_decodes(prompts.new_blocks)
-        context = int(self.rows.num_computed[decodes].sum()) + len(decodes)
+        num_preemptions = self.counters.num_preemptions
+        prompts = ScheduledPrompts([], [], NewBlocks())
+        decode_rows = self._schedule_decodes(prompts.new_blocks)
+        decodes = StepWork(len(decode_rows), int(self.rows.num_computed_tokens[decode_rows].sum()) + len(decode_rows))
         # The next free blocks go to preempted requests before new ones.
-        may_admit = self.counters.preemptions == preemptions and self._lifecycle.num_preempting == 0
-        self._prompts.plan(StepWork(len(decodes), context), prompts, may_admit=may_admit)
-        if not len(decodes) and not prompts.chunks:
+        has_preempted = self.counters.num_preemptions > num_preemptions or self._lifecycle.num_preempted_unreleased > 0
+        self._prompt_scheduler.schedule(decodes, prompts, may_admit=not has_preempted)
+        if not len(decode_rows) and not prompts.chunks:
             return None
-        return self._launch(decodes, context, prompts)
+        return self._make_step(decode_rows, decodes.decode_context, prompts)
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
         """Fit the step-time model to the device time of a finished step."""
-        self.step_times.observe(step.work, seconds)
+        self.step_time_model.observe(step.work, seconds)
 
     def complete(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
         """Apply the results of a finished step, in scheduling order. Returns the outputs for its requests."""
         return self._result_applier.apply(step, results)
 
-    def _schedule_decodes(self, new_blocks: NewBlocks) -> Rows:
+    def _schedule_decodes(self, new_blocks: NewBlocks) -> RowIndices:
         """The rows that decode one token in this step, after allocating blocks for them."""
-        rows = self.rows
-        num_tokens = rows.num_tokens
-        decodes = np.flatnonzero(rows.running & (num_tokens - rows.num_computed == 1) & (num_tokens < rows.max_total))
+        rows, num_tokens = self.rows, self.rows.num_tokens
+        has_decode = (num_tokens - rows.num_computed_tokens == 1) & (num_tokens < rows.max_total_tokens)
+        decode_rows = np.flatnonzero(rows.is_running & has_decode)
         # Each decode computes one token, so it lacks at most one block.
-        short = decodes[num_tokens[decodes] > rows.capacity[decodes]]
-        if not len(short):
-            return decodes
-        soon = self._soon_out_of_blocks(decodes)
-        if len(soon) * PLENTY <= self.cache.pool.num_free:
-            short = soon
-        if self._add_blocks(rows.requests_of(short), new_blocks):
-            return decodes
-        return self._decodes_by_urgency(decodes, new_blocks)
+        growing_rows = decode_rows[num_tokens[decode_rows] > rows.capacity[decode_rows]]
+        if not len(growing_rows):
+            return decode_rows
+        rows_near_capacity = self._rows_near_capacity(decode_rows)
+        if len(rows_near_capacity) * MIN_FREE_FACTOR <= self.cache.pool.num_free:
+            growing_rows = rows_near_capacity
+        if self._add_blocks(rows.requests_of(growing_rows), new_blocks):
+            return decode_rows
+        return self._select_decodes_by_urgency(decode_rows, new_blocks)
 
-    def _soon_out_of_blocks(self, decodes: Rows) -> Rows:
-        """Those of `decodes` that will need another block within `block_size` steps.
+    def _rows_near_capacity(self, decode_rows: RowIndices) -> RowIndices:
+        """Those of `decode_rows` that will need another block within `block_size` steps.
 
         Giving all of them a block now changes the device's block tables in one step instead of in many.
         """
         rows = self.rows
-        capacity = rows.capacity[decodes]
+        capacity = rows.capacity[decode_rows]
         # The last output token is never computed.
-        needs_more = capacity < rows.max_total[decodes] - 1
-        return decodes[needs_more & (capacity - rows.num_tokens[decodes] < self.cache.block_size)]
+        needs_more = capacity < rows.max_total_tokens[decode_rows] - 1
+        return decode_rows[needs_more & (capacity - rows.num_tokens[decode_rows] < self.cache.block_size)]
 
-    def _add_blocks(self, requests: Sequence[Request], new_blocks: NewBlocks) -> bool:
+    def _add_blocks(self, requests: Sequence[RequestState], new_blocks: NewBlocks) -> bool:
         """Give each of `requests` one more block. Returns False, without any change, if too few blocks are free."""
         block_ids = self.cache.grow(requests)
         if block_ids is None:
             return False
-        grown = [request.row for request in requests]
-        self.rows.capacity[grown] += self.cache.block_size
-        new_blocks.rows.extend(grown)
+        rows = [request.row for request in requests]
+        self.rows.capacity[rows] += self.cache.block_size
+        new_blocks.rows.extend(rows)
         new_blocks.entries.extend([len(request.block_ids) - 1 for request in requests])
         new_blocks.block_ids.extend(block_ids)
         return True
 
-    def _decodes_by_urgency(self, decodes: Rows, new_blocks: NewBlocks) -> Rows:
-        """Those of `decodes` that the step includes when too few blocks are free: the most urgent get blocks first."""
+    def _select_decodes_by_urgency(self, decode_rows: RowIndices, new_blocks: NewBlocks) -> RowIndices:
+        """The decodes that the step includes when too few blocks are free: the most urgent get blocks first."""
         rows = self.rows
-        chosen: set[int] = set()
-        for request in sorted(rows.requests_of(decodes), key=urgency):
+        selected_rows: set[int] = set()
+        for request in sorted(rows.requests_of(decode_rows), key=urgency_order):
             row = request.row
             # The request may have been preempted by a more urgent one earlier in this loop.
             if request.status is RequestStatus.RUNNING and (
-                rows.num_tokens[row] <= rows.capacity[row] or self._add_block_or_preempt(request, chosen, new_blocks)
+                rows.num_tokens[row] <= rows.capacity[row]
+                or self._add_block_or_preempt(request, selected_rows, new_blocks)
             ):
-                chosen.add(row)
-        return np.array(sorted(chosen), np.int64)
+                selected_rows.add(row)
+        return np.array(sorted(selected_rows), np.int64)
 
-    def _add_block_or_preempt(self, request: Request, chosen: set[int], new_blocks: NewBlocks) -> bool:
+    def _add_block_or_preempt(self, request: RequestState, selected_rows: set[int], new_blocks: NewBlocks) -> bool:
         """Give a decode one more block, preempting less urgent requests if needed. False if it must wait."""
         while not self._add_blocks([request], new_blocks):
             # Blocks will be released when a step in flight finishes: preempt no other request until then.
-            if self._lifecycle.num_preempting or self._lifecycle.num_finishing:
+            if self._lifecycle.num_preempted_unreleased or self._lifecycle.num_finished_unreleased:
                 return False
-            victim = max((other for other in self.running if other.row not in chosen), key=self._victim_score)
+            candidates = (running for running in self.running_requests if running.row not in selected_rows)
+            victim = max(candidates, key=self._preemption_order)
             self._lifecycle.preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _victim_score(self, request: Request) -> Score:
-        left = self.rows.num_tokens[request.row] - self.rows.num_computed[request.row]
-        return victim_score(request, prefilling=bool(left > 1))
+    def _preemption_order(self, request: RequestState) -> SortKey:
+        num_remaining = self.rows.num_tokens[request.row] - self.rows.num_computed_tokens[request.row]
+        return preemption_order(request, is_prefilling=bool(num_remaining > 1))
 
-    def _launch(self, decodes: Rows, context: int, prompts: PromptChunks) -> ScheduledStep:
+    def _make_step(self, decode_rows: RowIndices, decode_context: int, prompts: ScheduledPrompts) -> ScheduledStep:
+        """Make the plan of the chosen rows, and count their tokens as computed and sampled."""
         rows = self.rows
         chunks, new_rows, new_blocks = prompts
-        decode_batch = None if chunks else rows.decode_batch(decodes)
-        scheduled = self._scheduled_rows(decodes, chunks) if decode_batch is None else decode_batch.scheduled
-        prompt_logprobs = self._prompt_parts(chunks, len(decodes)) if chunks else []
-        computed = [(int(rows.num_computed[row]), num_tokens) for row, num_tokens in chunks]
-        pairs = self.limits.rounds.pairs(computed)
-        whole = bool(chunks) and not any(start for start, num_tokens in computed if num_tokens > 1)
-        taking, counts, samples = scheduled
-        ends = rows.num_computed[taking] + counts
-        rows.num_computed[taking] = ends
-        rows.num_tokens[taking] += samples
-        rows.steps_in_flight[taking] += 1
-        num_tokens = len(decodes) + sum(chunk.num_tokens for chunk in chunks)
-        is_uniform = decode_batch is not None or bool((counts == counts[0]).all())
+        if chunks:
+            scheduled, decodes = self._scheduled_rows(decode_rows, chunks), None
+        else:
+            scheduled, decodes = rows.decode_batch(decode_rows)
+        prompt_logprobs_ranges = self._prompt_logprobs_ranges(chunks, len(decode_rows)) if chunks else []
+        chunk_ranges = [(int(rows.num_computed_tokens[row]), num_tokens) for row, num_tokens in chunks]
+        attention_pairs = self.limits.rounds.estimate_pairs(chunk_ranges)
+        is_whole = bool(chunks) and not any(start for start, num_tokens in chunk_ranges if num_tokens > 1)
+        row_indices, tokens_per_row, is_sampled = scheduled
+        num_computed_tokens = rows.num_computed_tokens[row_indices] + tokens_per_row
+        rows.num_computed_tokens[row_indices] = num_computed_tokens
+        rows.num_tokens[row_indices] += is_sampled
+        rows.num_steps_in_flight[row_indices] += 1
+        num_tokens = len(decode_rows) + sum(chunk.num_tokens for chunk in chunks)
+        is_uniform = not chunks or bool((tokens_per_row == tokens_per_row[0]).all())
+        query_len = int(tokens_per_row[0]) if is_uniform else None
         plan = StepPlan(
-            step=self.counters.steps,
+            step=self.counters.num_steps,
             new_rows=new_rows,
             new_blocks=new_blocks,
             scheduled=scheduled,
-            shape=BatchShape(len(taking), num_tokens, int(counts[0]) if is_uniform else None, whole),
-            max_seq_len=int(ends.max()),
-            prompt_logprobs=prompt_logprobs,
+            shape=BatchShape(len(row_indices), num_tokens, query_len, is_whole),
+            max_seq_len=int(num_computed_tokens.max()),
+            prompt_logprobs_ranges=prompt_logprobs_ranges,
         )
-        self.counters.steps += 1
-        self.counters.tokens += num_tokens
-        work = StepWork(self.limits.padded(num_tokens) if chunks else num_tokens, context, pairs)
-        return ScheduledStep(plan, ends, decode_batch, work, self.step_times.predict(work) if chunks else 0.0)
+        self.counters.num_steps += 1
+        self.counters.num_computed_tokens += num_tokens
+        work = StepWork(self.limits.pad(num_tokens) if chunks else num_tokens, decode_context, attention_pairs)
+        predicted_s = self.step_time_model.predict(work) if chunks else 0.0
+        return ScheduledStep(plan, num_computed_tokens, decodes, work, predicted_s)
 
-    def _scheduled_rows(self, decodes: Rows, chunks: list[Chunk]) -> ScheduledRows:
+    def _scheduled_rows(self, decode_rows: RowIndices, chunks: list[PromptChunk]) -> ScheduledRows:
         # The order that the kernels expect: rows with one token first, prompts without computed tokens last.
-        chunks.sort(key=lambda chunk: (chunk.num_tokens != 1, not self.rows.num_computed[chunk.row]))
-        rows = np.concatenate((decodes, [chunk.row for chunk in chunks]))
-        counts = np.concatenate((np.ones(len(decodes), np.int64), [chunk.num_tokens for chunk in chunks]))
-        return ScheduledRows(rows, counts, self.rows.num_computed[rows] + counts == self.rows.num_tokens[rows])
+        table = self.rows
+        chunks.sort(key=lambda chunk: (chunk.num_tokens != 1, not table.num_computed_tokens[chunk.row]))
+        rows = np.concatenate((decode_rows, [chunk.row for chunk in chunks]))
+        tokens_per_row = np.concatenate((np.ones(len(decode_rows), np.int64), [chunk.num_tokens for chunk in chunks]))
+        is_sampled = table.num_computed_tokens[rows] + tokens_per_row == table.num_tokens[rows]
+        return ScheduledRows(rows, tokens_per_row, is_sampled)
 
-    def _prompt_parts(self, chunks: list[Chunk], at: int) -> list[PromptPart]:
-        """The prompt tokens of `chunks` whose log-probabilities this step computes.
+    def _prompt_logprobs_ranges(self, chunks: list[PromptChunk], num_decodes: int) -> list[PromptLogprobsRange]:
+        """The prompt tokens of `chunks` whose log-probabilities this step computes. num_decodes: rows before `chunks`.
 
-        at: index among the step's tokens of the first chunk's first token. Decodes are not needed here: a prompt whose
-            last token is scheduled as a decode has no further token to score.
+        Decodes have no prompt tokens to score: when the last token of a prompt is scheduled as a decode, all tokens of
+        the prompt have been scored.
         """
-        parts: list[PromptPart] = []
+        ranges: list[PromptLogprobsRange] = []
         requests = self.rows.requests_of(np.array([chunk.row for chunk in chunks], np.int64))
+        # Index of the chunk's first token among the tokens of the step.
+        chunk_index = num_decodes
         for (row, num_tokens), request in zip(chunks, requests, strict=True):
-            num_top, computed = request.sampling.prompt_logprobs, int(self.rows.num_computed[row])
+            num_top, num_computed = request.sampling.prompt_logprobs, int(self.rows.num_computed_tokens[row])
             # After a preemption tokens are computed again whose successors have been scored already.
-            count = min(computed + num_tokens - request.num_scored, request.num_to_score)
-            if num_top is not None and count > 0:
-                first = request.num_scored
-                parts.append(PromptPart(row, first + 1, count, num_top, at + first - computed))
-                request.num_scored += count
-            at += num_tokens
-        return parts
+            num_scored = request.num_scored_tokens
+            num_to_score = min(num_computed + num_tokens - num_scored, request.num_unscored_tokens)
+            if num_top is not None and num_to_score > 0:
+                logits_index = chunk_index + num_scored - num_computed
+                ranges.append(PromptLogprobsRange(row, num_scored + 1, num_to_score, num_top, logits_index))
+                request.num_scored_tokens += num_to_score
+            chunk_index += num_tokens
+        return ranges

@@ -6,17 +6,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_kernels.attention.rounds import attention_pairs
+from nanovllm_kernels.attention import attention_pairs
 
 # The weight of an observation decays by this factor with each later observation of its kind.
-_KEPT = 0.99
+_OBSERVATION_DECAY = 0.99
 # Weight of decode steps in the fit. They show the cost of cached context, but only steps with prompts are predicted.
-_DECODE_SHARE = 0.25
+_DECODE_WEIGHT = 0.25
 # The fit uses one of this many decode steps, because consecutive decode steps are alike.
 _DECODE_STRIDE = 8
-# Pulls coefficients that recent steps cannot distinguish towards their last values.
-_INERTIA = 1e-3
-_ERROR_KEPT = 0.95
+# Weight of the last coefficients in the fit. It decides coefficients that recent steps cannot distinguish.
+_PRIOR_WEIGHT = 1e-3
+# The weight of an error in the mean error decays by this factor with each later error.
+_ERROR_DECAY = 0.95
+# Weight of a new decode step in the usual time of decode steps.
+_DECODE_STEP_WEIGHT = 0.1
 
 
 class StepWork(NamedTuple):
@@ -24,7 +27,7 @@ class StepWork(NamedTuple):
 
     num_tokens: tokens of decodes and prompts; including padding where a step's time is predicted or observed.
     decode_context: sum of the decodes' context lengths, in tokens.
-    prompt_pairs: pairs of a prompt's query token and a token it attends to, see `AttentionRounds.pairs`.
+    prompt_pairs: pairs of a prompt's query token and a token it attends to, see `AttentionRounds.estimate_pairs`.
     """
 
     num_tokens: int
@@ -41,11 +44,15 @@ class StepTimeCoefficients(NamedTuple):
     per_prompt_pair: float = 0.0
 
 
-# Chunk lengths that are measured at start-up, in order, until a step takes longer than _CALIBRATED_S seconds.
-_CALIBRATED_TOKENS = (1, 16, 64, 256, 1024, 4096)
-_CALIBRATED_S = 0.02
+# Chunk lengths in tokens that are measured at start-up, in order, until a step takes longer than
+# _MAX_CALIBRATION_STEP_S seconds.
+_CALIBRATION_CHUNK_TOKENS = (1, 16, 64, 256, 1024, 4096)
+_MAX_CALIBRATION_STEP_S = 0.02
+# Maximum length of the chunk that is measured after computed tokens, and the ratio of these tokens to the chunk.
+_CONTEXT_CHUNK_TOKENS = 512
+_CONTEXT_RATIO = 32
 # Expected excess of the first steps: under load a device clocks lower than in the short steps that were measured.
-_CALIBRATED_EXCESS = 0.02
+_INITIAL_EXCESS = 0.02
 
 
 def calibrate(
@@ -53,24 +60,28 @@ def calibrate(
 ) -> None:
     """Measure a few steps before the first request, in a fraction of a second, and fit `model` to them.
 
-    time_step(num_tokens, context): measures a step with one chunk of `num_tokens` after `context` computed tokens;
-        returns seconds.
+    time_step: called with a chunk's number of tokens and the number of computed tokens before the chunk. Runs a step
+        with this chunk, and returns the seconds of the step.
+    max_num_tokens, max_model_len: maximum number of tokens of a step and of a sequence.
     """
     num_tokens = 1
-    for num_tokens in _CALIBRATED_TOKENS:
+    for num_tokens in _CALIBRATION_CHUNK_TOKENS:
         if num_tokens > min(max_num_tokens, max_model_len):
             break
         seconds = time_step(num_tokens, 0)
-        is_decode = num_tokens == 1
-        model.observe(StepWork(num_tokens, int(is_decode), 0 if is_decode else attention_pairs(0, num_tokens)), seconds)
-        if seconds > _CALIBRATED_S:
+        if num_tokens == 1:
+            work = StepWork(num_tokens, decode_context=1)
+        else:
+            work = StepWork(num_tokens, prompt_pairs=attention_pairs(0, num_tokens))
+        model.observe(work, seconds)
+        if seconds > _MAX_CALIBRATION_STEP_S:
             break
-    num_tokens = min(num_tokens, 512, max_num_tokens, max_model_len // 2)
-    context = min(32 * num_tokens, max_model_len - num_tokens)
+    num_tokens = min(num_tokens, _CONTEXT_CHUNK_TOKENS, max_num_tokens, max_model_len // 2)
+    context = min(_CONTEXT_RATIO * num_tokens, max_model_len - num_tokens)
     if num_tokens > 1:
         seconds = time_step(num_tokens, context)
         model.observe(StepWork(num_tokens, 0, attention_pairs(context, num_tokens)), seconds)
-    model.forget_error(_CALIBRATED_EXCESS)
+    model.reset_errors(_INITIAL_EXCESS)
 
 
 class StepTimeModel:
@@ -80,10 +91,10 @@ class StepTimeModel:
     """
 
     def __init__(self) -> None:
-        self._prompt_steps, self._decode_steps = _Moments(), _Moments()
+        self._prompt_steps, self._decode_steps = _NormalEquations(), _NormalEquations()
         self._coefficients = StepTimeCoefficients()
         self._is_stale = False
-        self._error = self._excess = 0.0
+        self._mean_error = self._mean_excess = 0.0
         self._decode_step_s = 0.0
         self._num_decode_steps = 0
 
@@ -96,14 +107,14 @@ class StepTimeModel:
         return self._coefficients
 
     @property
-    def error(self) -> float:
+    def mean_error(self) -> float:
         """Mean relative error of recent predictions for steps with prompts."""
-        return self._error
+        return self._mean_error
 
     @property
-    def excess(self) -> float:
-        """Mean relative time by which recent steps with prompts took longer than predicted; 0 for shorter ones."""
-        return self._excess
+    def mean_excess(self) -> float:
+        """Mean relative time by which recent steps with prompts exceeded their prediction; shorter steps count as 0."""
+        return self._mean_excess
 
     @property
     def decode_step_s(self) -> float:
@@ -115,12 +126,12 @@ class StepTimeModel:
         fixed, *rates = self.coefficients
         return fixed + sum(rate * amount for rate, amount in zip(rates, work, strict=True))
 
-    def chunk_tokens(self, start: int, seconds: float) -> float:
+    def max_chunk_tokens(self, start: int, seconds: float) -> float:
         """Maximum length of a chunk that begins at `start` and takes `seconds`; infinity before any observation."""
         _, per_token, _, per_pair = self.coefficients
         return _positive_root(per_pair / 2, per_token + per_pair * (start + 0.5), seconds)
 
-    def attention_tokens(self, start: int, seconds: float) -> float:
+    def max_attention_tokens(self, start: int, seconds: float) -> float:
         """Maximum length of a chunk that begins at `start` and whose attention takes `seconds`."""
         per_pair = self.coefficients.per_prompt_pair
         return _positive_root(per_pair / 2, per_pair * (start + 0.5), seconds)
@@ -133,9 +144,9 @@ class StepTimeModel:
         """The part of `chunk_seconds` that is spent on attention."""
         return self.coefficients.per_prompt_pair * attention_pairs(start, num_tokens)
 
-    def forget_error(self, expected_excess: float = 0.0) -> None:
-        """Reset the measured error: errors of the first few observations do not predict later errors."""
-        self._error, self._excess = 0.0, expected_excess
+    def reset_errors(self, expected_excess: float = 0.0) -> None:
+        """Forget the measured errors: errors of the first few observations do not predict later errors."""
+        self._mean_error, self._mean_excess = 0.0, expected_excess
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Add a step of `work` that took `seconds` to the fit."""
@@ -150,35 +161,36 @@ class StepTimeModel:
         self._is_stale = True
         if expected > 0:
             error = (seconds - expected) / scale
-            self._error += (1 - _ERROR_KEPT) * (min(abs(error), 1.0) - self._error)
-            self._excess += (1 - _ERROR_KEPT) * (min(max(error, 0.0), 1.0) - self._excess)
+            self._mean_error += (1 - _ERROR_DECAY) * (min(abs(error), 1.0) - self._mean_error)
+            self._mean_excess += (1 - _ERROR_DECAY) * (min(max(error, 0.0), 1.0) - self._mean_excess)
 
     def _observe_decodes(self, work: StepWork, seconds: float) -> None:
-        usual = self._decode_step_s
+        usual_s = self._decode_step_s
         # Limit the influence of one slow step.
-        self._decode_step_s = seconds if usual == 0 else usual + 0.1 * (min(seconds, 2 * usual) - usual)
+        change_s = _DECODE_STEP_WEIGHT * (min(seconds, 2 * usual_s) - usual_s)
+        self._decode_step_s = seconds if usual_s == 0 else usual_s + change_s
         if self._num_decode_steps % _DECODE_STRIDE == 0:
-            self._decode_steps.add(work, seconds, max(seconds, usual / 2))
+            self._decode_steps.add(work, seconds, max(seconds, usual_s / 2))
             self._is_stale = True
         self._num_decode_steps += 1
 
     def _fit(self) -> StepTimeCoefficients:
-        gram, moment = self._prompt_steps.mean(1.0)
-        of_decodes = self._decode_steps.mean(_DECODE_SHARE)
-        gram, moment = gram + of_decodes[0], moment + of_decodes[1]
-        inertia = _INERTIA * np.diag(gram) + 1e-30
-        prior = np.array(self._coefficients) / _SCALES
-        gram, moment = gram + np.diag(inertia), moment + inertia * prior
+        gram, moment = self._prompt_steps.mean()
+        decode_gram, decode_moment = self._decode_steps.mean()
+        gram, moment = gram + _DECODE_WEIGHT * decode_gram, moment + _DECODE_WEIGHT * decode_moment
+        prior = np.array(self._coefficients) / _COEFFICIENT_UNITS
+        prior_weights = _PRIOR_WEIGHT * np.diag(gram) + 1e-30
+        gram, moment = gram + np.diag(prior_weights), moment + prior_weights * prior
         # Non-negative least squares: drop the most negative coefficient until none is negative.
-        kept = np.arange(len(_SCALES))
-        solution = np.zeros(len(_SCALES))
-        while len(kept):
-            solved = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
-            if (solved >= 0).all():
-                solution[kept] = solved
+        active = np.arange(len(_COEFFICIENT_UNITS))
+        solution = np.zeros(len(_COEFFICIENT_UNITS))
+        while len(active):
+            active_solution = np.linalg.solve(gram[np.ix_(active, active)], moment[active])
+            if (active_solution >= 0).all():
+                solution[active] = active_solution
                 break
-            kept = np.delete(kept, solved.argmin())
-        return StepTimeCoefficients(*(solution * _SCALES).tolist())
+            active = np.delete(active, active_solution.argmin())
+        return StepTimeCoefficients(*(solution * _COEFFICIENT_UNITS).tolist())
 
 
 def _positive_root(quadratic: float, linear: float, seconds: float) -> float:
@@ -192,25 +204,27 @@ def _positive_root(quadratic: float, linear: float, seconds: float) -> float:
 
 
 # Units in which coefficients are of similar size: seconds per 1, 1e3, 1e6 and 1e8.
-_SCALES = 1 / np.array([1.0, 1e3, 1e6, 1e8])
+_COEFFICIENT_UNITS = 1 / np.array([1.0, 1e3, 1e6, 1e8])
 
 
-class _Moments:
-    """Decaying sums over observations: products of pairs of terms, and products of terms with seconds."""
+class _NormalEquations:
+    """The normal equations of a least-squares fit, as decaying sums over observations.
+
+    gram: sum of the products of pairs of terms. moment: sum of the products of terms with seconds.
+    """
 
     def __init__(self) -> None:
-        self._gram = np.zeros((len(_SCALES), len(_SCALES)))
-        self._moment = np.zeros(len(_SCALES))
+        self._gram = np.zeros((len(_COEFFICIENT_UNITS), len(_COEFFICIENT_UNITS)))
+        self._moment = np.zeros(len(_COEFFICIENT_UNITS))
         self._weight = 0.0
 
     def add(self, work: StepWork, seconds: float, scale: float) -> None:
         """Add an observation. scale: seconds relative to which its error counts."""
-        terms = np.array((1, *work), np.float64) * _SCALES / scale
-        self._gram = self._gram * _KEPT + np.outer(terms, terms)
-        self._moment = self._moment * _KEPT + terms * (seconds / scale)
-        self._weight = self._weight * _KEPT + 1
+        terms = np.array((1, *work), np.float64) * _COEFFICIENT_UNITS / scale
+        self._gram = self._gram * _OBSERVATION_DECAY + np.outer(terms, terms)
+        self._moment = self._moment * _OBSERVATION_DECAY + terms * (seconds / scale)
+        self._weight = self._weight * _OBSERVATION_DECAY + 1
 
-    def mean(self, share: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The weighted means of both sums, times `share`; zeros before the first observation."""
-        factor = share / max(self._weight, 1.0)
-        return self._gram * factor, self._moment * factor
+    def mean(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The weighted means of both sums; zeros before the first observation."""
+        return self._gram / max(self._weight, 1.0), self._moment / max(self._weight, 1.0)

@@ -4,12 +4,11 @@ On CUDA each is one Triton kernel in a custom operator; elsewhere `reference` co
 sees the formulas of norms and gates, which it fuses, and the operators for the rotations.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from nanovllm_kernels.elementwise import reference
+from nanovllm_kernels.elementwise.rotation import QKNorm, Rotation, RotationFactors
 from nanovllm_kernels.platform import runs_in_float32
 
 __all__ = [
@@ -26,25 +25,6 @@ __all__ = [
 ]
 
 
-class Rotation(NamedTuple):
-    """How a step's tokens are rotated, the same for every layer. Made by `plan_rotation`.
-
-    cos_sin, positions: as given to `plan_rotation`. rows: factors that a CPU gathers once per step; None on CUDA.
-    """
-
-    cos_sin: Tensor
-    positions: Tensor
-    rows: reference.RotationRows | None
-
-
-class QKNorm(NamedTuple):
-    """RMSNorm of each query and key head before the rotation: weights [D] as for `rms_norm`, and epsilon."""
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
-
-
 def pack_norm(weight: Tensor) -> Tensor:
     """Prepare a norm's `weight` [H] for `rms_norm`: float32 and repeated twice on a CPU, unchanged on CUDA."""
     return weight if weight.is_cuda else reference.pack_norm(weight)
@@ -53,8 +33,9 @@ def pack_norm(weight: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
 
-    x: [T, H] or [T, n, D], the last dimension contiguous, others with any stride. weight: [H] or [D], plain or from
-        `pack_norm`. dtype: of the result on CUDA; None: the weight's. A CPU keeps x's dtype.
+    x: [T, H] or [T, n, D], the last dimension contiguous, other dimensions with any stride.
+    weight: [H] or [D], plain or from `pack_norm`.
+    dtype: of the result on CUDA; None: the weight's dtype. On a CPU the result has x's dtype.
     Returns: shape of `x`, the last dimension contiguous. Computed in float32, rounded once.
     """
     if torch.compiler.is_compiling():
@@ -67,7 +48,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
 def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor], eps: float) -> None:
     """Apply `rms_norm` in place to the first `sizes[0]` elements of each row, and separately to the next `sizes[1]`.
 
-    x: [T, W], rows contiguous, with any stride. weights: one per part, of its size, plain or from `pack_norm`.
+    x: [T, W], rows contiguous, with any stride.
+    weights: one per part, of the part's size, plain or from `pack_norm`.
     """
     if x.is_cuda:
         _norm_parts_op(x, list(sizes), *weights, eps)
@@ -79,10 +61,11 @@ def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor]
 def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
     """Prepare the rotation of a step's tokens once for all layers.
 
-    cos_sin: float32 [max_pos, rot], cosines in the first half of each row, sines in the second. positions: int64 [T].
+    cos_sin: float32 [max_pos, rot], cosines in the first half of each row, sines in the second half.
+    positions: int64 [T].
     """
-    rows = None if positions.is_cuda else reference.gather_rotation(cos_sin, positions)
-    return Rotation(cos_sin, positions, rows)
+    factors = None if positions.is_cuda else reference.gather_rotation(cos_sin, positions)
+    return Rotation(cos_sin, positions, factors)
 
 
 def rope_and_cache(
@@ -106,7 +89,7 @@ def rope_and_cache(
         any, with float32 `qkv`), or float8_e4m3fn, to which `fp8.quantize` rounds.
     qk_norm: norms of query and key heads before the rotation, or None.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, of a quantised cache, else None.
-    keep_keys: also store the cached keys and values in `qkv`. Only on CUDA, and not for a quantised cache.
+    keep_keys: also store the keys and values in `qkv` as they are cached. Only on CUDA, and not for a quantised cache.
     Returns: rotated queries [T, Hq, D] in the cache's dtype; in qkv's own dtype for an FP8 cache and where a CPU
         computes in float32. A view of `qkv` if the dtype is the same.
     Raises: ValueError if `keep_keys` is not supported.
@@ -117,10 +100,10 @@ def rope_and_cache(
     if keep_keys and (not qkv.is_cuda or kv_scales is not None):
         raise ValueError("keep_keys needs a CUDA device and a cache that is not quantised")
     num_q_heads = qkv.shape[1] - kv_cache.shape[2]
-    if not qkv.is_cuda and _has_kernel_on_cpu(qkv, kv_cache):
-        _rope_and_cache_on_cpu(qkv, rotation.rows, slot_mapping, kv_cache, qk_norm)
+    if not qkv.is_cuda and _has_cpu_kernel(qkv, kv_cache):
+        _rope_and_cache_on_cpu(qkv, rotation.factors, slot_mapping, kv_cache, qk_norm)
     elif not qkv.is_cuda:
-        qkv = reference.rope_and_cache(qkv, rotation.rows, slot_mapping, kv_cache, kv_scales, qk_norm)
+        qkv = reference.rope_and_cache(qkv, rotation.factors, slot_mapping, kv_cache, kv_scales, qk_norm)
     else:
         norm = (None, None, 0.0) if qk_norm is None else qk_norm
         cache = (slot_mapping, kv_cache, kv_scales)
@@ -128,21 +111,20 @@ def rope_and_cache(
     return qkv.narrow(1, 0, num_q_heads)
 
 
-def _has_kernel_on_cpu(qkv: Tensor, kv_cache: Tensor) -> bool:
-    fits = qkv.dtype == torch.float32 and kv_cache.dtype == torch.bfloat16
-    return fits and runs_in_float32(qkv.shape[0]) and not torch.compiler.is_compiling()
+def _has_cpu_kernel(qkv: Tensor, kv_cache: Tensor) -> bool:
+    has_supported_dtypes = qkv.dtype == torch.float32 and kv_cache.dtype == torch.bfloat16
+    return has_supported_dtypes and runs_in_float32(qkv.shape[0]) and not torch.compiler.is_compiling()
 
 
 def _rope_and_cache_on_cpu(
-    qkv: Tensor, rows: reference.RotationRows, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None
+    qkv: Tensor, factors: RotationFactors, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None
 ) -> None:
     from nanovllm_kernels.elementwise import numba_rope
 
-    q_weight = k_weight = None
-    eps = 0.0
+    norm = None
     if qk_norm is not None:
-        q_weight, k_weight, eps = qk_norm.q_weight.float(), qk_norm.k_weight.float(), qk_norm.eps
-    numba_rope.rope_and_cache(qkv, rows.cos, rows.sin, slot_mapping, kv_cache, q_weight, k_weight, eps)
+        norm = QKNorm(qk_norm.q_weight.float(), qk_norm.k_weight.float(), qk_norm.eps)
+    numba_rope.rope_and_cache(qkv, factors, slot_mapping, kv_cache, norm)
 
 
 def latent_rope_and_cache(
@@ -166,8 +148,10 @@ def latent_rope_and_cache(
         then share one scale. kv_scales: uint8 [N, 1, P] for an FP8 cache, else None.
     Computed in float32 and rounded once; a CPU also rounds after the norm, unless `latents` is float32.
     """
-    if rotation.rows is not None:
-        reference.latent_rope_and_cache(q, latents, norm_weight, eps, rotation.rows, slot_mapping, kv_cache, kv_scales)
+    if rotation.factors is not None:
+        reference.latent_rope_and_cache(
+            q, latents, norm_weight, eps, rotation.factors, slot_mapping, kv_cache, kv_scales
+        )
         return
     _latent_rope_and_cache_op(
         q, latents, norm_weight, eps, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, kv_scales
@@ -234,8 +218,9 @@ def _rope_and_cache_op(
 ) -> None:
     from nanovllm_kernels.elementwise import triton_rope
 
-    cache, norm = (slot_mapping, kv_cache, kv_scales), (q_weight, k_weight, eps)
-    triton_rope.rope_and_cache(qkv, cos_sin, positions, *cache, *norm, keep_keys=keep_keys)
+    qk_norm = None if q_weight is None or k_weight is None else QKNorm(q_weight, k_weight, eps)
+    rotation = Rotation(cos_sin, positions, None)
+    triton_rope.rope_and_cache(qkv, rotation, slot_mapping, kv_cache, kv_scales, qk_norm, keep_keys=keep_keys)
 
 
 @torch.library.custom_op("nanovllm::latent_rope_and_cache", mutates_args=("q", "kv_cache", "kv_scales"))
@@ -252,7 +237,8 @@ def _latent_rope_and_cache_op(
 ) -> None:
     from nanovllm_kernels.elementwise import triton_latent
 
-    triton_latent.rope_and_cache(q, latents, norm_weight, eps, cos_sin, positions, slot_mapping, kv_cache, kv_scales)
+    rotation = Rotation(cos_sin, positions, None)
+    triton_latent.rope_and_cache(q, latents, norm_weight, eps, rotation, slot_mapping, kv_cache, kv_scales)
 
 
 @torch.library.custom_op("nanovllm::silu_and_mul", mutates_args=())

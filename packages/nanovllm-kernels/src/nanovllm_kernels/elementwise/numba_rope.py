@@ -5,64 +5,81 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.jit import (
+from nanovllm_kernels.elementwise.rotation import QKNorm, RotationFactors
+from nanovllm_kernels.numba_jit import (
     OPENMP,
+    compile_region,
     inverse_rms,
     keep_alive,
     kernel,
     ordered_kernel,
     pointer,
-    region,
     run_region,
     thread_count,
     thread_index,
     to_bf16,
 )
 
-# Up to this many tokens are rotated by one thread: starting another would take longer.
-_TOKENS_ALONE = 8
+# Indices of the int64 arguments of a region. EPS is stored as the bits of a float64.
+(
+    _OPENMP,
+    _QKV_PTR,
+    _STRIDE,
+    _COS_PTR,
+    _SIN_PTR,
+    _SLOTS_PTR,
+    _CACHE_PTR,
+    _Q_WEIGHT_PTR,
+    _K_WEIGHT_PTR,
+    _EPS,
+    _NUM_TOKENS,
+    _NUM_HEADS,
+    _NUM_CACHED,
+    _HEAD_DIM,
+    _ROT,
+) = range(15)
+_NUM_ARGS = 15
+# Maximum number of tokens that a single thread rotates: starting other threads would take longer.
+_MAX_SINGLE_THREAD_TOKENS = 8
 
 
 def rope_and_cache(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    factors: RotationFactors,
     slot_mapping: Tensor,
     kv_cache: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
+    qk_norm: QKNorm | None,
 ) -> None:
     """Implement the package's `rope_and_cache` for float32 qkv [T, Hq + 2 Hkv, D] and a bf16 cache.
 
-    cos, sin: see `reference.RotationRows`. q_weight, k_weight: float32, or None.
+    qk_norm: with float32 weights, or None for no norm.
     """
     num_tokens, num_heads, head_dim = qkv.shape
-    _rotate(
+    _rotate_on_threads(
         OPENMP,
-        _TOKENS_OF_THREAD,
+        _ROTATE_REGION,
         qkv.data_ptr(),
         qkv.stride(0),
-        cos.data_ptr(),
-        sin.data_ptr(),
+        factors.cos.data_ptr(),
+        factors.sin.data_ptr(),
         slot_mapping.data_ptr(),
         kv_cache.data_ptr(),
-        0 if q_weight is None else q_weight.data_ptr(),
-        0 if k_weight is None else k_weight.data_ptr(),
-        eps,
+        0 if qk_norm is None else qk_norm.q_weight.data_ptr(),
+        0 if qk_norm is None else qk_norm.k_weight.data_ptr(),
+        0.0 if qk_norm is None else qk_norm.eps,
         num_tokens,
         num_heads,
         kv_cache.shape[2],
         head_dim,
-        cos.shape[-1],
+        factors.cos.shape[-1],
         torch.get_num_threads(),
     )
 
 
 @kernel
-def _rotate(
+def _rotate_on_threads(
     openmp,
-    region,
+    region_address,
     qkv_ptr,
     stride,
     cos_ptr,
@@ -79,46 +96,72 @@ def _rotate(
     rot,
     num_threads,
 ):
-    args = np.empty(15, np.int64)
-    args[0], args[1], args[2], args[3], args[4], args[5] = openmp, qkv_ptr, stride, cos_ptr, sin_ptr, slots_ptr
-    args[6], args[7], args[8], args[10], args[11] = cache_ptr, q_weight_ptr, k_weight_ptr, num_tokens, num_heads
-    args[12], args[13], args[14] = num_cached, head_dim, rot
-    args.view(np.float64)[9] = eps
-    if num_tokens <= _TOKENS_ALONE:
+    args = np.empty(_NUM_ARGS, np.int64)
+    args[_OPENMP], args[_QKV_PTR], args[_STRIDE], args[_COS_PTR], args[_SIN_PTR], args[_SLOTS_PTR] = (
+        openmp,
+        qkv_ptr,
+        stride,
+        cos_ptr,
+        sin_ptr,
+        slots_ptr,
+    )
+    args[_CACHE_PTR], args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR], args[_NUM_TOKENS], args[_NUM_HEADS] = (
+        cache_ptr,
+        q_weight_ptr,
+        k_weight_ptr,
+        num_tokens,
+        num_heads,
+    )
+    args[_NUM_CACHED], args[_HEAD_DIM], args[_ROT] = num_cached, head_dim, rot
+    args.view(np.float64)[_EPS] = eps
+    if num_tokens <= _MAX_SINGLE_THREAD_TOKENS:
         _rotate_tokens(args, 0, num_tokens)
     else:
-        run_region(region, np.int64(args.ctypes.data), num_threads)
+        run_region(region_address, np.int64(args.ctypes.data), num_threads)
     keep_alive(args)
 
 
-def _tokens_of_thread(args_ptr):
-    args = numba.carray(pointer(args_ptr), (15,), np.int64)
-    index, count, num_tokens = thread_index(args_ptr), thread_count(args_ptr), args[10]
+def _rotate_on_thread(args_ptr):
+    args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
+    index, count, num_tokens = thread_index(args_ptr), thread_count(args_ptr), args[_NUM_TOKENS]
     _rotate_tokens(args, index * num_tokens // count, (index + 1) * num_tokens // count)
 
 
 @ordered_kernel
 def _rotate_tokens(args, begin, end):
-    qkv_ptr, stride, cos_ptr, sin_ptr, slots_ptr, cache_ptr = args[1], args[2], args[3], args[4], args[5], args[6]
-    q_weight_ptr, k_weight_ptr, eps = args[7], args[8], args.view(np.float64)[9]
-    num_tokens, num_heads, num_cached, head_dim, rot = args[10], args[11], args[12], args[13], args[14]
+    qkv_ptr, stride, cos_ptr, sin_ptr, slots_ptr, cache_ptr = (
+        args[_QKV_PTR],
+        args[_STRIDE],
+        args[_COS_PTR],
+        args[_SIN_PTR],
+        args[_SLOTS_PTR],
+        args[_CACHE_PTR],
+    )
+    q_weight_ptr, k_weight_ptr, eps = args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR], args.view(np.float64)[_EPS]
+    num_tokens, num_heads, num_cached, head_dim, rot = (
+        args[_NUM_TOKENS],
+        args[_NUM_HEADS],
+        args[_NUM_CACHED],
+        args[_HEAD_DIM],
+        args[_ROT],
+    )
     cos = numba.carray(pointer(cos_ptr), (num_tokens, rot), np.float32)
     sin = numba.carray(pointer(sin_ptr), (num_tokens, rot), np.float32)
     slots = numba.carray(pointer(slots_ptr), (num_tokens,), np.int64)
     num_q_heads = num_heads - num_cached
-    num_rotated = num_heads - num_cached // 2
+    num_rotated_heads = num_heads - num_cached // 2
     for token in range(begin, end):
         heads = numba.carray(pointer(qkv_ptr + 4 * token * stride), (num_heads, head_dim), np.float32)
         cached_ptr = cache_ptr + 2 * slots[token] * num_cached * head_dim
         cached = numba.carray(pointer(cached_ptr), (num_cached, head_dim), np.uint16)
-        for head in range(num_rotated):
+        for head in range(num_rotated_heads):
             weight_ptr = q_weight_ptr if head < num_q_heads else k_weight_ptr
             if weight_ptr:
                 _norm(heads, head, weight_ptr, np.float32(eps))
             _rotate_head(heads[head], cos[token], sin[token])
         for head in range(num_cached):
-            for k in range(head_dim):
-                cached[head, k] = to_bf16(heads[num_q_heads + head, k])
+            for dim in range(head_dim):
+                cached[head, dim] = to_bf16(heads[num_q_heads + head, dim])
 
 
 @ordered_kernel
@@ -126,17 +169,17 @@ def _norm(heads, head, weight_ptr, eps):
     head_dim = heads.shape[1]
     weight = numba.carray(pointer(weight_ptr), (head_dim,), np.float32)
     scale = inverse_rms(heads, head, 0, head_dim, eps)
-    for k in range(head_dim):
-        heads[head, k] *= scale * weight[k]
+    for dim in range(head_dim):
+        heads[head, dim] *= scale * weight[dim]
 
 
 @ordered_kernel
 def _rotate_head(head, cos, sin):
     half = cos.shape[0] // 2
-    for k in range(half):
-        low, high = head[k], head[half + k]
-        head[k] = low * cos[k] + high * sin[k]
-        head[half + k] = high * cos[half + k] + low * sin[half + k]
+    for dim in range(half):
+        first_value, second_value = head[dim], head[half + dim]
+        head[dim] = first_value * cos[dim] + second_value * sin[dim]
+        head[half + dim] = second_value * cos[half + dim] + first_value * sin[half + dim]
 
 
-_TOKENS_OF_THREAD = region(_tokens_of_thread)
+_ROTATE_REGION = compile_region(_rotate_on_thread)

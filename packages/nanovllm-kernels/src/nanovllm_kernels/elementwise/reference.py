@@ -3,29 +3,12 @@
 Each uses few torch calls, because for one token a call costs more than its arithmetic.
 """
 
-from typing import NamedTuple, Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from nanovllm_kernels import fp8
-
-
-class RotationRows(NamedTuple):
-    """Factors of a head's first rot dimensions, float32 [T, 1, rot]: x * cos + (x with swapped halves) * sin."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-class _QKNorm(Protocol):
-    @property
-    def q_weight(self) -> Tensor: ...
-    @property
-    def k_weight(self) -> Tensor: ...
-    @property
-    def eps(self) -> float: ...
+from nanovllm_kernels.elementwise.rotation import QKNorm, RotationFactors
 
 
 def pack_norm(weight: Tensor) -> Tensor:
@@ -36,8 +19,9 @@ def pack_norm(weight: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See the package's `rms_norm`.
 
-    torch's CPU LayerNorm is fused, its RMSNorm is not. x beside -x has mean zero, and x's mean square as variance: half
-    the time of `functional.rms_norm`. Statistics are float32, and the result is rounded once.
+    torch's CPU LayerNorm is fused, but its RMSNorm is not. x concatenated with -x has mean zero and x's mean square as
+    variance, so its LayerNorm takes half the time of `functional.rms_norm`. Statistics are float32, and the result is
+    rounded once.
     """
     size = x.shape[-1]
     if weight.shape[0] == size:
@@ -45,19 +29,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.layer_norm(torch.cat((x, -x), -1), (2 * size,), weight, None, eps).narrow(-1, 0, size)
 
 
-def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationRows:
-    """Return the rows of the package's `plan_rotation`."""
+def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationFactors:
+    """Return the factors of the package's `plan_rotation`."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
-    return RotationRows(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    return RotationFactors(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
 def rope_and_cache(
     qkv: Tensor,
-    rows: RotationRows,
+    factors: RotationFactors,
     slot_mapping: Tensor,
     kv_cache: Tensor,
     kv_scales: Tensor | None,
-    qk_norm: _QKNorm | None,
+    qk_norm: QKNorm | None,
 ) -> Tensor:
     """See the package's `rope_and_cache`. Returns all of `qkv`, rotated, in the dtype of the returned queries."""
     _, page_size, num_cached, head_dim = kv_cache.shape
@@ -66,18 +50,18 @@ def rope_and_cache(
         queries, keys = qkv.narrow(1, 0, num_q_heads), qkv.narrow(1, num_q_heads, num_kv_heads)
         queries.copy_(rms_norm(queries, qk_norm.q_weight, qk_norm.eps))
         keys.copy_(rms_norm(keys, qk_norm.k_weight, qk_norm.eps))
-    rot = rows.cos.shape[-1]
-    turned = qkv.narrow(1, 0, num_q_heads + num_kv_heads)
+    rot = factors.cos.shape[-1]
+    rotated_heads = qkv.narrow(1, 0, num_q_heads + num_kv_heads)
     if rot < head_dim:
-        turned = turned.narrow(2, 0, rot)
-    swapped = turned.roll(rot // 2, -1)
-    torch.addcmul(turned * rows.cos, swapped, rows.sin, out=turned)
+        rotated_heads = rotated_heads.narrow(2, 0, rot)
+    swapped = rotated_heads.roll(rot // 2, -1)
+    torch.addcmul(rotated_heads * factors.cos, swapped, factors.sin, out=rotated_heads)
     if kv_scales is None:
         qkv = qkv.to(kv_cache.dtype)
         kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv.narrow(1, num_q_heads, num_cached))
         return qkv
     numbers, exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached))
-    # On a CPU torch cannot copy rows of float8, but rows of bytes.
+    # On a CPU torch cannot copy rows of float8, so copy their bytes.
     kv_cache.view(torch.uint8).view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
     kv_scales[slot_mapping // page_size, :, slot_mapping % page_size] = exponents
     return qkv
@@ -88,24 +72,24 @@ def latent_rope_and_cache(
     latents: Tensor,
     norm_weight: Tensor,
     eps: float,
-    rows: RotationRows,
+    factors: RotationFactors,
     slot_mapping: Tensor,
     kv_cache: Tensor,
     kv_scales: Tensor | None,
 ) -> None:
     """See the package's `latent_rope_and_cache`."""
     _, page_size, _, width = kv_cache.shape
-    rope_dim = rows.cos.shape[-1]
+    rope_dim = factors.cos.shape[-1]
     latent, k_rope = latents.split((width - rope_dim, rope_dim), -1)
-    turned = q.narrow(2, q.shape[2] - rope_dim, rope_dim)
-    torch.addcmul(turned * rows.cos, turned.roll(rope_dim // 2, -1), rows.sin, out=turned)
-    rotated = torch.addcmul(k_rope * rows.cos.squeeze(1), k_rope.roll(rope_dim // 2, -1), rows.sin.squeeze(1))
+    rotated_heads = q.narrow(2, q.shape[2] - rope_dim, rope_dim)
+    torch.addcmul(rotated_heads * factors.cos, rotated_heads.roll(rope_dim // 2, -1), factors.sin, out=rotated_heads)
+    rotated = torch.addcmul(k_rope * factors.cos.squeeze(1), k_rope.roll(rope_dim // 2, -1), factors.sin.squeeze(1))
     cached = torch.cat((rms_norm(latent, norm_weight, eps).to(rotated.dtype), rotated), -1)
     if kv_scales is None:
         kv_cache.view(-1, width).index_copy_(0, slot_mapping, cached.to(kv_cache.dtype))
         return
     numbers, exponents = fp8.quantize(cached)
-    # On a CPU torch cannot copy rows of float8, but rows of bytes.
+    # On a CPU torch cannot copy rows of float8, so copy their bytes.
     kv_cache.view(torch.uint8).view(-1, width).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
     kv_scales[slot_mapping // page_size, 0, slot_mapping % page_size] = exponents
 

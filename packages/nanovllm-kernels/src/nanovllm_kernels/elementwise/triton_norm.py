@@ -11,19 +11,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels.platform import can_overlap_launches
 
 # Elements per program: short rows (one head each) share a program.
-TILE_ELEMENTS = 2048
+ELEMENTS_PER_PROGRAM = 2048
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """See the package's `rms_norm`."""
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    width = x.shape[-1]
-    per_token = 1 if x.dim() == 2 else x.shape[1]
-    num_rows = x.shape[0] * per_token
-    block = triton.next_power_of_2(width)
-    rows = max(1, TILE_ELEMENTS // block)
+    row_size = x.shape[-1]
+    rows_per_token = 1 if x.dim() == 2 else x.shape[1]
+    num_rows = x.shape[0] * rows_per_token
+    block = triton.next_power_of_2(row_size)
+    program_rows = max(1, ELEMENTS_PER_PROGRAM // block)
     overlap = can_overlap_launches(x.device)
-    _rms_norm[(triton.cdiv(num_rows, rows),)](
+    _rms_norm[(triton.cdiv(num_rows, program_rows),)](
         x,
         weight,
         out,
@@ -31,12 +31,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
         x.stride(0),
         x.stride(1) if x.dim() == 3 else 0,
         eps,
-        PER_TOKEN=per_token,
-        WIDTH=width,
+        ROWS_PER_TOKEN=rows_per_token,
+        ROW_SIZE=row_size,
         BLOCK=block,
-        ROWS=rows,
+        ROWS=program_rows,
         OVERLAP=overlap,
-        num_warps=_num_warps(block * rows),
+        num_warps=_num_warps(block * program_rows),
         launch_pdl=overlap,
     )
     return out
@@ -52,8 +52,8 @@ def norm_parts(x: Tensor, sizes: list[int], first: Tensor, second: Tensor, eps: 
         second,
         x.stride(0),
         eps,
-        FIRST=sizes[0],
-        SECOND=sizes[1],
+        FIRST_SIZE=sizes[0],
+        SECOND_SIZE=sizes[1],
         BLOCK=block,
         OVERLAP=overlap,
         num_warps=_num_warps(block),
@@ -61,9 +61,9 @@ def norm_parts(x: Tensor, sizes: list[int], first: Tensor, second: Tensor, eps: 
     )
 
 
-def _num_warps(elements: int) -> int:
+def _num_warps(num_elements: int) -> int:
     """Return the warps for eight elements per thread, 16 bytes of a 16-bit type; the longest rows have sixteen."""
-    return max(1, min(16, triton.next_power_of_2(elements) // 256))
+    return max(1, min(16, triton.next_power_of_2(num_elements) // 256))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -75,8 +75,8 @@ def _rms_norm(
     stride_token,
     stride_head,
     eps,
-    PER_TOKEN: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr,
+    ROW_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -84,15 +84,15 @@ def _rms_norm(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    program_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
-    starts = (rows // PER_TOKEN) * stride_token + (rows % PER_TOKEN) * stride_head
-    x = tl.load(x_ptr + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
-    out = x * factor[:, None] * weight[None, :]
-    tl.store(out_ptr + rows[:, None] * WIDTH + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    mask = (program_rows < num_rows)[:, None] & (columns < ROW_SIZE)[None, :]
+    row_starts = (program_rows // ROWS_PER_TOKEN) * stride_token + (program_rows % ROWS_PER_TOKEN) * stride_head
+    x = tl.load(x_ptr + row_starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < ROW_SIZE, other=0.0).to(tl.float32)
+    norm_factor = tl.rsqrt(tl.sum(x * x, 1) / ROW_SIZE + eps)
+    out = x * norm_factor[:, None] * weight[None, :]
+    tl.store(out_ptr + program_rows[:, None] * ROW_SIZE + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -102,8 +102,8 @@ def _norm_parts(
     second_ptr,
     stride_token,
     eps,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    FIRST_SIZE: tl.constexpr,
+    SECOND_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -113,14 +113,14 @@ def _norm_parts(
     x_ptr += tl.program_id(0).to(tl.int64) * stride_token
     columns = tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
-        _norm_in_place(x_ptr, first_ptr, columns, eps, FIRST)
+        _norm_in_place(x_ptr, first_ptr, columns, eps, FIRST_SIZE)
     else:
-        _norm_in_place(x_ptr + FIRST, second_ptr, columns, eps, SECOND)
+        _norm_in_place(x_ptr + FIRST_SIZE, second_ptr, columns, eps, SECOND_SIZE)
 
 
 @triton.jit
-def _norm_in_place(x_ptr, weight_ptr, columns, eps, WIDTH: tl.constexpr):
-    x = tl.load(x_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    out = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
-    tl.store(x_ptr + columns, out.to(x_ptr.dtype.element_ty), mask=columns < WIDTH)
+def _norm_in_place(x_ptr, weight_ptr, columns, eps, ROW_SIZE: tl.constexpr):
+    x = tl.load(x_ptr + columns, mask=columns < ROW_SIZE, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < ROW_SIZE, other=0.0).to(tl.float32)
+    out = x * tl.rsqrt(tl.sum(x * x, 0) / ROW_SIZE + eps) * weight
+    tl.store(x_ptr + columns, out.to(x_ptr.dtype.element_ty), mask=columns < ROW_SIZE)

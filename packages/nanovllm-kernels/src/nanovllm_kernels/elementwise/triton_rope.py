@@ -7,27 +7,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels import fp8
+from nanovllm_kernels.elementwise.rotation import QKNorm, Rotation
 from nanovllm_kernels.platform import can_overlap_launches
+from nanovllm_kernels.triton_fp8 import inverse_scales, scale_exponents
 
 # Heads per program: enough bytes in flight for one program, and enough programs for a decode.
-HEADS = 8
-# Constants of `fp8.quantize`, which this kernel repeats.
-LARGEST_EXPONENT = tl.constexpr(fp8.LARGEST_EXPONENT)
-BEYOND_LARGEST = tl.constexpr(fp8.BEYOND_LARGEST)
-LEAST_EXPONENT = tl.constexpr(fp8.LEAST_EXPONENT)
+HEADS_PER_PROGRAM = 8
 
 
 def rope_and_cache(
     qkv: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
+    rotation: Rotation,
     slot_mapping: Tensor,
     kv_cache: Tensor,
     kv_scales: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
+    qk_norm: QKNorm | None,
     *,
     keep_keys: bool,
 ) -> None:
@@ -35,33 +29,33 @@ def rope_and_cache(
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv_heads = kv_cache.shape[2] // 2
     num_q_heads = num_heads - 2 * num_kv_heads
-    rot = cos_sin.shape[1]
-    q_blocks = triton.cdiv(num_q_heads, HEADS)
-    kv_blocks = triton.cdiv(num_kv_heads, HEADS)
+    rope_dim = rotation.cos_sin.shape[1]
+    q_blocks = triton.cdiv(num_q_heads, HEADS_PER_PROGRAM)
+    kv_blocks = triton.cdiv(num_kv_heads, HEADS_PER_PROGRAM)
     overlap = can_overlap_launches(qkv.device)
     _rope_and_cache[(num_tokens, q_blocks + kv_blocks)](
         qkv,
-        cos_sin,
-        positions,
+        rotation.cos_sin,
+        rotation.positions,
         slot_mapping,
         kv_cache,
         kv_cache if kv_scales is None else kv_scales,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
-        eps,
+        qkv if qk_norm is None else qk_norm.q_weight,
+        qkv if qk_norm is None else qk_norm.k_weight,
+        0.0 if qk_norm is None else qk_norm.eps,
         qkv.stride(0),
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
-        HALF=rot // 2,
-        PADDED_HALF=triton.next_power_of_2(rot // 2),
-        HEADS=HEADS,
+        HALF=rope_dim // 2,
+        PADDED_HALF=triton.next_power_of_2(rope_dim // 2),
+        HEADS_PER_PROGRAM=HEADS_PER_PROGRAM,
         Q_BLOCKS=q_blocks,
         PAGE_SIZE=kv_cache.shape[1],
-        NORM=q_weight is not None,
+        NORM=qk_norm is not None,
         QUANTIZE=kv_scales is not None,
-        KEEP=keep_keys,
+        KEEP_KEYS=keep_keys,
         OVERLAP=overlap,
         num_warps=2,
         launch_pdl=overlap,
@@ -86,12 +80,12 @@ def _rope_and_cache(
     PADDED_DIM: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
     Q_BLOCKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
-    KEEP: tl.constexpr,
+    KEEP_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Process one token: a block of query heads, or a block of key heads and the value heads of the same numbers."""
@@ -106,7 +100,7 @@ def _rope_and_cache(
     sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + pairs, mask=pairs < HALF, other=0.0)
     qkv_ptr += token * stride_token
     if block < Q_BLOCKS:
-        heads = block * HEADS + tl.arange(0, HEADS)
+        heads = block * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
         _rotate_heads(
             qkv_ptr,
             qkv_ptr,
@@ -127,7 +121,7 @@ def _rope_and_cache(
             False,
         )
     else:
-        heads = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
+        heads = (block - Q_BLOCKS) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
         slot = tl.load(slot_mapping_ptr + token)
         slot_ptr = kv_cache_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM)
         kv_scales_ptr += slot // PAGE_SIZE * (2 * NUM_KV_HEADS * PAGE_SIZE) + slot % PAGE_SIZE
@@ -148,25 +142,25 @@ def _rope_and_cache(
             PAGE_SIZE,
             NORM,
             QUANTIZE,
-            KEEP,
+            KEEP_KEYS,
         )
         dims = tl.arange(0, PADDED_DIM)
-        places = (NUM_KV_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
+        offsets = (NUM_KV_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
         mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-        own_v_ptrs = qkv_ptr + NUM_Q_HEADS * HEAD_DIM + places
-        v = tl.load(own_v_ptrs, mask=mask, other=0.0)
+        v_source_ptrs = qkv_ptr + NUM_Q_HEADS * HEAD_DIM + offsets
+        v = tl.load(v_source_ptrs, mask=mask, other=0.0)
         # FlashAttention multiplies values past a request's end by 0, and 0 times NaN is NaN.
         is_finite = tl.abs(v.to(tl.float32)) < float("inf")
         v = tl.where(is_finite, v, 0.0)
-        if KEEP:
-            tl.store(own_v_ptrs, v, mask=mask & (is_finite == 0))
+        if KEEP_KEYS:
+            tl.store(v_source_ptrs, v, mask=mask & (is_finite == 0))
         if QUANTIZE:
             v = v.to(tl.float32)
             exponents = scale_exponents(tl.max(tl.abs(v), 1))
             v *= inverse_scales(exponents)[:, None]
             scale_ptrs = kv_scales_ptr + (NUM_KV_HEADS + heads) * PAGE_SIZE
             tl.store(scale_ptrs, exponents.to(tl.uint8), mask=heads < NUM_KV_HEADS)
-        tl.store(slot_ptr + places, v.to(slot_ptr.dtype.element_ty), mask=mask)
+        tl.store(slot_ptr + offsets, v.to(slot_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -187,69 +181,57 @@ def _rotate_heads(
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
-    KEEP: tl.constexpr,
+    KEEP_KEYS: tl.constexpr,
 ):
     """Norm and rotate `heads` of one token from `source_ptr` to `target_ptr`, both with contiguous heads.
 
-    KEEP: store the result at `source_ptr` too. The pointers may be equal: all elements are read before any is written.
-    scales_ptr: with QUANTIZE, address of the token's first scale; the others follow at distances of PAGE_SIZE.
+    KEEP_KEYS: store the result at `source_ptr` too.
+    source_ptr, target_ptr: may be equal, because all elements are read before any is written.
+    scales_ptr: with QUANTIZE, address of the token's first scale; further scales follow at distances of PAGE_SIZE.
     """
     pairs = tl.arange(0, PADDED_HALF)
     dims = tl.arange(0, PADDED_DIM)
-    inside = heads < NUM_HEADS
-    mask = inside[:, None] & (pairs < HALF)[None, :]
-    places = heads[:, None] * HEAD_DIM + pairs[None, :]
-    first = tl.load(source_ptr + places, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source_ptr + places + HALF, mask=mask, other=0.0).to(tl.float32)
+    head_mask = heads < NUM_HEADS
+    mask = head_mask[:, None] & (pairs < HALF)[None, :]
+    offsets = heads[:, None] * HEAD_DIM + pairs[None, :]
+    first_half = tl.load(source_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    second_half = tl.load(source_ptr + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
     dtype = target_ptr.dtype.element_ty
     if 2 * HALF < HEAD_DIM:
-        kept = inside[:, None] & ((dims >= 2 * HALF) & (dims < HEAD_DIM))[None, :]
-        rest_places = heads[:, None] * HEAD_DIM + dims[None, :]
-        rest = tl.load(source_ptr + rest_places, mask=kept, other=0.0).to(tl.float32)
+        remaining_mask = head_mask[:, None] & ((dims >= 2 * HALF) & (dims < HEAD_DIM))[None, :]
+        remaining_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+        remaining = tl.load(source_ptr + remaining_offsets, mask=remaining_mask, other=0.0).to(tl.float32)
     if NORM:
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        square_sum = tl.sum(first_half * first_half, 1) + tl.sum(second_half * second_half, 1)
         if 2 * HALF < HEAD_DIM:
-            squares += tl.sum(rest * rest, 1)
-            rest_weight = tl.load(weight_ptr + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+            square_sum += tl.sum(remaining * remaining, 1)
+            remaining_weight = tl.load(weight_ptr + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+        norm_factor = tl.rsqrt(square_sum / HEAD_DIM + eps)[:, None]
         first_weight = tl.load(weight_ptr + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
         second_weight = tl.load(weight_ptr + HALF + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
-        first *= factor * first_weight[None, :]
-        second *= factor * second_weight[None, :]
+        first_half *= norm_factor * first_weight[None, :]
+        second_half *= norm_factor * second_weight[None, :]
         if 2 * HALF < HEAD_DIM:
-            rest *= factor * rest_weight[None, :]
-    rotated_first = first * cos[None, :] - second * sin[None, :]
-    rotated_second = second * cos[None, :] + first * sin[None, :]
+            remaining *= norm_factor * remaining_weight[None, :]
+    rotated_first = first_half * cos[None, :] - second_half * sin[None, :]
+    rotated_second = second_half * cos[None, :] + first_half * sin[None, :]
     if QUANTIZE:
-        top = tl.maximum(tl.max(tl.abs(rotated_first), 1), tl.max(tl.abs(rotated_second), 1))
+        max_magnitude = tl.maximum(tl.max(tl.abs(rotated_first), 1), tl.max(tl.abs(rotated_second), 1))
         if 2 * HALF < HEAD_DIM:
-            top = tl.maximum(top, tl.max(tl.abs(rest), 1))
-        exponents = scale_exponents(top)
-        tl.store(scales_ptr + heads * PAGE_SIZE, exponents.to(tl.uint8), mask=inside)
+            max_magnitude = tl.maximum(max_magnitude, tl.max(tl.abs(remaining), 1))
+        exponents = scale_exponents(max_magnitude)
+        tl.store(scales_ptr + heads * PAGE_SIZE, exponents.to(tl.uint8), mask=head_mask)
         inverse = inverse_scales(exponents)[:, None]
         rotated_first *= inverse
         rotated_second *= inverse
         if 2 * HALF < HEAD_DIM:
-            rest *= inverse
-    tl.store(target_ptr + places, rotated_first.to(dtype), mask=mask)
-    tl.store(target_ptr + places + HALF, rotated_second.to(dtype), mask=mask)
+            remaining *= inverse
+    tl.store(target_ptr + offsets, rotated_first.to(dtype), mask=mask)
+    tl.store(target_ptr + offsets + HALF, rotated_second.to(dtype), mask=mask)
     if 2 * HALF < HEAD_DIM:
-        tl.store(target_ptr + rest_places, rest.to(dtype), mask=kept)
-    if KEEP:
-        tl.store(source_ptr + places, rotated_first.to(dtype), mask=mask)
-        tl.store(source_ptr + places + HALF, rotated_second.to(dtype), mask=mask)
+        tl.store(target_ptr + remaining_offsets, remaining.to(dtype), mask=remaining_mask)
+    if KEEP_KEYS:
+        tl.store(source_ptr + offsets, rotated_first.to(dtype), mask=mask)
+        tl.store(source_ptr + offsets + HALF, rotated_second.to(dtype), mask=mask)
         if NORM and 2 * HALF < HEAD_DIM:
-            tl.store(source_ptr + rest_places, rest.to(dtype), mask=kept)
-
-
-@triton.jit
-def scale_exponents(top):
-    """Return biased exponents of the scales of heads with largest magnitudes `top`, as `fp8.quantize` chooses them."""
-    exponents = ((top.to(tl.int32, bitcast=True) + BEYOND_LARGEST) >> 23) - LARGEST_EXPONENT
-    return tl.maximum(exponents, LEAST_EXPONENT)
-
-
-@triton.jit
-def inverse_scales(exponents):
-    """Return the exact inverses of scales with these biased exponents."""
-    return ((254 - exponents) << 23).to(tl.float32, bitcast=True)
+            tl.store(source_ptr + remaining_offsets, remaining.to(dtype), mask=remaining_mask)

@@ -1,8 +1,9 @@
 """Linear layers, which may include the norm before the product and the gate or the residual after it.
 
-CUDA: few rows run in one Triton kernel (see `tiles`), others operator by operator. torch.compile always sees separate
-operators; compile only for more than OWN_ROWS rows. CPU: bf16 weights are prepacked. Few rows, or any number without
-bf16 units, run in one float32 kernel (`numba_panels`).
+CUDA: few rows run in one Triton kernel (see `tiles`), more rows operator by operator. torch.compile always sees
+separate operators; compile only for more than MAX_OWN_ROWS rows.
+CPU: bf16 weights are prepacked. Few rows, and any number of rows on a CPU without bf16 units, run in one float32 kernel
+(`numba_panels`).
 """
 
 import functools
@@ -14,19 +15,19 @@ from torch.nn import functional
 
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, tiles
-from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight
+from nanovllm_kernels.gemm.block_fp8_weight import BlockFP8Weight
 from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 
-# Most rows for which our kernels are used on CUDA. With more rows every product is a library's.
-OWN_ROWS = tiles.SPLIT_ROWS
-# Rows that oneDNN's packing plans for: within noise of the best choice up to 64 rows.
-PLANNED_ROWS = 8
-# Only weights with N or K up to this size are also packed in panels, for few rows, beside oneDNN's copy.
-FEW_ROWS_MAX_SIZE = 2048
+# Maximum number of rows for which our kernels are used on CUDA. With more rows a library computes every product.
+MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
+# Number of rows that oneDNN packs weights for: within noise of the best choice up to 64 rows.
+ONEDNN_PLANNED_ROWS = 8
+# Maximum N or K of weights that are also packed in panels, for few rows, beside oneDNN's copy.
+MAX_PANEL_SIZE = 2048
 # Number of largest logits per row that a CPU computes again in float32.
-REFINED_LOGITS = 16
-# Logits per run in the search for the largest.
-RUN = 64
+NUM_REFINED_LOGITS = 16
+# Number of neighbouring logits whose maximum is compared first in the search for the largest.
+RUN_LOGITS = 64
 
 
 class Panels(NamedTuple):
@@ -39,14 +40,15 @@ class Panels(NamedTuple):
 class PackedWeight(NamedTuple):
     """A linear layer's weight, prepared for `linear`.
 
-    data: [N, K]; in oneDNN's layout if `blocked`, else the panels' data if `panels`: read only here.
-    panels: for float32 products: of few rows if `blocked`, else of any number of rows.
+    data: [N, K], in oneDNN's layout if `in_onednn_layout`, else `panels.data` if there are panels.
+    in_onednn_layout: whether oneDNN multiplies `data`.
+    panels: for float32 products, of few rows if `in_onednn_layout`, else of any number of rows. None: no panels.
     counters: int32 zeros if a kernel may split the weight. Each launch leaves them zero; concurrent launches may not
         share them.
     """
 
     data: Tensor
-    blocked: bool
+    in_onednn_layout: bool
     panels: Panels | None = None
     counters: Tensor | None = None
 
@@ -55,37 +57,37 @@ def pack_linear(weight: Tensor) -> PackedWeight:
     """Prepare `weight` [N, K] for `linear`.
 
     On a CPU bf16 weights are copied: into oneDNN's layout if the CPU multiplies bf16 natively (small ones, with N or K
-    up to FEW_ROWS_MAX_SIZE, into panels too), else into panels only. Other weights are kept without a copy.
+    up to MAX_PANEL_SIZE, into panels too), else into panels only. Other weights are kept without a copy.
     """
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-        is_blocked = can_pack_bf16()
+        in_onednn_layout = can_pack_bf16()
         panels = None
-        if has_numba() and (not is_blocked or min(weight.shape) <= FEW_ROWS_MAX_SIZE):
+        if has_numba() and (not in_onednn_layout or min(weight.shape) <= MAX_PANEL_SIZE):
             from nanovllm_kernels.gemm import numba_panels
 
             panels = Panels(numba_panels.pack_panels(weight), weight.shape[0])
-        if is_blocked:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PLANNED_ROWS)  # noqa: SLF001
-            return PackedWeight(packed, blocked=True, panels=panels)
+        if in_onednn_layout:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ONEDNN_PLANNED_ROWS)  # noqa: SLF001
+            return PackedWeight(packed, in_onednn_layout=True, panels=panels)
         if panels is not None:
-            return PackedWeight(panels.data, blocked=False, panels=panels)
+            return PackedWeight(panels.data, in_onednn_layout=False, panels=panels)
     counters = None
     if weight.is_cuda and weight.is_contiguous() and weight.element_size() == 2 and tiles.can_split(*weight.shape):
-        counters = torch.zeros(tiles.num_counters(weight.shape[0]), dtype=torch.int32, device=weight.device)
-    return PackedWeight(weight, blocked=False, counters=counters)
+        counters = torch.zeros(tiles.num_split_counters(weight.shape[0]), dtype=torch.int32, device=weight.device)
+    return PackedWeight(weight, in_onednn_layout=False, counters=counters)
 
 
 @functools.cache
-def _packed_product() -> torch._ops.OpOverload:
+def _onednn_linear() -> torch._ops.OpOverload:
     """Return oneDNN's operator. Looking it up by name on each call would take longer than a small product."""
     return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
 
 
-def _panels_for(x: Tensor, weight: Tensor | PackedWeight) -> Panels | None:
+def _choose_panels(x: Tensor, weight: Tensor | PackedWeight) -> Panels | None:
     """Return the panels with which rows `x` [M, K] are multiplied, or None if another product is used."""
     if not isinstance(weight, PackedWeight) or weight.panels is None:
         return None
-    if weight.blocked and (x.dim() != 2 or not runs_in_float32(x.shape[0])):
+    if weight.in_onednn_layout and (x.dim() != 2 or not runs_in_float32(x.shape[0])):
         return None
     return weight.panels
 
@@ -108,24 +110,24 @@ def _project_panels(
 
     if gated and not numba_panels.can_gate(panels.num_columns):
         return silu_and_mul(_project_panels(x, norm_weight, eps, panels, bias, None))
-    adds = residual is not None and residual.dtype == torch.float32 and residual.is_contiguous()
-    columns = panels.num_columns // 2 if gated else panels.num_columns
-    out = residual if adds else torch.empty((*x.shape[:-1], columns))
+    adds_residual = residual is not None and residual.dtype == torch.float32 and residual.is_contiguous()
+    num_columns = panels.num_columns // 2 if gated else panels.num_columns
+    out = residual if adds_residual else torch.empty((*x.shape[:-1], num_columns))
     norm = None if norm_weight is None else norm_weight.float()
-    rows, results = x.float().contiguous().view(-1, x.shape[-1]), out.view(-1, columns)
+    rows, results = x.float().contiguous().view(-1, x.shape[-1]), out.view(-1, num_columns)
     if len(rows):
-        numba_panels.project_rows(rows, norm, eps, panels.data, bias, results, gated=gated, add=adds)
-    return out if adds or residual is None else residual.add_(out)
+        numba_panels.project_rows(rows, norm, eps, panels.data, bias, results, gated=gated, add=adds_residual)
+    return out if adds_residual or residual is None else residual.add_(out)
 
 
 def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
-    if isinstance(weight, PackedWeight) and weight.blocked:
-        return _packed_product()(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
-    plain = weight.data if isinstance(weight, PackedWeight) else weight
-    if plain.dtype == torch.bfloat16 and not can_pack_bf16():
+    if isinstance(weight, PackedWeight) and weight.in_onednn_layout:
+        return _onednn_linear()(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
+    matrix = weight.data if isinstance(weight, PackedWeight) else weight
+    if matrix.dtype == torch.bfloat16 and not can_pack_bf16():
         # torch would emulate bf16 element by element.
-        return functional.linear(x.float(), plain.float(), None if bias is None else bias.float()).to(x.dtype)
-    return functional.linear(x.to(plain.dtype), plain, bias)
+        return functional.linear(x.float(), matrix.float(), None if bias is None else bias.float()).to(x.dtype)
+    return functional.linear(x.to(matrix.dtype), matrix, bias)
 
 
 def linear(
@@ -144,19 +146,19 @@ def linear(
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.linear(x, weight, bias, residual)
     counters = weight.counters if isinstance(weight, PackedWeight) else None
-    plain = weight.data if isinstance(weight, PackedWeight) else weight
+    matrix = weight.data if isinstance(weight, PackedWeight) else weight
     if torch.compiler.is_compiling():
-        return _linear_formula(x, plain, bias, residual)
+        return _linear_formula(x, matrix, bias, residual)
     if not x.is_cuda:
-        if (panels := _panels_for(x, weight)) is not None:
+        if (panels := _choose_panels(x, weight)) is not None:
             return _project_panels(x, None, 0.0, panels, bias, residual)
         out = _linear_on_cpu(x, weight, bias)
         return out if residual is None else residual.add_(out)
-    weight = plain
-    if _runs_as_rows(x, weight):
-        return _project_rows_op(x, None, 0.0, weight, bias, residual, False, False)
-    if counters is not None and x.dim() == 2 and 0 < x.shape[0] <= tiles.SPLIT_ROWS:
-        return _project_split_op(x, weight, bias, residual, counters)
+    weight = matrix
+    if _is_few_rows_product(x, weight):
+        return _project_few_rows_op(x, None, 0.0, weight, bias, residual, False, False)
+    if counters is not None and x.dim() == 2 and 0 < x.shape[0] <= tiles.MAX_SPLIT_ROWS:
+        return _project_split_k_op(x, weight, bias, residual, counters)
     if residual is None:
         return functional.linear(x, weight, bias)
     if bias is None and residual.dtype == x.dtype:
@@ -190,12 +192,12 @@ def norm_linear(
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_linear(x, norm_weight, eps, weight, bias)
-    plain = weight.data if isinstance(weight, PackedWeight) else weight
-    if _runs_as_rows(x, plain):
-        return _project_rows_op(x, norm_weight, eps, plain, bias, None, False, False)
-    if (panels := _panels_for(x, weight)) is not None:
+    matrix = weight.data if isinstance(weight, PackedWeight) else weight
+    if _is_few_rows_product(x, matrix):
+        return _project_few_rows_op(x, norm_weight, eps, matrix, bias, None, False, False)
+    if (panels := _choose_panels(x, weight)) is not None:
         return _project_panels(x, norm_weight, eps, panels, bias, None)
-    return linear(rms_norm(x, norm_weight, eps, plain.dtype), weight, bias)
+    return linear(rms_norm(x, norm_weight, eps, matrix.dtype), weight, bias)
 
 
 def norm_gate_up(
@@ -212,12 +214,12 @@ def norm_gate_up(
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_gate_up(x, norm_weight, eps, weight, bias)
-    plain = weight.data if isinstance(weight, PackedWeight) else weight
-    if _runs_as_rows(x, plain):
-        return _project_rows_op(x, norm_weight, eps, plain, bias, None, True, False)
-    if (panels := _panels_for(x, weight)) is not None:
+    matrix = weight.data if isinstance(weight, PackedWeight) else weight
+    if _is_few_rows_product(x, matrix):
+        return _project_few_rows_op(x, norm_weight, eps, matrix, bias, None, True, False)
+    if (panels := _choose_panels(x, weight)) is not None:
         return _project_panels(x, norm_weight, eps, panels, bias, None, gated=True)
-    return silu_and_mul(linear(rms_norm(x, norm_weight, eps, plain.dtype), weight, bias))
+    return silu_and_mul(linear(rms_norm(x, norm_weight, eps, matrix.dtype), weight, bias))
 
 
 def split_float32(weight: Tensor) -> Tensor:
@@ -233,38 +235,38 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None
     """Return `x` [n, K] times the transpose of `weight` [N, K], of a vocabulary or a router: float32 [n, N].
 
     Logits are not rounded to bf16, whose steps near 25 are 1/8: the two likeliest tokens would often tie. bf16 matrix
-    units of CPUs only return bf16: each row's REFINED_LOGITS largest are then computed again in float32.
+    units of CPUs only return bf16: each row's NUM_REFINED_LOGITS largest are then computed again in float32.
 
     table: the unpacked weight [N, K]. If it is float32, `x` is converted to float32.
     thirds: `split_float32(table)` for tensor cores, given a float32 table and bfloat16 `x` on CUDA. Products are as
-        exact as in float32; of the sums about 3e-6 is truncated where float32 rounds.
+        exact as in float32; sums are truncated by about 3e-6 where float32 would round.
     """
     if table.dtype == torch.float32:
-        if thirds is not None and not _runs_as_rows(x, table):
+        if thirds is not None and not _is_few_rows_product(x, table):
             return torch.mm(x, thirds.t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
         return linear(x.float(), weight)
-    if _runs_as_rows(x, table):
-        return _project_rows_op(x, None, 0.0, table, None, None, False, True)
+    if _is_few_rows_product(x, table):
+        return _project_few_rows_op(x, None, 0.0, table, None, None, False, True)
     if x.is_cuda:
         return torch.mm(x, table.t(), out_dtype=torch.float32)
-    if (panels := _panels_for(x, weight)) is not None:
+    if (panels := _choose_panels(x, weight)) is not None:
         return _project_panels(x, None, 0.0, panels, None, None)
-    # Searching for the largest is four times as fast in float32.
-    rough = linear(x, weight).float()
-    leaders = _leaders(rough, REFINED_LOGITS)
-    rows = functional.embedding(leaders, table).float()
-    return rough.scatter_(1, leaders, torch.bmm(rows, x.float().unsqueeze(-1)).squeeze(-1))
+    # The search for the largest logits is four times as fast in float32.
+    rough_logits = linear(x, weight).float()
+    largest_ids = _find_largest(rough_logits, NUM_REFINED_LOGITS)
+    rows = functional.embedding(largest_ids, table).float()
+    return rough_logits.scatter_(1, largest_ids, torch.bmm(rows, x.float().unsqueeze(-1)).squeeze(-1))
 
 
-def _runs_as_rows(x: Tensor, weight: Tensor) -> bool:
+def _is_few_rows_product(x: Tensor, weight: Tensor) -> bool:
     """Whether the few-row kernel supports this product and is faster."""
     if torch.compiler.is_compiling() or not x.is_cuda or x.dim() != 2:
         return False
-    return weight.is_contiguous() and tiles.pays(x.shape[0], *weight.shape)
+    return weight.is_contiguous() and tiles.is_few_rows_faster(x.shape[0], *weight.shape)
 
 
-@torch.library.custom_op("nanovllm::project_rows", mutates_args=())
-def _project_rows_op(
+@torch.library.custom_op("nanovllm::project_few_rows", mutates_args=())
+def _project_few_rows_op(
     x: Tensor,
     norm_weight: Tensor | None,
     eps: float,
@@ -279,29 +281,29 @@ def _project_rows_op(
     Adds `bias`, gates if `gated` ([M, N / 2]), adds `residual`, and rounds once, to the dtype of `residual`, else of
     `weight` (`float32_out`: float32). `x` and `residual` may be float32 with any weight.
     """
-    from nanovllm_kernels.gemm import triton_rows
+    from nanovllm_kernels.gemm import triton_few_rows
 
-    out = _empty_rows(x, weight, residual, gated, float32_out)
+    out = _empty_few_rows(x, weight, residual, gated, float32_out)
     rows = x if x.stride(1) == 1 else x.contiguous()
-    triton_rows.project_rows(rows, norm_weight, eps, weight, bias, residual, out, gated=gated)
+    triton_few_rows.project_few_rows(rows, norm_weight, eps, weight, bias, residual, out, gated=gated)
     return out
 
 
-def _empty_rows(x: Tensor, weight: Tensor, residual: Tensor | None, gated: bool, float32_out: bool) -> Tensor:
-    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+def _empty_few_rows(x: Tensor, weight: Tensor, residual: Tensor | None, gated: bool, float32_out: bool) -> Tensor:
+    num_columns = weight.shape[0] // 2 if gated else weight.shape[0]
     dtype = torch.float32 if float32_out else weight.dtype if residual is None else residual.dtype
-    return x.new_empty((x.shape[0], columns), dtype=dtype)
+    return x.new_empty((x.shape[0], num_columns), dtype=dtype)
 
 
-_project_rows_op.register_fake(
-    lambda x, _norm_weight, _eps, weight, _bias, residual, gated, float32_out: _empty_rows(
+_project_few_rows_op.register_fake(
+    lambda x, _norm_weight, _eps, weight, _bias, residual, gated, float32_out: _empty_few_rows(
         x, weight, residual, gated, float32_out
     )
 )
 
 
-@torch.library.custom_op("nanovllm::project_split", mutates_args=())
-def _project_split_op(
+@torch.library.custom_op("nanovllm::project_split_k", mutates_args=())
+def _project_split_k_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor
 ) -> Tensor:
     """Multiply up to 256 rows `x` [M, K] by a contiguous `weight` [N, K] for which `tiles.can_split`.
@@ -309,36 +311,36 @@ def _project_split_op(
     Adds `bias` and `residual`, and rounds once, to the dtype of `residual` (float32 or x's), else of `x`. `counters`
     are zeros before and after.
     """
-    from nanovllm_kernels.gemm import triton_split
+    from nanovllm_kernels.gemm import triton_split_k
 
-    out = _empty_split(x, weight, residual)
+    out = _empty_split_k(x, weight, residual)
     rows = x if x.stride(1) == 1 else x.contiguous()
-    triton_split.project_split(rows, weight, bias, residual, counters, out)
+    triton_split_k.project_split_k(rows, weight, bias, residual, counters, out)
     return out
 
 
-def _empty_split(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
+def _empty_split_k(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=x.dtype if residual is None else residual.dtype)
 
 
-_project_split_op.register_fake(lambda x, weight, _bias, residual, _counters: _empty_split(x, weight, residual))
+_project_split_k_op.register_fake(lambda x, weight, _bias, residual, _counters: _empty_split_k(x, weight, residual))
 
 
-def _leaders(values: Tensor, count: int) -> Tensor:
-    """Return the indices of each row's `count` largest values, or of all if fewer: int64 [n, c]. values: [n, N].
+def _find_largest(values: Tensor, count: int) -> Tensor:
+    """Return the indices of each row's `count` largest values, or of all values if there are fewer: int64 [n, c].
 
-    Each of these lies in one of the `count` runs of RUN values with the largest maxima. Searching all of 49,152 logits
-    directly takes ten times as long.
+    values: [n, N]. Each of the largest values lies in one of the `count` runs of RUN_LOGITS values with the largest
+    maxima. A direct search of all of 49,152 logits takes ten times as long.
     """
     num_rows, size = values.shape
-    whole = size // RUN * RUN
-    if whole <= count * RUN:
+    num_whole = size // RUN_LOGITS * RUN_LOGITS
+    if num_whole <= count * RUN_LOGITS:
         return values.topk(min(count, size), -1, sorted=False).indices
-    maxima = values[:, :whole].view(num_rows, -1, RUN).amax(-1)
-    runs = maxima.topk(count, -1, sorted=False).indices
-    candidates = (runs.unsqueeze(-1) * RUN + torch.arange(RUN)).flatten(1)
-    if whole < size:
-        rest = torch.arange(whole, size).expand(num_rows, -1)
-        candidates = torch.cat((candidates, rest), -1)
+    run_maxima = values[:, :num_whole].view(num_rows, -1, RUN_LOGITS).amax(-1)
+    runs = run_maxima.topk(count, -1, sorted=False).indices
+    candidates = (runs.unsqueeze(-1) * RUN_LOGITS + torch.arange(RUN_LOGITS)).flatten(1)
+    if num_whole < size:
+        last_ids = torch.arange(num_whole, size).expand(num_rows, -1)
+        candidates = torch.cat((candidates, last_ids), -1)
     best = values.gather(1, candidates).topk(count, -1, sorted=False).indices
     return candidates.gather(1, best)

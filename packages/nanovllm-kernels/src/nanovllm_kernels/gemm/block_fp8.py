@@ -4,8 +4,6 @@ DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3: inputs are quan
 and sums are float32. On CUDA few rows use Triton kernels, more rows cuBLAS if it supports the shape; see `tiles`.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,45 +12,41 @@ from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import block_fp8_reference as reference
 from nanovllm_kernels.gemm import tiles
-from nanovllm_kernels.platform import describe, has_fp8
+from nanovllm_kernels.gemm.block_fp8_weight import GROUP, BlockFP8Weight
+from nanovllm_kernels.platform import describe_device, has_fp8
 
-GROUP = reference.GROUP
+__all__ = [
+    "GROUP",
+    "BlockFP8Weight",
+    "dequantize",
+    "empty_weight",
+    "linear",
+    "norm_gate_up",
+    "norm_linear",
+    "quantize_blocks",
+    "quantize_groups",
+]
+
 # cuBLAS requires a multiple of 4 scales along K and a multiple of 16 columns.
-SCALES_STEP = 4
-COLUMNS_STEP = 16
+SCALES_MULTIPLE = 4
+COLUMNS_MULTIPLE = 16
 
 
-class BlockFP8Weight(NamedTuple):
-    """A quantised weight [N, K]: e4m3 values times scales.
-
-    data: float8_e4m3fn [N, K], contiguous.
-    scales: float32 [ceil(N / block_rows), ceil(K / 128)], one per block of `block_rows` rows and 128 columns.
-    block_rows: 128, or less if weights with partial blocks were concatenated.
-    counters: int32 zeros if a kernel may split the weight. Each launch leaves them zero; concurrent launches may not
-        share them.
-    """
-
-    data: Tensor
-    scales: Tensor
-    block_rows: int = GROUP
-    counters: Tensor | None = None
-
-
-def empty_weight(num_rows: int, width: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
-    """Allocate a weight [num_rows, width], uninitialised, in the fastest layout.
+def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
+    """Allocate a weight [num_rows, depth], uninitialised, in the fastest layout.
 
     Raises: ValueError for a GPU that does not multiply e4m3.
     """
     if device.type == "cuda" and not has_fp8():
         raise ValueError("block FP8 weights need a GPU that multiplies FP8: Ada, Hopper or newer")
-    groups = -(-width // GROUP)
-    padded = -(-groups // SCALES_STEP) * SCALES_STEP
-    scales = torch.zeros((-(-num_rows // block_rows), padded), dtype=torch.float32, device=device)
-    data = torch.empty((num_rows, width), dtype=DTYPE, device=device)
+    num_groups = -(-depth // GROUP)
+    padded_groups = -(-num_groups // SCALES_MULTIPLE) * SCALES_MULTIPLE
+    scales = torch.zeros((-(-num_rows // block_rows), padded_groups), dtype=torch.float32, device=device)
+    data = torch.empty((num_rows, depth), dtype=DTYPE, device=device)
     counters = None
     if device.type == "cuda":
         counters = torch.zeros(tiles.num_fp8_counters(num_rows), dtype=torch.int32, device=device)
-    return BlockFP8Weight(data, scales.narrow(1, 0, groups), block_rows, counters)
+    return BlockFP8Weight(data, scales.narrow(1, 0, num_groups), block_rows, counters)
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +82,7 @@ def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residu
     """
     if x.is_cuda:
         return _block_fp8_linear_op(x, None, 0.0, *weight, bias, residual, False)
-    sums = reference.project(*quantize_groups(x), weight.data, weight.scales, weight.block_rows)
+    sums = reference.project(*quantize_groups(x), weight)
     if bias is not None:
         sums += bias
     return sums.to(x.dtype) if residual is None else residual.add_(sums)
@@ -149,21 +143,22 @@ def _block_fp8_linear_op(
     """
     from nanovllm_kernels.gemm import triton_block_fp8
 
+    weight = BlockFP8Weight(data, scales, block_rows, counters)
     out = _empty_product(x, norm_weight, data, residual, gated)
     num_rows = x.shape[0]
     if num_rows == 0:
         return out
     rows = x if x.stride(1) == 1 else x.contiguous()
     x_scales = None
-    if norm_weight is not None or num_rows > tiles.FUSED_FP8_ROWS:
+    if norm_weight is not None or num_rows > tiles.MAX_FUSED_FP8_ROWS:
         rows, x_scales = triton_block_fp8.quantize_groups(rows, norm_weight, eps)
         dtype = out.dtype if residual is None else x.dtype
         if (
-            not tiles.owns_fp8(num_rows, data.shape[0])
+            not tiles.is_own_fp8_faster(num_rows, data.shape[0])
             and dtype == torch.bfloat16
-            and _library_takes(data, scales, block_rows)
+            and _library_supports(weight)
         ):
-            sums = _library_product(rows, x_scales, data, scales)
+            sums = _multiply_with_library(rows, x_scales, weight)
             if bias is not None:
                 sums += bias
             if gated:
@@ -171,15 +166,14 @@ def _block_fp8_linear_op(
             return sums if residual is None else residual + sums
     may_split = counters is not None
     config = tiles.block_fp8_config(num_rows, out.shape[1], scales.shape[1], gated=gated, may_split=may_split)
-    weight = (data, scales, block_rows, counters)
-    triton_block_fp8.project(rows, x_scales, *weight, bias, residual, out, config, gated=gated)
+    triton_block_fp8.project(rows, x_scales, weight, bias, residual, out, config, gated=gated)
     return out
 
 
 def _empty_product(x: Tensor, norm_weight: Tensor | None, data: Tensor, residual: Tensor | None, gated: bool) -> Tensor:
     columns = data.shape[0] // 2 if gated else data.shape[0]
-    like = next(tensor for tensor in (residual, norm_weight, x) if tensor is not None)
-    return x.new_empty((x.shape[0], columns), dtype=like.dtype)
+    dtype = next(tensor.dtype for tensor in (residual, norm_weight, x) if tensor is not None)
+    return x.new_empty((x.shape[0], columns), dtype=dtype)
 
 
 _block_fp8_linear_op.register_fake(
@@ -189,26 +183,27 @@ _block_fp8_linear_op.register_fake(
 )
 
 
-def _library_takes(data: Tensor, scales: Tensor, block_rows: int) -> bool:
+def _library_supports(weight: BlockFP8Weight) -> bool:
     """Whether cuBLAS supports this weight: whole blocks, scales laid out as by `empty_weight`, and Hopper."""
-    num_columns, width = data.shape
-    whole = block_rows == GROUP and num_columns % COLUMNS_STEP == 0 and width % GROUP == 0
-    laid_out = scales.stride() == (-(-scales.shape[1] // SCALES_STEP) * SCALES_STEP, 1)
-    return whole and laid_out and describe(data.device).capability == (9, 0)
+    data, scales, block_rows, _ = weight
+    num_columns, depth = data.shape
+    has_whole_blocks = block_rows == GROUP and num_columns % COLUMNS_MULTIPLE == 0 and depth % GROUP == 0
+    has_padded_scales = scales.stride() == (-(-scales.shape[1] // SCALES_MULTIPLE) * SCALES_MULTIPLE, 1)
+    return has_whole_blocks and has_padded_scales and describe_device(data.device).capability == (9, 0)
 
 
-def _library_product(rows: Tensor, x_scales: Tensor, data: Tensor, scales: Tensor) -> Tensor:
+def _multiply_with_library(rows: Tensor, x_scales: Tensor, weight: BlockFP8Weight) -> Tensor:
     """Return the product by cuBLAS, bf16 [M, N]. cuBLAS requires multiples of 4 rows, and of 4 scales along K."""
-    num_rows = rows.shape[0]
-    missing = -num_rows % SCALES_STEP
-    if missing:
-        # The results of these extra rows are dropped.
-        rows = torch.cat((rows.view(torch.uint8), rows[:missing].view(torch.uint8))).view(DTYPE)
-        x_scales = torch.cat((x_scales.t(), x_scales.t()[:, :missing]), 1).t()
+    num_rows, scales = rows.shape[0], weight.scales
+    num_padding = -num_rows % SCALES_MULTIPLE
+    if num_padding:
+        # The results of these additional rows are dropped.
+        rows = torch.cat((rows.view(torch.uint8), rows[:num_padding].view(torch.uint8))).view(DTYPE)
+        x_scales = torch.cat((x_scales.t(), x_scales.t()[:, :num_padding]), 1).t()
     stride = scales.stride(0)
     out = functional.scaled_mm(
         rows,
-        data.t(),
+        weight.data.t(),
         x_scales,
         functional.ScalingType.BlockWise1x128,
         scales.as_strided((stride, scales.shape[0]), (1, stride)),

@@ -7,36 +7,33 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels import fp8
+from nanovllm_kernels.gemm.block_fp8_weight import GROUP, BlockFP8Weight
 
-GROUP = 128
-LARGEST = 448.0
-# Minimum magnitude, so that a group of zeros has a scale too.
-LEAST = 1e-10
 # Weight elements converted to float32 at once: they fit a core's cache.
-WIDE_ELEMENTS = 1 << 19
+DEQUANTIZED_ELEMENTS = 1 << 19
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """See `block_fp8.quantize_groups`."""
-    num_rows, width = x.shape
-    groups = -(-width // GROUP)
+    num_rows, depth = x.shape
+    num_groups = -(-depth // GROUP)
     wide = x.float()
-    if width % GROUP:
-        wide = torch.nn.functional.pad(wide, (0, groups * GROUP - width))
-    wide = wide.reshape(num_rows, groups, GROUP)
-    largest = wide.abs().amax(-1).clamp_(min=LEAST)
-    inverse, scales = _scales(largest)
-    numbers = (wide * inverse.unsqueeze(-1)).to(fp8.DTYPE).view(num_rows, groups * GROUP)
-    return numbers[:, :width].contiguous(), scales.t().contiguous().t()
+    if depth % GROUP:
+        wide = torch.nn.functional.pad(wide, (0, num_groups * GROUP - depth))
+    wide = wide.reshape(num_rows, num_groups, GROUP)
+    magnitudes = wide.abs().amax(-1).clamp_(min=fp8.MIN_GROUP_MAGNITUDE)
+    factors, scales = _compute_scales(magnitudes)
+    numbers = (wide * factors.unsqueeze(-1)).to(fp8.DTYPE).view(num_rows, num_groups * GROUP)
+    return numbers[:, :depth].contiguous(), scales.t().contiguous().t()
 
 
-def _scales(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 448 / largest, which scales the values to e4m3's range, and its inverse.
+def _compute_scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 448 / magnitudes, which scales the values to e4m3's range, and its factors.
 
     Each is rounded once: with a scalar operand torch would divide in two steps.
     """
-    limit = torch.full_like(largest, LARGEST)
-    return limit / largest, largest / limit
+    limit = torch.full_like(magnitudes, fp8.MAX_E4M3)
+    return limit / magnitudes, magnitudes / limit
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,37 +41,38 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -width % GROUP, 0, -rows % GROUP))
     blocks = padded.view(padded.shape[0] // GROUP, GROUP, -1, GROUP)
-    largest = blocks.abs().amax((1, 3)).clamp_(min=LEAST)
-    inverse, scales = _scales(largest)
-    numbers = (blocks * inverse[:, None, :, None]).to(fp8.DTYPE).view(padded.shape)
+    magnitudes = blocks.abs().amax((1, 3)).clamp_(min=fp8.MIN_GROUP_MAGNITUDE)
+    factors, scales = _compute_scales(magnitudes)
+    numbers = (blocks * factors[:, None, :, None]).to(fp8.DTYPE).view(padded.shape)
     return numbers[:rows, :width].contiguous(), scales
 
 
 def dequantize_groups(numbers: Tensor, scales: Tensor) -> Tensor:
     """Return the values that `quantize_groups` rounded to: float32 [T, K]."""
     # `fp8.widen` would lose NaN.
-    return _scale(numbers.float(), scales)
+    return _apply_scales(numbers.float(), scales)
 
 
 def dequantize_blocks(numbers: Tensor, scales: Tensor, block_rows: int = GROUP) -> Tensor:
     """Dequantise a weight e4m3 [N, K] with one scale per block of `block_rows` x 128: float32 [N, K]."""
-    return _scale(fp8.widen(numbers, torch.float32), scales.repeat_interleave(block_rows, 0)[: numbers.shape[0]])
+    return _apply_scales(fp8.widen(numbers, torch.float32), scales.repeat_interleave(block_rows, 0)[: numbers.shape[0]])
 
 
-def _scale(wide: Tensor, scales: Tensor) -> Tensor:
-    """Multiply `wide` [N, K] by `scales` [N, ceil(K / 128)] in place."""
+def _apply_scales(wide: Tensor, scales: Tensor) -> Tensor:
+    """Multiply float32 `wide` [N, K] by `scales` [N, ceil(K / 128)] in place."""
     for index, columns in enumerate(wide.split(GROUP, 1)):
         columns.mul_(scales[:, index : index + 1])
     return wide
 
 
-def project(numbers: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, block_rows: int) -> Tensor:
+def project(numbers: Tensor, scales: Tensor, weight: BlockFP8Weight) -> Tensor:
     """Multiply quantised rows by the transpose of a quantised weight [N, K]: float32 [T, N]."""
+    data, weight_scales, block_rows, _ = weight
     rows = dequantize_groups(numbers, scales)
-    out = rows.new_empty((rows.shape[0], weight.shape[0]))
-    step = max(1, WIDE_ELEMENTS // (weight.shape[1] * block_rows)) * block_rows
-    for begin in range(0, weight.shape[0], step):
-        part = slice(begin, begin + step)
-        few_scales = weight_scales[begin // block_rows : (begin + step) // block_rows]
-        torch.mm(rows, dequantize_blocks(weight[part], few_scales, block_rows).t(), out=out[:, part])
+    out = rows.new_empty((rows.shape[0], data.shape[0]))
+    num_columns = max(1, DEQUANTIZED_ELEMENTS // (data.shape[1] * block_rows)) * block_rows
+    for begin in range(0, data.shape[0], num_columns):
+        columns = slice(begin, begin + num_columns)
+        column_scales = weight_scales[begin // block_rows : (begin + num_columns) // block_rows]
+        torch.mm(rows, dequantize_blocks(data[columns], column_scales, block_rows).t(), out=out[:, columns])
     return out

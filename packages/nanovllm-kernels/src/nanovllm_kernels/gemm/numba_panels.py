@@ -8,21 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.jit import (
+from nanovllm_kernels.numba_jit import (
     LANES,
     OPENMP,
+    compile_region,
     from_bf16,
     inverse_rms,
     keep_alive,
     kernel,
     ordered_kernel,
     pointer,
-    region,
     run_region,
     thread_count,
     thread_index,
 )
-from nanovllm_kernels.jit_tiles import (
+from nanovllm_kernels.numba_tiles import (
     GROUP,
     LINE,
     NUM_GROUPS,
@@ -30,17 +30,36 @@ from nanovllm_kernels.jit_tiles import (
     TILE_ROWS,
     UNROLL,
     convert_panel,
-    gate_numbers,
+    gate_values,
     make_tile,
 )
 
+# Indices of the int64 arguments of a region. EPS is stored as the bits of a float64.
+(
+    _OPENMP,
+    _X_PTR,
+    _NORM_PTR,
+    _EPS,
+    _PANELS_PTR,
+    _BIAS_PTR,
+    _OUT_PTR,
+    _PACKED_PTR,
+    _NUM_ROWS,
+    _WIDTH,
+    _DEPTH,
+    _NUM_COLUMNS,
+    _IS_GATED,
+    _ADDS_TO_OUT,
+) = range(14)
+_NUM_ARGS = 14
 # Depth of a block: its float32 panel fits the first-level cache.
-DEPTH = 320
-# Most rows packed at once. Fewer than CONVERTED_ROWS rows multiply bf16 panels without a float32 copy.
+BLOCK_DEPTH = 320
+# Maximum number of rows that are packed at once.
 BLOCK_ROWS = 252
-CONVERTED_ROWS = 43
-# Up to this many rows process a whole panel at once, larger tiles one group of columns at a time.
-STREAMED_ROWS = 3
+# From this number of rows on, bf16 panels are first copied to float32.
+MIN_CONVERTED_ROWS = 43
+# Maximum number of rows of a tile that processes a whole panel at once. Larger tiles process one group of columns.
+MAX_WHOLE_PANEL_ROWS = 3
 
 _ZERO = np.float32(0.0)
 
@@ -48,11 +67,11 @@ _ZERO = np.float32(0.0)
 def pack_panels(weight: Tensor) -> Tensor:
     """Copy bf16 `weight` [N, K] into panels: bf16 [panels, K rounded up to UNROLL, PANEL], zeros beyond N and K."""
     num_columns, depth = weight.shape
-    num_panels, padded = -(-num_columns // PANEL), -(-depth // UNROLL) * UNROLL
-    whole = weight.new_zeros((num_panels * PANEL, padded))
-    whole[:num_columns, :depth] = weight
-    pairs = whole.view(num_panels, PANEL // GROUP, 2, LANES, padded)
-    return pairs.permute(0, 4, 1, 3, 2).reshape(num_panels, padded, PANEL).contiguous()
+    num_panels, padded_depth = -(-num_columns // PANEL), -(-depth // UNROLL) * UNROLL
+    padded_weight = weight.new_zeros((num_panels * PANEL, padded_depth))
+    padded_weight[:num_columns, :depth] = weight
+    pairs = padded_weight.view(num_panels, PANEL // GROUP, 2, LANES, padded_depth)
+    return pairs.permute(0, 4, 1, 3, 2).reshape(num_panels, padded_depth, PANEL).contiguous()
 
 
 def can_gate(num_columns: int) -> bool:
@@ -84,8 +103,8 @@ def project_rows(
     num_rows, width = x.shape
     _project(
         OPENMP,
-        _PACK_OF_THREAD,
-        _PANELS_OF_THREAD,
+        _PACK_REGION,
+        _MULTIPLY_REGION,
         x.data_ptr(),
         0 if norm_weight is None else norm_weight.data_ptr(),
         eps,
@@ -124,74 +143,80 @@ def _project(
     block = min(num_rows, BLOCK_ROWS)
     scratch = np.empty(block * depth + LINE // 4, np.float32)
     packed_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
-    args = np.empty(14, np.int64)
-    args[0], args[2], args[4], args[5] = openmp, norm_ptr, panels_ptr, bias_ptr
-    args[7], args[9], args[10], args[11], args[12] = packed_ptr, width, depth, num_columns, gated
-    args[13] = add
+    args = np.empty(_NUM_ARGS, np.int64)
+    args[_OPENMP], args[_NORM_PTR], args[_PANELS_PTR], args[_BIAS_PTR] = openmp, norm_ptr, panels_ptr, bias_ptr
+    args[_PACKED_PTR], args[_WIDTH], args[_DEPTH], args[_NUM_COLUMNS], args[_IS_GATED] = (
+        packed_ptr,
+        width,
+        depth,
+        num_columns,
+        gated,
+    )
+    args[_ADDS_TO_OUT] = add
     args_ptr = np.int64(args.ctypes.data)
-    args.view(np.float64)[3] = eps
+    args.view(np.float64)[_EPS] = eps
     for begin in range(0, num_rows, block):
-        args[1] = x_ptr + 4 * begin * width
-        args[6] = out_ptr + 4 * begin * num_columns
-        args[8] = min(block, num_rows - begin)
+        args[_X_PTR] = x_ptr + 4 * begin * width
+        args[_OUT_PTR] = out_ptr + 4 * begin * num_columns
+        args[_NUM_ROWS] = min(block, num_rows - begin)
         if num_rows > 2 * TILE_ROWS:
             run_region(pack, args_ptr, num_threads)
         else:
-            _pack(args, 0, -(-args[8] // TILE_ROWS))
+            _pack_tiles(args, 0, -(-args[_NUM_ROWS] // TILE_ROWS))
         run_region(multiply, args_ptr, num_threads)
     keep_alive(args)
     keep_alive(scratch)
 
 
-def _pack_of_thread(args_ptr):
-    args = numba.carray(pointer(args_ptr), (14,), np.int64)
-    index, count, num_tiles = thread_index(args_ptr), thread_count(args_ptr), -(-args[8] // TILE_ROWS)
-    _pack(args, index * num_tiles // count, (index + 1) * num_tiles // count)
+def _pack_on_thread(args_ptr):
+    args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
+    index, num_threads, num_tiles = thread_index(args_ptr), thread_count(args_ptr), -(-args[_NUM_ROWS] // TILE_ROWS)
+    _pack_tiles(args, index * num_tiles // num_threads, (index + 1) * num_tiles // num_threads)
 
 
 @kernel
-def _block_depth(depth):
+def _compute_block_depth(depth):
     """Return the depth of all blocks but the last."""
-    num_blocks = -(-depth // DEPTH)
+    num_blocks = -(-depth // BLOCK_DEPTH)
     return -(-depth // (num_blocks * UNROLL)) * UNROLL
 
 
 @ordered_kernel
-def _pack(args, first_tile, last_tile):
+def _pack_tiles(args, first_tile, last_tile):
     """Write normed rows of these tiles, block by block of K, within a block tile by tile, each as [depth, rows]."""
-    num_rows, width, depth = args[8], args[9], args[10]
-    num_tiles, step = -(-num_rows // TILE_ROWS), _block_depth(depth)
-    eps = np.float32(args.view(np.float64)[3])
-    x = numba.carray(pointer(args[1]), (num_rows, width), np.float32)
-    weight = numba.carray(pointer(args[2]), (width,), np.float32)
+    num_rows, width, depth = args[_NUM_ROWS], args[_WIDTH], args[_DEPTH]
+    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(depth)
+    eps = np.float32(args.view(np.float64)[_EPS])
+    x = numba.carray(pointer(args[_X_PTR]), (num_rows, width), np.float32)
+    weight = numba.carray(pointer(args[_NORM_PTR]), (width,), np.float32)
     scales = np.empty(TILE_ROWS, np.float32)
     for tile in range(first_tile, last_tile):
         begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-        count = end - begin
-        if args[2]:
-            for row in range(count):
+        num_tile_rows = end - begin
+        if args[_NORM_PTR]:
+            for row in range(num_tile_rows):
                 scales[row] = inverse_rms(x, begin + row, 0, width, eps)
-        for start in range(0, depth, step):
-            size = min(step, depth - start)
-            packed_ptr = args[7] + 4 * (start * num_rows + begin * size)
-            packed = numba.carray(pointer(packed_ptr), (size, count), np.float32)
-            filled = min(size, width - start)
-            if count == TILE_ROWS:
-                _pack_tile(x[begin:end, start : start + filled], packed)
+        for first_k in range(0, depth, block_depth):
+            size = min(block_depth, depth - first_k)
+            packed_ptr = args[_PACKED_PTR] + 4 * (first_k * num_rows + begin * size)
+            packed = numba.carray(pointer(packed_ptr), (size, num_tile_rows), np.float32)
+            num_filled = min(size, width - first_k)
+            if num_tile_rows == TILE_ROWS:
+                _pack_whole_tile(x[begin:end, first_k : first_k + num_filled], packed)
             else:
-                for row in range(count):
-                    for k in range(filled):
-                        packed[k, row] = x[begin + row, start + k]
-            packed[filled:] = _ZERO
-            if args[2]:
-                for k in range(filled):
-                    number = weight[start + k]
-                    for row in range(count):
+                for row in range(num_tile_rows):
+                    for k in range(num_filled):
+                        packed[k, row] = x[begin + row, first_k + k]
+            packed[num_filled:] = _ZERO
+            if args[_NORM_PTR]:
+                for k in range(num_filled):
+                    number = weight[first_k + k]
+                    for row in range(num_tile_rows):
                         packed[k, row] = packed[k, row] * scales[row] * number
 
 
 @ordered_kernel
-def _pack_tile(rows, packed):
+def _pack_whole_tile(rows, packed):
     for k in range(rows.shape[1]):
         packed[k, 0] = rows[0, k]
         packed[k, 1] = rows[1, k]
@@ -201,71 +226,80 @@ def _pack_tile(rows, packed):
         packed[k, 5] = rows[5, k]
 
 
-def _panels_of_thread(args_ptr):
-    args = numba.carray(pointer(args_ptr), (14,), np.int64)
-    num_rows, num_columns, gated = args[8], args[11], args[12] != 0
-    index, count, num_panels = thread_index(args_ptr), thread_count(args_ptr), -(-num_columns // PANEL)
-    scratch = np.empty(2 * num_rows * PANEL + DEPTH * PANEL + LINE // 4, np.float32)
+def _multiply_on_thread(args_ptr):
+    args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
+    num_rows, num_columns, gated = args[_NUM_ROWS], args[_NUM_COLUMNS], args[_IS_GATED] != 0
+    index, num_threads, num_panels = thread_index(args_ptr), thread_count(args_ptr), -(-num_columns // PANEL)
+    scratch = np.empty(2 * num_rows * PANEL + BLOCK_DEPTH * PANEL + LINE // 4, np.float32)
     copy_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
-    sums_ptr = copy_ptr + 4 * DEPTH * PANEL
-    for panel in range(index * num_panels // count, (index + 1) * num_panels // count):
+    sums_ptr = copy_ptr + 4 * BLOCK_DEPTH * PANEL
+    for panel in range(index * num_panels // num_threads, (index + 1) * num_panels // num_threads):
         if gated:
             _multiply(args, panel, panel + num_panels, copy_ptr, sums_ptr)
             _multiply(args, panel + num_panels, panel + 1, copy_ptr, sums_ptr + 4 * num_rows * PANEL)
         else:
             _multiply(args, panel, panel + 1, copy_ptr, sums_ptr)
-        _finish(args, panel, sums_ptr)
+        _finish_panel(args, panel, sums_ptr)
     keep_alive(scratch)
 
 
 @kernel
 def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
-    num_rows, depth = args[8], args[10]
-    num_tiles, step = -(-num_rows // TILE_ROWS), _block_depth(depth)
-    panel_ptr = args[4] + 2 * panel * depth * PANEL
-    converts = num_rows >= CONVERTED_ROWS
+    num_rows, depth = args[_NUM_ROWS], args[_DEPTH]
+    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(depth)
+    panel_ptr = args[_PANELS_PTR] + 2 * panel * depth * PANEL
+    copies_panels = num_rows >= MIN_CONVERTED_ROWS
     # Each pass over a block prefetches an equal part of the next block.
-    num_passes = num_tiles if num_rows <= STREAMED_ROWS else num_tiles * NUM_GROUPS
-    ahead_step = LINE * UNROLL // num_passes
-    for start in range(0, depth, step):
-        size = min(step, depth - start)
-        block_ptr, rows_ptr = panel_ptr + 2 * start * PANEL, args[7] + 4 * start * num_rows
-        ahead_ptr = block_ptr + 2 * size * PANEL
-        if start + size == depth:
-            ahead_ptr = args[4] + 2 * next_panel * depth * PANEL
-        if converts:
+    num_passes = num_tiles if num_rows <= MAX_WHOLE_PANEL_ROWS else num_tiles * NUM_GROUPS
+    prefetch_step = LINE * UNROLL // num_passes
+    for first_k in range(0, depth, block_depth):
+        size = min(block_depth, depth - first_k)
+        block_ptr, rows_ptr = panel_ptr + 2 * first_k * PANEL, args[_PACKED_PTR] + 4 * first_k * num_rows
+        prefetch_ptr = block_ptr + 2 * size * PANEL
+        if first_k + size == depth:
+            prefetch_ptr = args[_PANELS_PTR] + 2 * next_panel * depth * PANEL
+        if copies_panels:
             convert_panel(block_ptr, size, copy_ptr)
             for group in range(NUM_GROUPS):
                 group_ptr, shift = copy_ptr + 4 * group * size * GROUP, 4 * group * GROUP
                 for tile in range(num_tiles):
                     begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-                    tile_ptr, to = rows_ptr + 4 * begin * size, sums_ptr + 4 * begin * PANEL + shift
-                    _multiply_copy(end - begin, tile_ptr, group_ptr, size, to, start, ahead_ptr, ahead_step)
-                    ahead_ptr += ahead_step * size // UNROLL
+                    tile_ptr, tile_sums_ptr = rows_ptr + 4 * begin * size, sums_ptr + 4 * begin * PANEL + shift
+                    _multiply_copy(
+                        end - begin, tile_ptr, group_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
+                    )
+                    prefetch_ptr += prefetch_step * size // UNROLL
         else:
             for tile in range(num_tiles):
                 begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-                tile_ptr, to = rows_ptr + 4 * begin * size, sums_ptr + 4 * begin * PANEL
-                _multiply_bf16(end - begin, tile_ptr, block_ptr, size, to, start, ahead_ptr, ahead_step)
-                ahead_ptr += (end - begin > STREAMED_ROWS) * NUM_GROUPS * ahead_step * size // UNROLL
+                tile_ptr, tile_sums_ptr = rows_ptr + 4 * begin * size, sums_ptr + 4 * begin * PANEL
+                _multiply_bf16(
+                    end - begin, tile_ptr, block_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
+                )
+                prefetch_ptr += (end - begin > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * prefetch_step * size // UNROLL
 
 
 @kernel
-def _finish(args, panel, sums_ptr):
+def _finish_panel(args, panel, sums_ptr):
     """Write a panel's results: its sums with bias, gate or residual."""
-    num_rows, num_columns, gated, add = args[8], args[11], args[12] != 0, args[13] != 0
+    num_rows, num_columns, gated, add = (
+        args[_NUM_ROWS],
+        args[_NUM_COLUMNS],
+        args[_IS_GATED] != 0,
+        args[_ADDS_TO_OUT] != 0,
+    )
     first = panel * PANEL
     size = min(PANEL, num_columns - first)
-    if args[5]:
-        _add_bias(args[5] + 2 * first, size, sums_ptr, num_rows)
+    if args[_BIAS_PTR]:
+        _add_bias(args[_BIAS_PTR] + 2 * first, size, sums_ptr, num_rows)
         if gated:
-            _add_bias(args[5] + 2 * (num_columns + first), size, sums_ptr + 4 * num_rows * PANEL, num_rows)
+            _add_bias(args[_BIAS_PTR] + 2 * (num_columns + first), size, sums_ptr + 4 * num_rows * PANEL, num_rows)
     for row in range(num_rows):
-        from_ptr, to_ptr = sums_ptr + 4 * row * PANEL, args[6] + 4 * (row * num_columns + first)
+        row_sums_ptr, row_out_ptr = sums_ptr + 4 * row * PANEL, args[_OUT_PTR] + 4 * (row * num_columns + first)
         if gated:
-            gate_numbers(from_ptr, from_ptr + 4 * num_rows * PANEL, to_ptr, PANEL)
+            gate_values(row_sums_ptr, row_sums_ptr + 4 * num_rows * PANEL, row_out_ptr, PANEL)
         else:
-            _finish_row(from_ptr, to_ptr, size, add)
+            _finish_row(row_sums_ptr, row_out_ptr, size, add)
 
 
 @ordered_kernel
@@ -297,34 +331,40 @@ _copy_6 = make_tile(6, num_prefetches=1)
 
 
 @kernel
-def _multiply_bf16(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step):
+def _multiply_bf16(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step):
     if num_rows == 1:
-        _bf16_1(rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step)
+        _bf16_1(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
     elif num_rows == 2:
-        _bf16_2(rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step)
+        _bf16_2(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
     elif num_rows == 3:
-        _bf16_3(rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step)
+        _bf16_3(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
     else:
         for group in range(NUM_GROUPS):
-            at, to = panel_ptr + 2 * GROUP * group, sums_ptr + 4 * GROUP * group
-            ahead = ahead_ptr + group * ahead_step * depth // UNROLL
+            group_panel_ptr, tile_sums_ptr = panel_ptr + 2 * GROUP * group, sums_ptr + 4 * GROUP * group
+            group_prefetch_ptr = prefetch_ptr + group * prefetch_step * depth // UNROLL
             if num_rows == 4:
-                _bf16_4(rows_ptr, at, depth, to, more, ahead, ahead_step)
+                _bf16_4(
+                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, prefetch_step
+                )
             elif num_rows == 5:
-                _bf16_5(rows_ptr, at, depth, to, more, ahead, ahead_step)
+                _bf16_5(
+                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, prefetch_step
+                )
             else:
-                _bf16_6(rows_ptr, at, depth, to, more, ahead, ahead_step)
+                _bf16_6(
+                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, prefetch_step
+                )
 
 
 @kernel
-def _multiply_copy(num_rows, rows_ptr, copy_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step):
+def _multiply_copy(num_rows, rows_ptr, copy_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step):
     if num_rows == 6:
-        _copy_6(rows_ptr, copy_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step)
+        _copy_6(rows_ptr, copy_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
     elif num_rows == 5:
-        _copy_5(rows_ptr, copy_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step)
+        _copy_5(rows_ptr, copy_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
     else:
-        _copy_4(rows_ptr, copy_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step)
+        _copy_4(rows_ptr, copy_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
 
 
-_PACK_OF_THREAD = region(_pack_of_thread)
-_PANELS_OF_THREAD = region(_panels_of_thread)
+_PACK_REGION = compile_region(_pack_on_thread)
+_MULTIPLY_REGION = compile_region(_multiply_on_thread)

@@ -2,7 +2,7 @@
 
 Few rows without a norm are quantised inside the product: each CTA repeats this, hidden behind the loads of the weight.
 Tensor cores sum within a group; sums across groups are float32, because the tensor cores' accumulators are narrower.
-Weights with few columns are split along K as in `triton_split`.
+Weights with few columns are split along K as in `triton_split_k`.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -13,29 +13,30 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_kernels import triton_fp8
 from nanovllm_kernels.fp8 import DTYPE
-from nanovllm_kernels.gemm.block_fp8_reference import GROUP
+from nanovllm_kernels.gemm.block_fp8_weight import GROUP, BlockFP8Weight
 from nanovllm_kernels.gemm.tiles import BlockFP8Config
 from nanovllm_kernels.platform import can_overlap_launches
 
 # Groups of a row that a program quantises, if there is no norm.
-GROUPS_A_PROGRAM = 8
+GROUPS_PER_PROGRAM = 8
 # Hopper's e4m3 products have 64 rows: for tiles with fewer rows, the weight is the left operand.
-SWAPPED_BELOW = 64
-# Tiles of the weight that are prefetched before the previous kernel has ended.
-EARLY_TILES = 4
+MIN_LEFT_ROWS = 64
+# Number of tiles of the weight that are prefetched before the previous kernel has ended.
+NUM_PREFETCHED_TILES = 4
 
 
 def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Implement `block_fp8.quantize_groups`, after RMSNorm of `x` if `norm_weight` is given."""
-    num_rows, width = x.shape
-    groups = triton.cdiv(width, GROUP)
-    numbers = torch.empty((num_rows, width), dtype=DTYPE, device=x.device)
+    num_rows, depth = x.shape
+    groups = triton.cdiv(depth, GROUP)
+    numbers = torch.empty((num_rows, depth), dtype=DTYPE, device=x.device)
     scales = torch.empty((groups, num_rows), dtype=torch.float32, device=x.device)
-    together = triton.next_power_of_2(groups) if norm_weight is not None else min(GROUPS_A_PROGRAM, groups)
-    together = triton.next_power_of_2(together)
+    groups_per_program = triton.next_power_of_2(groups) if norm_weight is not None else min(GROUPS_PER_PROGRAM, groups)
+    groups_per_program = triton.next_power_of_2(groups_per_program)
     overlap = can_overlap_launches(x.device)
-    _quantize_groups[(num_rows, triton.cdiv(groups, together))](
+    _norm_and_quantize_groups[(num_rows, triton.cdiv(groups, groups_per_program))](
         x,
         x if norm_weight is None else norm_weight,
         numbers,
@@ -43,13 +44,13 @@ def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[
         num_rows,
         x.stride(0),
         eps,
-        K=width,
+        K=depth,
         GROUPS=groups,
-        TOGETHER=together,
+        BLOCK_GROUPS=groups_per_program,
         GROUP=GROUP,
         NORM=norm_weight is not None,
         OVERLAP=overlap,
-        num_warps=max(1, min(16, together * GROUP // 256)),
+        num_warps=max(1, min(16, groups_per_program * GROUP // 256)),
         launch_pdl=overlap,
     )
     return numbers, scales.t()
@@ -58,10 +59,7 @@ def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[
 def project(
     x: Tensor,
     x_scales: Tensor | None,
-    data: Tensor,
-    scales: Tensor,
-    block_rows: int,
-    counters: Tensor | None,
+    weight: BlockFP8Weight,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
@@ -72,44 +70,44 @@ def project(
     """Write the product of rows and a weight into `out` [M, N], with bias, gate and residual.
 
     x: e4m3 [M, K] with `x_scales`; without these, values that this kernel quantises.
-    counters: one zero per tile if `config` splits K; left zero.
+    weight: with one counter per tile if `config` splits K.
     """
-    num_rows, width = x.shape
+    num_rows, depth = x.shape
     num_columns = out.shape[1]
     column_tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
-    partial = out
-    if config.splits > 1:
-        shape = (row_tiles * column_tiles, config.splits, 1 + gated, config.block_m, config.block_n)
-        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    partial_sums = out
+    if config.num_splits > 1:
+        shape = (row_tiles * column_tiles, config.num_splits, 1 + gated, config.block_m, config.block_n)
+        partial_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     overlap = can_overlap_launches(x.device)
-    _project[(column_tiles, row_tiles, config.splits)](
+    _project[(column_tiles, row_tiles, config.num_splits)](
         x,
         x if x_scales is None else x_scales,
-        data,
-        scales,
+        weight.data,
+        weight.scales,
         x if bias is None else bias,
         x if residual is None else residual,
         out,
-        partial,
-        out if counters is None else counters,
+        partial_sums,
+        out if weight.counters is None else weight.counters,
         num_rows,
         num_columns,
         x.stride(0),
         0 if x_scales is None else x_scales.stride(0),
         0 if x_scales is None else x_scales.stride(1),
-        scales.stride(0),
+        weight.scales.stride(0),
         0 if residual is None else residual.stride(0),
-        K=width,
-        GROUPS=triton.cdiv(width, GROUP),
+        K=depth,
+        GROUPS=triton.cdiv(depth, GROUP),
         GROUP=GROUP,
-        BLOCK_ROWS=block_rows,
+        BLOCK_ROWS=weight.block_rows,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        SPLITS=config.splits,
+        NUM_SPLITS=config.num_splits,
         STAGES=config.num_stages,
-        EARLY=min(EARLY_TILES, -(-triton.cdiv(width, GROUP) // config.splits)),
-        ALIGNED=block_rows % config.block_n == 0 and (not gated or num_columns % config.block_n == 0),
-        SWAP=config.block_m < SWAPPED_BELOW,
+        PREFETCHED_TILES=min(NUM_PREFETCHED_TILES, -(-triton.cdiv(depth, GROUP) // config.num_splits)),
+        ALIGNED=weight.block_rows % config.block_n == 0 and (not gated or num_columns % config.block_n == 0),
+        SWAP=config.block_m < MIN_LEFT_ROWS,
         QUANTIZED=x_scales is not None,
         GATED=gated,
         BIAS=bias is not None,
@@ -120,20 +118,10 @@ def project(
     )
 
 
-@triton.jit
-def _quantize(x, axis: tl.constexpr):
-    """Round float32 `x` to e4m3, at most 448, and return its groups' scales too. Groups lie along `axis`."""
-    largest = tl.maximum(tl.max(tl.abs(x), axis), 1e-10)
-    # `div_rn` rounds like the reference's divisions.
-    inverse = tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest)
-    scales = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-    return (x * tl.expand_dims(inverse, axis)).to(tl.float8e4nv), scales
-
-
 @triton.jit(do_not_specialize=["num_rows"])
-def _quantize_groups(
+def _norm_and_quantize_groups(
     x_ptr,
-    norm_ptr,
+    norm_weight_ptr,
     numbers_ptr,
     scales_ptr,
     num_rows,
@@ -141,7 +129,7 @@ def _quantize_groups(
     eps,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -150,13 +138,13 @@ def _quantize_groups(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    groups = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
+    groups = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     ks = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + row * x_stride + ks, mask=ks < K, other=0.0).to(tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / K + eps)
-        x *= factor * tl.load(norm_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
-    numbers, scales = _quantize(x, 1)
+        x *= factor * tl.load(norm_weight_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
+    numbers, scales = triton_fp8.quantize_groups(x, 1)
     tl.store(numbers_ptr + row * K + ks, numbers, mask=ks < K)
     tl.store(scales_ptr + groups.to(tl.int64) * num_rows + row, scales, mask=groups < GROUPS)
 
@@ -170,22 +158,22 @@ def _prefetch(pointers):
 
 
 @triton.jit
-def _prefetch_tiles(weight_ptr, rows, valid, first, K: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
+def _prefetch_tiles(weight_ptr, rows, column_mask, first, K: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
     """Prefetch the first TILES tiles of the weight's `rows`, one cache line per row and tile."""
     for tile in tl.static_range(TILES):
         ks = (first + tile) * GROUP
-        _prefetch(weight_ptr + tl.where(valid & (ks < K), rows * K + ks, 0))
+        _prefetch(weight_ptr + tl.where(column_mask & (ks < K), rows * K + ks, 0))
 
 
 @triton.jit
-def _load_rows(x_ptr, x_scales_ptr, line, is_row, K: tl.constexpr, QUANTIZED: tl.constexpr):
+def _load_rows(x_ptr, x_scales_ptr, ks, is_row, K: tl.constexpr, QUANTIZED: tl.constexpr):
     """Load one group of each row: e4m3 values [M, 128] and their scales [M]."""
     # Past the end of a row the next row begins: mask it.
-    tile = tl.load(x_ptr + line[None, :], mask=is_row[:, None] & (line < K)[None, :], other=0.0)
+    tile = tl.load(x_ptr + ks[None, :], mask=is_row[:, None] & (ks < K)[None, :], other=0.0)
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
     else:
-        tile, scales = _quantize(tile.to(tl.float32), 1)
+        tile, scales = triton_fp8.quantize_groups(tile.to(tl.float32), 1)
     return tile, scales
 
 
@@ -198,7 +186,7 @@ def _multiply(
     scales_stride,
     first,
     num_columns,
-    line,
+    ks,
     K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -209,17 +197,17 @@ def _multiply(
 
     Returns [M, N], or [N, M] with SWAP, which makes the weight the left operand.
     """
-    begin = tl.program_id(0) * BLOCK_N
-    columns = begin + tl.arange(0, BLOCK_N)
-    valid = columns < num_columns
+    first_column = tl.program_id(0) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    column_mask = columns < num_columns
     rows = (first + columns)[:, None].to(tl.int64)
-    mask = valid[:, None] & (line < K)[None, :]
-    weight = tl.load(weight_ptr + rows * K + line[None, :], mask=mask, other=0.0)
+    mask = column_mask[:, None] & (ks < K)[None, :]
+    weight = tl.load(weight_ptr + rows * K + ks[None, :], mask=mask, other=0.0)
     if ALIGNED:
-        scales = tl.load(scales_ptr + ((first + begin) // BLOCK_ROWS).to(tl.int64) * scales_stride)
+        scales = tl.load(scales_ptr + ((first + first_column) // BLOCK_ROWS).to(tl.int64) * scales_stride)
     else:
         blocks = ((first + columns) // BLOCK_ROWS).to(tl.int64)
-        scales = tl.load(scales_ptr + blocks * scales_stride, mask=valid, other=0.0)
+        scales = tl.load(scales_ptr + blocks * scales_stride, mask=column_mask, other=0.0)
         scales = scales[:, None] if SWAP else scales[None, :]
     if SWAP:
         products = tl.dot(weight, numbers.T) * (x_scales[None, :] * scales)
@@ -229,7 +217,7 @@ def _multiply(
 
 
 @triton.jit
-def _store_split(partial_ptr, counter_ptr, sums, up_sums, SPLITS: tl.constexpr, GATED: tl.constexpr):
+def _store_split(partial_ptr, counter_ptr, sums, up_sums, NUM_SPLITS: tl.constexpr, GATED: tl.constexpr):
     """Store this split's sums, and return whether it is the last split to arrive at its tile."""
     size: tl.constexpr = sums.shape[0] * sums.shape[1]
     split = tl.program_id(2)
@@ -240,18 +228,20 @@ def _store_split(partial_ptr, counter_ptr, sums, up_sums, SPLITS: tl.constexpr, 
         tl.store(partial_ptr + split * size, sums)
     # All threads of this program must have stored their sums before the counter is raised.
     tl.debug_barrier()
-    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == NUM_SPLITS - 1
     if is_last:
         tl.store(counter_ptr, 0)
     return is_last
 
 
 @triton.jit
-def _sum_splits(partial_ptr, SPLITS: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _sum_splits(
+    partial_ptr, NUM_SPLITS: tl.constexpr, NUM_PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Add up the sums of all splits, in a fixed order."""
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for split in tl.static_range(SPLITS):
-        sums += tl.load(partial_ptr + split * (PLANES * BLOCK_M * BLOCK_N), cache_modifier=".cg")
+    for split in tl.static_range(NUM_SPLITS):
+        sums += tl.load(partial_ptr + split * (NUM_PLANES * BLOCK_M * BLOCK_N), cache_modifier=".cg")
     return sums
 
 
@@ -298,9 +288,9 @@ def _project(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PREFETCHED_TILES: tl.constexpr,
     ALIGNED: tl.constexpr,
     SWAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -309,25 +299,35 @@ def _project(
     RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    span: tl.constexpr = (GROUPS + SPLITS - 1) // SPLITS
+    groups_per_split: tl.constexpr = (GROUPS + NUM_SPLITS - 1) // NUM_SPLITS
     split = tl.program_id(2)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row, wide_rows = rows < num_rows, rows.to(tl.int64)
     if OVERLAP:
-        valid, wide_columns = columns < num_columns, columns.to(tl.int64)
-        _prefetch_tiles(weight_ptr, wide_columns, valid, split * span, K, GROUP, EARLY)
+        column_mask, wide_columns = columns < num_columns, columns.to(tl.int64)
+        _prefetch_tiles(weight_ptr, wide_columns, column_mask, split * groups_per_split, K, GROUP, PREFETCHED_TILES)
         if GATED:
-            _prefetch_tiles(weight_ptr, num_columns + wide_columns, valid, split * span, K, GROUP, EARLY)
+            _prefetch_tiles(
+                weight_ptr,
+                num_columns + wide_columns,
+                column_mask,
+                split * groups_per_split,
+                K,
+                GROUP,
+                PREFETCHED_TILES,
+            )
         gdc_wait()
     x_ptr += wide_rows[:, None] * x_stride
     x_scales_ptr += wide_rows * x_scales_stride
     sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     up_sums = tl.zeros_like(sums)
-    for group in tl.range(split * span, min(split * span + span, GROUPS), num_stages=STAGES):
-        line = group * GROUP + tl.arange(0, GROUP)
+    for group in tl.range(
+        split * groups_per_split, min(split * groups_per_split + groups_per_split, GROUPS), num_stages=STAGES
+    ):
+        ks = group * GROUP + tl.arange(0, GROUP)
         group_ptr = x_scales_ptr + group * x_scales_group_stride
-        numbers, x_scales = _load_rows(x_ptr, group_ptr, line, is_row, K, QUANTIZED)
+        numbers, x_scales = _load_rows(x_ptr, group_ptr, ks, is_row, K, QUANTIZED)
         sums += _multiply(
             numbers,
             x_scales,
@@ -336,7 +336,7 @@ def _project(
             scales_stride,
             0,
             num_columns,
-            line,
+            ks,
             K,
             BLOCK_ROWS,
             BLOCK_N,
@@ -352,7 +352,7 @@ def _project(
                 scales_stride,
                 num_columns,
                 num_columns,
-                line,
+                ks,
                 K,
                 BLOCK_ROWS,
                 BLOCK_N,
@@ -365,19 +365,19 @@ def _project(
         gdc_launch_dependents()
 
     is_last = True
-    planes: tl.constexpr = 2 if GATED else 1
-    if SPLITS > 1:
+    num_planes: tl.constexpr = 2 if GATED else 1
+    if NUM_SPLITS > 1:
         tile_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial_ptr += tile_index.to(tl.int64) * (SPLITS * planes * BLOCK_M * BLOCK_N) + in_tile
-        is_last = _store_split(partial_ptr, counter_ptr + tile_index, sums, up_sums, SPLITS, GATED)
+        partial_ptr += tile_index.to(tl.int64) * (NUM_SPLITS * num_planes * BLOCK_M * BLOCK_N) + in_tile
+        is_last = _store_split(partial_ptr, counter_ptr + tile_index, sums, up_sums, NUM_SPLITS, GATED)
     if is_last:
-        if SPLITS > 1:
-            sums = _sum_splits(partial_ptr, SPLITS, planes, BLOCK_M, BLOCK_N)
+        if NUM_SPLITS > 1:
+            sums = _sum_splits(partial_ptr, NUM_SPLITS, num_planes, BLOCK_M, BLOCK_N)
         sums = _add_bias(sums, bias_ptr, 0, num_columns, BLOCK_N, BIAS)
         if GATED:
-            if SPLITS > 1:
-                up_sums = _sum_splits(partial_ptr + BLOCK_M * BLOCK_N, SPLITS, planes, BLOCK_M, BLOCK_N)
+            if NUM_SPLITS > 1:
+                up_sums = _sum_splits(partial_ptr + BLOCK_M * BLOCK_N, NUM_SPLITS, num_planes, BLOCK_M, BLOCK_N)
             up_sums = _add_bias(up_sums, bias_ptr, num_columns, num_columns, BLOCK_N, BIAS)
             sums = sums * tl.sigmoid(sums) * up_sums
         mask = is_row[:, None] & (columns < num_columns)[None, :]

@@ -22,7 +22,7 @@ from nanovllm_kernels.ladder.linear_attention import delta_nets
 from nanovllm_kernels.ladder.moe import mixtures
 from nanovllm_kernels.ladder.timing import Figure, Work, measure
 from nanovllm_kernels.ladder.traffic import copy_ceiling, elementwise, sampling
-from nanovllm_kernels.platform import describe, has_cuda
+from nanovllm_kernels.platform import describe_device, has_cuda
 
 __all__ = ["Figure", "Work", "ladder", "main", "measure", "selected"]
 
@@ -48,7 +48,7 @@ def ladder() -> Iterator[Work]:
 
 def selected(only: str) -> list[Work]:
     """Return the works whose names contain `only` and whose inputs fit this GPU."""
-    available_bytes = 0.4 * describe(torch.device("cuda", 0)).total_memory
+    available_bytes = 0.4 * describe_device(torch.device("cuda", 0)).total_memory
     return [work for work in ladder() if only in work.name and work.input_bytes <= available_bytes]
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not has_cuda():
         sys.exit("no NVIDIA GPU (Ampere or newer) found: the ladder measures CUDA kernels")
-    device = describe(torch.device("cuda", 0))
+    device = describe_device(torch.device("cuda", 0))
     print(f"{device.name}, {device.num_sms} SMs, torch {torch.__version__}")  # noqa: T201 - the program's output
     figures = []
     for work in selected(arguments.only):

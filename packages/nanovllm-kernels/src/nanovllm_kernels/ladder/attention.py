@@ -1,6 +1,7 @@
 """Works of attention over paged keys and values, and over paged latents: decodes and whole prompts.
 
-Decodes cost the bytes of the cache. Prompts, and decodes of many heads over latents, cost their operations.
+The cost of a decode is the bytes of the cache. The cost of a prompt, or of a decode with many heads over latents, is
+its operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,41 +19,48 @@ from nanovllm_kernels.platform import has_cute, has_flash_attention
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 
 
-def decode_inputs(batch: int, context: int, page_size: int, *, in_fp8: bool) -> tuple[torch.Tensor | None, ...]:
-    """Return (queries, cache, scales, tables, lengths): one query per request over `context` tokens, random pages."""
-    width = context // page_size
-    num_blocks = batch * width + 1
+def random_fp8(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return random e4m3 values of at most 2, without NaN."""
+    return torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF).view(fp8.DTYPE)
+
+
+def make_decode_inputs(batch: int, context: int, page_size: int, *, is_fp8: bool) -> tuple[torch.Tensor | None, ...]:
+    """Return (queries, cache, scales, block tables, lengths): one query per request over `context` tokens."""
+    pages_per_request = context // page_size
+    num_blocks = batch * pages_per_request + 1
     shape = (num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
-    if in_fp8:
-        # Any values except NaN, at most 2.
-        kv_cache = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF).view(fp8.DTYPE)
-    else:
-        kv_cache = random(*shape)
-    kv_scales = fp8.make_scales(kv_cache) if in_fp8 else None
-    tables = (torch.randperm(num_blocks - 1, device="cuda") + 1).view(batch, width).int()
+    kv_cache = random_fp8(shape) if is_fp8 else random(*shape)
+    kv_scales = fp8.make_scales(kv_cache) if is_fp8 else None
+    tables = (torch.randperm(num_blocks - 1, device="cuda") + 1).view(batch, pages_per_request).int()
     seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     return random(batch, NUM_HEADS, HEAD_DIM), kv_cache, kv_scales, tables, seq_lens
 
 
 def decode_work(
-    name: str, make: Callable[[int], Callable[[], object]], batch: int, context: int, page_size: int, *, in_fp8: bool
+    name: str,
+    make_call: Callable[[int], Callable[[], object]],
+    batch: int,
+    context: int,
+    page_size: int,
+    *,
+    is_fp8: bool,
 ) -> Work:
     """Decode attention, whose cost is the bytes of keys, values and scales."""
-    cost = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if in_fp8 else HEAD_DIM * 2)
-    prefix = "FP8 " if in_fp8 else ""
-    return Work(f"{prefix}{name} batch {batch} context {context} page {page_size}", make, cost, "TB/s", cost)
+    cost = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if is_fp8 else HEAD_DIM * 2)
+    prefix = "FP8 " if is_fp8 else ""
+    return Work(f"{prefix}{name} batch {batch} context {context} page {page_size}", make_call, cost, "TB/s", cost)
 
 
-def decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
+def triton_decode_work(batch: int, context: int, page_size: int, *, is_fp8: bool = False) -> Work:
     """Decode attention by the Triton kernel, over a cache of bf16 or FP8."""
 
-    def make(_: int) -> Callable[[], object]:
-        q, kv_cache, kv_scales, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=in_fp8)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-        planned = plan_batch(
+    def make_call(_: int) -> Callable[[], object]:
+        q, kv_cache, kv_scales, tables, seq_lens = make_decode_inputs(batch, context, page_size, is_fp8=is_fp8)
+        query_start_loc = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        batch_plan = plan_batch(
             tables,
             seq_lens,
-            starts,
+            query_start_loc,
             num_decodes=batch,
             max_query_len=1,
             max_seq_len=context,
@@ -61,34 +69,35 @@ def decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) ->
             backend="triton",
             dtype=DTYPE,
         )
-        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5, kv_scales=kv_scales)
+        return lambda: paged_attention(q, kv_cache, batch_plan, scale=HEAD_DIM**-0.5, kv_scales=kv_scales)
 
-    return decode_work("decode", make, batch, context, page_size, in_fp8=in_fp8)
+    return decode_work("decode", make_call, batch, context, page_size, is_fp8=is_fp8)
 
 
-def cute_decode(batch: int, context: int, page_size: int, *, in_fp8: bool = False) -> Work:
+def cute_decode_work(batch: int, context: int, page_size: int, *, is_fp8: bool = False) -> Work:
     """Decode attention by the CuTe DSL kernel."""
-    from nanovllm_kernels.attention.cute_decode import make_workspace, paged_decode
+    from nanovllm_kernels.attention.gqa.cute_decode import allocate_workspace, paged_decode
 
-    def make(_: int) -> Callable[[], object]:
-        q, kv_cache, kv_scales, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=in_fp8)
-        out, workspace = torch.empty_like(q), make_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
+    def make_call(_: int) -> Callable[[], object]:
+        q, kv_cache, kv_scales, tables, seq_lens = make_decode_inputs(batch, context, page_size, is_fp8=is_fp8)
+        out, workspace = torch.empty_like(q), allocate_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
         return lambda: paged_decode(q, kv_cache, kv_scales, tables, seq_lens, HEAD_DIM**-0.5, workspace, out)
 
-    return decode_work("CuTe decode", make, batch, context, page_size, in_fp8=in_fp8)
+    return decode_work("CuTe decode", make_call, batch, context, page_size, is_fp8=is_fp8)
 
 
-def flash_decode(batch: int, context: int, page_size: int) -> Work:
+def flash_decode_work(batch: int, context: int, page_size: int) -> Work:
     """Decode attention by FlashAttention, which the engine uses for prompts only."""
-    from nanovllm_kernels.attention.flash_prefill import FlashRequests, paged_prefill
+    from nanovllm_kernels.attention.gqa.flash_prefill import attend_to_pages
+    from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 
-    def make(_: int) -> Callable[[], object]:
-        q, kv_cache, _, tables, seq_lens = decode_inputs(batch, context, page_size, in_fp8=False)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-        requests, out = FlashRequests(starts, starts.diff(), seq_lens, tables), torch.empty_like(q)
-        return lambda: paged_prefill(q, kv_cache, requests, HEAD_DIM**-0.5, 1, out)
+    def make_call(_: int) -> Callable[[], object]:
+        q, kv_cache, _, tables, seq_lens = make_decode_inputs(batch, context, page_size, is_fp8=False)
+        query_start_loc = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        requests, out = FlashRequests(query_start_loc, query_start_loc.diff(), seq_lens, tables), torch.empty_like(q)
+        return lambda: attend_to_pages(q, kv_cache, requests, HEAD_DIM**-0.5, 1, out)
 
-    return decode_work("flash decode", make, batch, context, page_size, in_fp8=False)
+    return decode_work("flash decode", make_call, batch, context, page_size, is_fp8=False)
 
 
 def latent_attention_work(
@@ -100,25 +109,22 @@ def latent_attention_work(
     cost: float,
     unit: str,
     *,
-    in_fp8: bool = False,
+    is_fp8: bool = False,
     backend: Backend = "triton",
 ) -> Work:
     """Latent attention of the last `query_len` of `context` tokens per request, pages of 64 in random order.
 
     Includes the projections of queries into the latent space and of results back.
     """
-    page_size, width = 64, LATENT_DIM + ROPE_DIM
+    page_size, cache_dim = 64, LATENT_DIM + ROPE_DIM
 
-    def make(_: int) -> Callable[[], object]:
+    def make_call(_: int) -> Callable[[], object]:
         num_pages = batch * context // page_size
-        kv_cache = random(num_pages, page_size, 1, width)
-        if in_fp8:
-            # Any values except NaN, at most 2.
-            numbers = torch.randint(0, 256, kv_cache.shape, device="cuda", dtype=torch.uint8)
-            kv_cache = numbers.bitwise_and_(0xBF).view(fp8.DTYPE)
-        kv_scales = fp8.make_scales(kv_cache) if in_fp8 else None
+        shape = (num_pages, page_size, 1, cache_dim)
+        kv_cache = random_fp8(shape) if is_fp8 else random(*shape)
+        kv_scales = fp8.make_scales(kv_cache) if is_fp8 else None
         tables = torch.randperm(num_pages, device="cuda").view(batch, -1).int()
-        planned = plan_latent_batch(
+        batch_plan = plan_latent_batch(
             tables,
             torch.full((batch,), context, dtype=torch.int32, device="cuda"),
             torch.arange(batch + 1, dtype=torch.int32, device="cuda") * query_len,
@@ -133,33 +139,33 @@ def latent_attention_work(
         q = random(batch * query_len, num_heads, KEY_DIM + ROPE_DIM)
         expansion = random(num_heads, KEY_DIM + VALUE_DIM, LATENT_DIM)
         scale = (KEY_DIM + ROPE_DIM) ** -0.5
-        return lambda: latent_attention(q, expansion, kv_cache, planned, scale=scale, kv_scales=kv_scales)
+        return lambda: latent_attention(q, expansion, kv_cache, batch_plan, scale=scale, kv_scales=kv_scales)
 
-    prefix = "FP8 " if in_fp8 else ""
-    input_bytes = batch * context * width * (1 if in_fp8 else 2)
-    return Work(f"{prefix}{name} {num_heads} heads {batch} x {context}", make, cost, unit, input_bytes)
+    prefix = "FP8 " if is_fp8 else ""
+    input_bytes = batch * context * cache_dim * (1 if is_fp8 else 2)
+    return Work(f"{prefix}{name} {num_heads} heads {batch} x {context}", make_call, cost, unit, input_bytes)
 
 
-def latent_decode(batch: int, context: int, num_heads: int, *, in_fp8: bool = False) -> Work:
-    """Decodes over latents: cost in bytes of latents and expansion for few heads, else in operations."""
+def latent_decode_work(batch: int, context: int, num_heads: int, *, is_fp8: bool = False) -> Work:
+    """Decodes over latents. With few heads the cost is bytes of latents and of the expansion, otherwise operations."""
     if num_heads <= 16:
-        cached = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if in_fp8 else 2)
-        cost = cached + num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM * 2
-        return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TB/s", in_fp8=in_fp8)
+        cached_bytes = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if is_fp8 else 2)
+        cost = cached_bytes + num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM * 2
+        return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TB/s", is_fp8=is_fp8)
     cost = 2 * batch * num_heads * (context * (2 * LATENT_DIM + ROPE_DIM) + (KEY_DIM + VALUE_DIM) * LATENT_DIM)
-    return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TFLOP/s", in_fp8=in_fp8)
+    return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TFLOP/s", is_fp8=is_fp8)
 
 
-def latent_prefill(batch: int, length: int, num_heads: int, backend: Backend = "triton") -> Work:
-    """Whole prompts over latents; cost in the operations of plain attention."""
+def latent_prefill_work(batch: int, length: int, num_heads: int, backend: Backend = "triton") -> Work:
+    """Whole prompts over latents. The cost is the operations of attention over expanded keys and values."""
     pairs = length * (length + 1) / 2
     cost = 2 * batch * num_heads * pairs * (KEY_DIM + ROPE_DIM + VALUE_DIM)
-    name = _by("MLA prefill", backend)
+    name = _name_with_backend("MLA prefill", backend)
     return latent_attention_work(name, batch, length, length, num_heads, cost, "TFLOP/s", backend=backend)
 
 
-def latent_chunk(length: int, context: int, num_heads: int) -> Work:
-    """The last `length` tokens of a prompt of `context` tokens; cost in the operations of absorbed attention."""
+def latent_chunk_work(length: int, context: int, num_heads: int) -> Work:
+    """The last `length` tokens of a prompt of `context` tokens. The cost is the operations of absorbed attention."""
     pairs = length * (context - length) + length * (length + 1) / 2
     cost = 2 * num_heads * (pairs * (2 * LATENT_DIM + ROPE_DIM) + length * (KEY_DIM + VALUE_DIM) * LATENT_DIM)
     return latent_attention_work(f"MLA chunk of {length}", 1, length, context, num_heads, cost, "TFLOP/s")
@@ -169,10 +175,10 @@ def latent_works() -> Iterator[Work]:
     """Latent attention with the heads of one of eight ranks, and with all heads."""
     for num_heads in (16, 128):
         for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
-            for in_fp8 in (False, True):
-                yield latent_decode(batch, context, num_heads, in_fp8=in_fp8)
-        yield from (latent_chunk(length, context, num_heads) for length, context in ((100, 8192), (2048, 32768)))
-        yield from (latent_prefill(4, 2048, num_heads, backend) for backend in prefill_backends())
+            for is_fp8 in (False, True):
+                yield latent_decode_work(batch, context, num_heads, is_fp8=is_fp8)
+        yield from (latent_chunk_work(length, context, num_heads) for length, context in ((100, 8192), (2048, 32768)))
+        yield from (latent_prefill_work(4, 2048, num_heads, backend) for backend in prefill_backends())
 
 
 def prefill_backends() -> tuple[Backend, ...]:
@@ -180,25 +186,25 @@ def prefill_backends() -> tuple[Backend, ...]:
     return ("triton", "flash") if has_flash_attention() else ("triton",)
 
 
-def _by(name: str, backend: Backend) -> str:
+def _name_with_backend(name: str, backend: Backend) -> str:
     return name if backend == "triton" else f"{backend} {name}"
 
 
-def prefill(batch: int, length: int, backend: Backend = "triton") -> Work:
+def prefill_work(batch: int, length: int, backend: Backend = "triton") -> Work:
     """Whole prompts with causal attention."""
     page_size = 16
-    width = length // page_size
+    pages_per_prompt = length // page_size
 
-    def make(_: int) -> Callable[[], object]:
-        kv_cache = random(batch * width, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
-        tables = torch.randperm(batch * width, device="cuda").view(batch, width).int()
+    def make_call(_: int) -> Callable[[], object]:
+        kv_cache = random(batch * pages_per_prompt, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
+        tables = torch.randperm(batch * pages_per_prompt, device="cuda").view(batch, pages_per_prompt).int()
         q = random(batch * length, NUM_HEADS, HEAD_DIM)
         seq_lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
-        planned = plan_batch(
+        query_start_loc = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
+        batch_plan = plan_batch(
             tables,
             seq_lens,
-            starts,
+            query_start_loc,
             num_decodes=0,
             max_query_len=length,
             max_seq_len=length,
@@ -206,10 +212,10 @@ def prefill(batch: int, length: int, backend: Backend = "triton") -> Work:
             kv_cache=kv_cache,
             backend=backend,
         )
-        return lambda: paged_attention(q, kv_cache, planned, scale=HEAD_DIM**-0.5)
+        return lambda: paged_attention(q, kv_cache, batch_plan, scale=HEAD_DIM**-0.5)
 
     cost = 4 * batch * NUM_HEADS * HEAD_DIM * length * (length + 1) / 2
-    return Work(f"{_by('prefill', backend)} {batch} x {length}", make, cost, "TFLOP/s", COLD_BYTES)
+    return Work(f"{_name_with_backend('prefill', backend)} {batch} x {length}", make_call, cost, "TFLOP/s", COLD_BYTES)
 
 
 def paged_works() -> Iterator[Work]:
@@ -217,12 +223,12 @@ def paged_works() -> Iterator[Work]:
     for page_size in (16, 64):
         for batch in (1, 8, 64, 256):
             for context in (512, 2048, 8192, 32768):
-                for in_fp8 in (False, True):
-                    yield decode(batch, context, page_size, in_fp8=in_fp8)
+                for is_fp8 in (False, True):
+                    yield triton_decode_work(batch, context, page_size, is_fp8=is_fp8)
                     if has_cute():
-                        yield cute_decode(batch, context, page_size, in_fp8=in_fp8)
+                        yield cute_decode_work(batch, context, page_size, is_fp8=is_fp8)
                 if has_flash_attention():
-                    yield flash_decode(batch, context, page_size)
+                    yield flash_decode_work(batch, context, page_size)
     for backend in prefill_backends():
-        yield prefill(4, 2048, backend)
-        yield prefill(1, 8192, backend)
+        yield prefill_work(4, 2048, backend)
+        yield prefill_work(1, 8192, backend)

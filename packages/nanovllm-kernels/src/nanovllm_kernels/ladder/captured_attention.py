@@ -1,16 +1,18 @@
-"""Works of attention as a captured step launches it: padded tokens, empty places, lengths known to the device only.
+"""Works of attention as a captured step launches it: padded tokens, unused entries, lengths known only to the device.
 
-Whole prompts and most chunks cost their operations. Works named "by bytes" cost the bytes of cache that they read.
+The cost is the operations, or for works named "by bytes" the bytes of the cache that they read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from nanovllm_kernels.attention import Backend, flash_prefill, paged_attention, plan_batch
-from nanovllm_kernels.attention.flash_prefill import COPIED_PAGE_SIZE
+from nanovllm_kernels.attention import Backend, paged_attention, plan_batch
+from nanovllm_kernels.attention.gqa import flash_prefill
+from nanovllm_kernels.attention.gqa.flash_prefill import TMA_PAGE_SIZE
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
-from nanovllm_kernels.attention.work_list import Rule, make_work_list
+from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
+from nanovllm_kernels.attention.plan.work_list import WorkListFilter, make_work_list
 from nanovllm_kernels.ladder.attention import KEY_DIM, LATENT_DIM, ROPE_DIM, VALUE_DIM
 from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
 from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
@@ -18,90 +20,96 @@ from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 # Block tables are as wide as the longest request that the engine accepts.
 MAX_SEQ_LEN = 131_072
-PAGE_SIZE = COPIED_PAGE_SIZE
+PAGE_SIZE = TMA_PAGE_SIZE
 # Query and key-value heads of Qwen3-0.6B.
-FEW_HEADS = (16, 8)
-# (queries, total tokens) of a request.
-Request = tuple[int, int]
+SMALL_MODEL_HEADS = (16, 8)
+# (queries, tokens including the queries) of a request.
+RequestLengths = tuple[int, int]
 
 
-def step_tables(requests: Sequence[Request], places: int, page_size: int) -> tuple[torch.Tensor, ...]:
-    """Return (block tables, seq_lens, query_start_loc) of the requests and empty places; pages in random order."""
-    pages = [-(-length // page_size) for _, length in requests]
-    order = torch.randperm(max(1, sum(pages)), device="cuda").int()
-    tables = torch.zeros((places, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
-    for place, count in enumerate(pages):
-        tables[place, :count] = order[sum(pages[:place]) :][:count]
-    seq_lens = torch.zeros(places, dtype=torch.int32)
-    seq_lens[: len(requests)] = torch.tensor([length for _, length in requests], dtype=torch.int32)
-    counts = torch.zeros(places + 1, dtype=torch.int32)
-    counts[1 : len(requests) + 1] = torch.tensor([count for count, _ in requests], dtype=torch.int32)
-    return tables, seq_lens.cuda(), counts.cumsum(0, dtype=torch.int32).cuda()
+def make_step_tables(requests: Sequence[RequestLengths], num_entries: int, page_size: int) -> tuple[torch.Tensor, ...]:
+    """Return (block tables, seq_lens, query_start_loc) of the requests and of unused entries; pages in random order."""
+    page_counts = [-(-seq_len // page_size) for _, seq_len in requests]
+    page_numbers = torch.randperm(max(1, sum(page_counts)), device="cuda").int()
+    tables = torch.zeros((num_entries, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
+    for entry, num_pages in enumerate(page_counts):
+        tables[entry, :num_pages] = page_numbers[sum(page_counts[:entry]) :][:num_pages]
+    seq_lens = torch.zeros(num_entries, dtype=torch.int32)
+    seq_lens[: len(requests)] = torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32)
+    query_lens = torch.zeros(num_entries + 1, dtype=torch.int32)
+    query_lens[1 : len(requests) + 1] = torch.tensor([query_len for query_len, _ in requests], dtype=torch.int32)
+    return tables, seq_lens.cuda(), query_lens.cumsum(0, dtype=torch.int32).cuda()
 
 
-def num_pairs(requests: Sequence[Request]) -> float:
+def count_pairs(requests: Sequence[RequestLengths]) -> float:
     """Return the number of (query, visible key) pairs."""
-    return sum(count * (length - count) + count * (count + 1) / 2 for count, length in requests)
+    return sum(query_len * (seq_len - query_len) + query_len * (query_len + 1) / 2 for query_len, seq_len in requests)
 
 
-def captured_attention(
+def captured_attention_work(
     name: str,
-    requests: Sequence[Request],
+    requests: Sequence[RequestLengths],
     *,
-    places: int,
+    num_entries: int,
     num_tokens: int,
     max_query_len: int | None = None,
     heads: tuple[int, int] = (NUM_HEADS, NUM_KV_HEADS),
     backend: Backend | None,
-    by_bytes: bool = False,
-    whole: bool = False,
+    costs_bytes: bool = False,
+    has_only_whole_prompts: bool = False,
 ) -> Work:
     """Attention of `requests` in a step of `num_tokens` tokens.
 
-    backend: None for FlashAttention alone. whole: as for `plan_batch`.
+    num_entries: entries of the block tables, used or not. backend: None for FlashAttention alone.
+    costs_bytes: whether the cost is bytes instead of operations.
+    has_only_whole_prompts: as for `plan_batch`.
     """
     num_heads, num_kv_heads = heads
-    num_pages = max(1, sum(-(-length // PAGE_SIZE) for _, length in requests))
-    longest = num_tokens if max_query_len is None else max_query_len
+    num_pages = max(1, sum(-(-seq_len // PAGE_SIZE) for _, seq_len in requests))
+    query_len_bound = num_tokens if max_query_len is None else max_query_len
 
-    def make(_: int) -> Callable[[], object]:
+    def make_call(_: int) -> Callable[[], object]:
         kv_cache = random(num_pages, PAGE_SIZE, 2 * num_kv_heads, HEAD_DIM)
-        tables = step_tables(requests, places, PAGE_SIZE)
+        tables = make_step_tables(requests, num_entries, PAGE_SIZE)
         qkv, scale = random(num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM), HEAD_DIM**-0.5
-        q, own = qkv.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
+        q, own_keys_values = qkv.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
         if backend is None:
-            block_tables, seq_lens, starts = tables
-            flash = flash_prefill.FlashRequests(starts, starts.diff(), seq_lens, block_tables)
+            block_tables, seq_lens, query_start_loc = tables
+            flash = FlashRequests(query_start_loc, query_start_loc.diff(), seq_lens, block_tables)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            return lambda: flash_prefill.paged_prefill(q, kv_cache, flash, scale, longest, out)
-        planned = plan_batch(
+            return lambda: flash_prefill.attend_to_pages(q, kv_cache, flash, scale, query_len_bound, out)
+        batch_plan = plan_batch(
             *tables,
             num_decodes=None,
-            max_query_len=longest,
+            max_query_len=query_len_bound,
             max_seq_len=MAX_SEQ_LEN,
             num_heads=num_heads,
             kv_cache=kv_cache,
             backend=backend,
             num_tokens=num_tokens,
-            whole=whole,
+            has_only_whole_prompts=has_only_whole_prompts,
         )
-        return lambda: paged_attention(q, kv_cache, planned, scale=scale, own_keys_values=own)
+        return lambda: paged_attention(q, kv_cache, batch_plan, scale=scale, own_keys_values=own_keys_values)
 
-    cached_bytes = sum(length for _, length in requests) * 2 * num_kv_heads * HEAD_DIM * 2
-    cost, unit = (cached_bytes, "TB/s") if by_bytes else (4 * num_heads * HEAD_DIM * num_pairs(requests), "TFLOP/s")
+    cached_bytes = sum(seq_len for _, seq_len in requests) * 2 * num_kv_heads * HEAD_DIM * 2
+    cost, unit = (
+        (cached_bytes, "TB/s") if costs_bytes else (4 * num_heads * HEAD_DIM * count_pairs(requests), "TFLOP/s")
+    )
     label = "flash alone" if backend is None else backend
-    name = f"captured {name} {label}" + (" by bytes" if by_bytes else "") + (" whole" if whole else "")
-    return Work(name, make, cost, unit, max(cached_bytes, COLD_BYTES // 8))
+    name = (
+        f"captured {name} {label}" + (" by bytes" if costs_bytes else "") + (" whole" if has_only_whole_prompts else "")
+    )
+    return Work(name, make_call, cost, unit, max(cached_bytes, COLD_BYTES // 8))
 
 
-def captured_latent_chunk(length: int, context: int, num_heads: int) -> Work:
-    """The last `length` tokens of `context` over latents, in a captured step of 512 tokens and 256 places."""
-    page_size, num_tokens, width = 64, 512, LATENT_DIM + ROPE_DIM
+def captured_latent_chunk_work(length: int, context: int, num_heads: int) -> Work:
+    """The last `length` tokens of `context` over latents, in a captured step of 512 tokens and 256 entries."""
+    page_size, num_tokens, cache_dim = 64, 512, LATENT_DIM + ROPE_DIM
 
-    def make(_: int) -> Callable[[], object]:
-        kv_cache = random(context // page_size, page_size, 1, width)
-        planned = plan_latent_batch(
-            *step_tables([(length, context)], 256, page_size),
+    def make_call(_: int) -> Callable[[], object]:
+        kv_cache = random(context // page_size, page_size, 1, cache_dim)
+        batch_plan = plan_latent_batch(
+            *make_step_tables([(length, context)], 256, page_size),
             num_decodes=None,
             max_query_len=num_tokens,
             max_seq_len=MAX_SEQ_LEN,
@@ -112,33 +120,33 @@ def captured_latent_chunk(length: int, context: int, num_heads: int) -> Work:
         )
         q = random(num_tokens, num_heads, KEY_DIM + ROPE_DIM)
         expansion = random(num_heads, KEY_DIM + VALUE_DIM, LATENT_DIM)
-        return lambda: latent_attention(q, expansion, kv_cache, planned, scale=(KEY_DIM + ROPE_DIM) ** -0.5)
+        return lambda: latent_attention(q, expansion, kv_cache, batch_plan, scale=(KEY_DIM + ROPE_DIM) ** -0.5)
 
-    products = length * (KEY_DIM + VALUE_DIM) * LATENT_DIM
-    cost = 2 * num_heads * (num_pairs([(length, context)]) * (2 * LATENT_DIM + ROPE_DIM) + products)
+    projection_products = length * (KEY_DIM + VALUE_DIM) * LATENT_DIM
+    cost = 2 * num_heads * (count_pairs([(length, context)]) * (2 * LATENT_DIM + ROPE_DIM) + projection_products)
     name = f"captured MLA chunk of {length} over {context} {num_heads} heads"
-    return Work(name, make, cost, "TFLOP/s", context * width * 2)
+    return Work(name, make_call, cost, "TFLOP/s", context * cache_dim * 2)
 
 
-def plan_of_work(requests: Sequence[Request], places: int, num_tokens: int) -> Work:
+def work_list_planning_work(requests: Sequence[RequestLengths], num_entries: int, num_tokens: int) -> Work:
     """The kernel that plans wide tiles, once per step."""
-    from nanovllm_kernels.attention import tiles
+    from nanovllm_kernels.attention.plan import tile_configs
 
-    config = tiles.tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, wide=True)
+    config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, is_wide=True)
 
-    def make(_: int) -> Callable[[], object]:
-        _, *lengths = step_tables(requests, places, PAGE_SIZE)
+    def make_call(_: int) -> Callable[[], object]:
+        _, *lengths = make_step_tables(requests, num_entries, PAGE_SIZE)
         return lambda: make_work_list(
             *lengths,
             range(2, num_tokens + 1),
-            Rule(),
+            WorkListFilter(),
             config,
             block_q=config.block_m * NUM_KV_HEADS // NUM_HEADS,
-            head_blocks=NUM_KV_HEADS,
+            num_head_blocks=NUM_KV_HEADS,
             num_tokens=num_tokens,
         )
 
-    return Work(f"captured plan of work {num_tokens} tokens", make, places * 8, "GB/s", COLD_BYTES // 4)
+    return Work(f"captured plan of work {num_tokens} tokens", make_call, num_entries * 8, "GB/s", COLD_BYTES // 4)
 
 
 def captured_works() -> Iterator[Work]:
@@ -151,31 +159,37 @@ def captured_works() -> Iterator[Work]:
             name, requests = f"chunk of {length} over {context}", [(length, context)]
             for backend in backends:
                 # 16 queries are bound by loading keys, so that their cost is shown in bytes too.
-                for by_bytes in (False, True) if length == 16 else (False,):
-                    yield captured_attention(
-                        name, requests, places=256, num_tokens=512, backend=backend, by_bytes=by_bytes
+                for costs_bytes in (False, True) if length == 16 else (False,):
+                    yield captured_attention_work(
+                        name, requests, num_entries=256, num_tokens=512, backend=backend, costs_bytes=costs_bytes
                     )
     for num_heads in (16, 128):
-        yield captured_latent_chunk(100, 32_768, num_heads)
-    for places in (32, 256):
+        yield captured_latent_chunk_work(100, 32_768, num_heads)
+    for num_entries in (32, 256):
         for backend in backends:
-            name = f"prompts 4 x 2047 in {places} places"
+            name = f"prompts 4 x 2047 in {num_entries} entries"
             requests = [(2047, 2047)] * 4
-            for whole in (False, True) if backend == "fastest" else (False,):
-                yield captured_attention(
-                    name, requests, places=places, num_tokens=8192, heads=FEW_HEADS, backend=backend, whole=whole
+            for has_only_whole_prompts in (False, True) if backend == "fastest" else (False,):
+                yield captured_attention_work(
+                    name,
+                    requests,
+                    num_entries=num_entries,
+                    num_tokens=8192,
+                    heads=SMALL_MODEL_HEADS,
+                    backend=backend,
+                    has_only_whole_prompts=has_only_whole_prompts,
                 )
     drafts = [(4, 2048)] * 64
-    yield captured_attention(
+    yield captured_attention_work(
         "drafts of 3 in 64 x 2048",
         drafts,
-        places=64,
+        num_entries=64,
         num_tokens=256,
         max_query_len=4,
         backend="triton",
-        by_bytes=True,
+        costs_bytes=True,
     )
     for backend in backends:
-        yield captured_attention("step without work", [], places=256, num_tokens=512, backend=backend)
-    yield plan_of_work([(100, 32_768)], 256, 512)
-    yield plan_of_work([(2047, 2047)] * 4, 256, 8192)
+        yield captured_attention_work("step without work", [], num_entries=256, num_tokens=512, backend=backend)
+    yield work_list_planning_work([(100, 32_768)], 256, 512)
+    yield work_list_planning_work([(2047, 2047)] * 4, 256, 8192)

@@ -77,7 +77,9 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
         ),
     }
     for name, (columns, width, chosen, pieces) in works.items():
-        calls = {"": chosen, " in pieces": pieces} if tiles.pays(num_rows, columns, width) else {"": chosen}
+        calls = (
+            {"": chosen, " in pieces": pieces} if tiles.is_few_rows_faster(num_rows, columns, width) else {"": chosen}
+        )
         cost = columns * width * 2
         for suffix, call in calls.items():
 
@@ -94,7 +96,7 @@ def block_fp8_linears(num_rows: int) -> Iterator[Work]:
     Inputs are quantised inside. Few rows cost the bytes of the weight.
     """
     for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
-        few = num_rows <= tiles.OWN_FP8_ROWS
+        few = num_rows <= tiles.MAX_FP8_ROWS
         cost, unit = (columns * width, "TB/s") if few else (2 * num_rows * columns * width, "TFLOP/s")
 
         def make(_: int, columns: int = columns, width: int = width) -> Callable[[], object]:

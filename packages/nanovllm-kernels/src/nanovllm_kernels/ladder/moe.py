@@ -69,8 +69,8 @@ def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
         packed = random_experts(mixture, in_fp8=in_fp8)
         x, residual = random(num_tokens, mixture.hidden), random(num_tokens, mixture.hidden)
         logits = torch.randn(num_tokens, mixture.total, device="cuda")
-        weights, ids = route(logits, mixture.routing)
-        return lambda: fused_experts(x, packed, weights, ids, residual)
+        chosen = route(logits, mixture.routing)
+        return lambda: fused_experts(x, packed, chosen, residual)
 
     hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens) + mixture.shared
     read = 3 * hit * size * (1 if in_fp8 else 2)

@@ -7,7 +7,7 @@ import torch
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
 from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
 from nanovllm_kernels.ladder.timing import Work
-from nanovllm_kernels.sampling import sample
+from nanovllm_kernels.sampling import DrawSettings, sample
 
 
 def copy_ceiling() -> Work:
@@ -62,8 +62,10 @@ def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
     def maker(temperature: float, top_k: int, top_p: float, spread: float) -> Callable[[int], Callable[[], object]]:
         def make(_: int) -> Callable[[], object]:
             logits = torch.randn((batch, vocab_size), device="cuda") * spread
-            settings = (ones * temperature, (zeros + top_k).int(), ones * top_p, zeros, seeds, seeds)
-            return lambda: sample(logits, *settings, all_greedy=temperature == 0, any_filter=top_k > 0 or top_p < 1)
+            settings = DrawSettings(ones * temperature, (zeros + top_k).int(), ones * top_p, zeros, seeds)
+            return lambda: sample(
+                logits, settings, seeds, all_greedy=temperature == 0, any_filter=top_k > 0 or top_p < 1
+            )
 
         return make
 

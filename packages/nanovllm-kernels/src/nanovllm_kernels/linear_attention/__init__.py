@@ -4,50 +4,25 @@ A request's state lies in a slot: per layer the recurrent matrices of the heads,
 CUDA a layer is one Triton kernel for decodes, and a few kernels chunk by chunk for prompts; `reference` is plain torch.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nanovllm_kernels.linear_attention import reference
-from nanovllm_kernels.linear_attention.reference import CHECKPOINT
+from nanovllm_kernels.linear_attention.layer_inputs import CHECKPOINT_INTERVAL, DeltaWeights, StateBatch
 
-__all__ = ["CHECKPOINT", "Backend", "DeltaWeights", "StateBatch", "copy_states", "gated_delta_net", "plan_states"]
+__all__ = [
+    "CHECKPOINT_INTERVAL",
+    "Backend",
+    "DeltaWeights",
+    "StateBatch",
+    "copy_states",
+    "gated_delta_net",
+    "plan_states",
+]
 
 Backend = Literal["torch", "triton"]
-
-
-@dataclass(frozen=True, slots=True)
-class StateBatch:
-    """What recurrent layers need of a step's batch, the same for every layer. Made by `plan_states`.
-
-    plan: work plan of the plain torch path, else None. Other fields: as given to `plan_states`.
-    """
-
-    slots: Tensor
-    saves: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    num_decodes: int | None
-    max_query_len: int
-    num_tokens: int
-    plan: reference.Plan | None
-
-
-class DeltaWeights(NamedTuple):
-    """A layer's weights besides its projections, for Hk key heads of Dk, each with Hv / Hk value heads of Dv.
-
-    conv: float32 [W, C], the oldest tap first; channels are, per key head, its query, its key, and its value heads.
-    decay: float32 [Hv], exp of the checkpoint's A_log. dt_bias: float32 [Hv].
-    norm: float32 [Dv], and eps: of the gated norm.
-    """
-
-    conv: Tensor
-    decay: Tensor
-    dt_bias: Tensor
-    norm: Tensor
-    eps: float
 
 
 def plan_states(
@@ -66,7 +41,7 @@ def plan_states(
     slots: int32 [B], each request's state slot, unique except slot 0, which is for padding and holds undefined values.
         A request without computed tokens starts from a state of zeros, whatever its slot holds.
     saves: int32 [B, S, 2], pairs (position, slot): when a request has processed exactly `position` tokens, within this
-        step, its state is also written to `slot`. Positions are multiples of CHECKPOINT; 0 for an unused pair.
+        step, its state is also written to `slot`. Positions are multiples of CHECKPOINT_INTERVAL; 0 for an unused pair.
     seq_lens: int32 [B], tokens of each request, including this step's.
     query_start_loc: int32 [B + 1], each request's first token in the step.
     num_decodes: leading requests with exactly one token. None: unknown to the host (not for "torch"); launches then
@@ -75,12 +50,12 @@ def plan_states(
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
         never waits, and allows requests without tokens.
     """
-    plan = None
+    torch_plan = None
     if backend == "torch":
         if num_decodes is None:
             raise ValueError('num_decodes is None, but the backend "torch" needs it')
-        plan = reference.plan(slots, saves, seq_lens, query_start_loc, num_decodes)
-    return StateBatch(slots, saves, seq_lens, query_start_loc, num_decodes, max_query_len, num_tokens, plan)
+        torch_plan = reference.plan_states(slots, saves, seq_lens, query_start_loc, num_decodes)
+    return StateBatch(slots, saves, seq_lens, query_start_loc, num_decodes, max_query_len, num_tokens, torch_plan)
 
 
 def gated_delta_net(
@@ -99,8 +74,8 @@ def gated_delta_net(
     conv: [num_slots, W, C], contiguous; row p % W holds the convolution's input at position p, rounded to conv's dtype.
     Both states are overwritten in the slots of `batch`. Returns [T, Hv * Dv] in qkvz's dtype.
     """
-    if batch.plan is not None:
-        return reference.gated_delta_net(qkvz, ba, weights, recurrent, conv, batch.plan)
+    if batch.torch_plan is not None:
+        return reference.gated_delta_net(qkvz, ba, weights, recurrent, conv, batch.torch_plan)
     return _gated_delta_net_op(
         qkvz,
         ba,
@@ -133,9 +108,9 @@ def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 @torch.library.custom_op("nanovllm::copy_states", mutates_args=("states",))
 def _copy_states_op(states: Tensor, sources: Tensor, targets: Tensor) -> None:
-    from nanovllm_kernels.linear_attention import triton_copy
+    from nanovllm_kernels.linear_attention import triton_copy_states
 
-    triton_copy.copy_states(states, sources, targets)
+    triton_copy_states.copy_states(states, sources, targets)
 
 
 @torch.library.custom_op("nanovllm::gated_delta_net", mutates_args=("recurrent", "conv"))
@@ -156,15 +131,15 @@ def _gated_delta_net_op(
     num_decodes: int | None,
     max_query_len: int,
 ) -> Tensor:
-    from nanovllm_kernels.linear_attention import triton_chunk, triton_step
+    from nanovllm_kernels.linear_attention import triton_decode, triton_prefill
 
     out = qkvz.new_empty((qkvz.shape[0], recurrent.shape[1] * recurrent.shape[2]))
     weights = DeltaWeights(conv_weight, decay, dt_bias, norm_weight, eps)
     batch = StateBatch(slots, saves, seq_lens, query_start_loc, num_decodes, max_query_len, qkvz.shape[0], None)
     if num_decodes != 0:
-        triton_step.step(qkvz, ba, weights, recurrent, conv, batch, out)
+        triton_decode.decode(qkvz, ba, weights, recurrent, conv, batch, out)
     if max_query_len > 1:
-        triton_chunk.prefill(qkvz, ba, weights, recurrent, conv, batch, out)
+        triton_prefill.prefill(qkvz, ba, weights, recurrent, conv, batch, out)
     return out
 
 

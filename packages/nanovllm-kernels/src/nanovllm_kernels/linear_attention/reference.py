@@ -4,110 +4,83 @@ Decodes run together, prompts one by one in chunks. Within a chunk tokens intera
 matrix (WY form, Yang et al. 2024, https://arxiv.org/abs/2406.06484), so that only chunks depend on the previous state.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Tokens per chunk. Chunks end at multiples of this position, so that states there can be saved.
-CHECKPOINT = 64
-NORM_EPS = 1e-6
-
-
-class Prefill(NamedTuple):
-    """One request with several tokens: rows `begin` to `end` of the step, at positions from `position` on.
-
-    saves: pairs (position, slot) of states to save within this step.
-    """
-
-    begin: int
-    end: int
-    slot: int
-    position: int
-    saves: tuple[tuple[int, int], ...]
-
-
-class Plan(NamedTuple):
-    """A step's requests: the first n have one token each, the others are `prefills`.
-
-    slots, positions: int64 [n], of the requests with one token.
-    save_rows, save_slots: int64 [m], the rows of those whose state is also saved, and the slots.
-    """
-
-    slots: Tensor
-    positions: Tensor
-    save_rows: Tensor
-    save_slots: Tensor
-    prefills: tuple[Prefill, ...]
-
-
-class _Weights(Protocol):
-    @property
-    def conv(self) -> Tensor: ...
-    @property
-    def decay(self) -> Tensor: ...
-    @property
-    def dt_bias(self) -> Tensor: ...
-    @property
-    def norm(self) -> Tensor: ...
-    @property
-    def eps(self) -> float: ...
+from nanovllm_kernels.linear_attention.layer_inputs import (
+    CHECKPOINT_INTERVAL,
+    L2_NORM_EPS,
+    DeltaWeights,
+    Prefill,
+    TorchPlan,
+    layer_sizes,
+)
 
 
 class _Gates(NamedTuple):
-    """Per token and value head, float32 [.., Hv]: the logarithm of the state's decay, and the step size."""
+    """Gates per token and value head.
+
+    log_decay: float32 [.., Hv], logarithm of the state's decay.
+    beta: float32 [.., Hv], step size of the delta rule.
+    """
 
     log_decay: Tensor
     beta: Tensor
 
 
-def plan(slots: Tensor, saves: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int) -> Plan:
-    """Return the plan of the package's `plan_states`."""
-    starts, lengths, owned = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
-    wanted: list[list[list[int]]] = saves.tolist()
-    kept = [(row, slot) for row in range(num_decodes) for at, slot in wanted[row] if at == lengths[row]]
+def plan_states(slots: Tensor, saves: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int) -> TorchPlan:
+    """Return the plan of the plain torch path, see the package's `plan_states`."""
+    row_starts, lengths, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
+    pairs: list[list[list[int]]] = saves.tolist()
+    decode_saves = [
+        (row, slot) for row in range(num_decodes) for position, slot in pairs[row] if position == lengths[row]
+    ]
     prefills: list[Prefill] = []
-    for request in range(num_decodes, len(owned)):
-        begin, end = starts[request], starts[request + 1]
-        first = lengths[request] - (end - begin)
-        within = tuple((at, slot) for at, slot in wanted[request] if first < at <= lengths[request])
-        if end > begin:
-            prefills.append(Prefill(begin, end, owned[request], first, within))
+    for request in range(num_decodes, len(request_slots)):
+        first_row, end_row, length = row_starts[request], row_starts[request + 1], lengths[request]
+        first_position = length - (end_row - first_row)
+        step_saves = tuple((position, slot) for position, slot in pairs[request] if first_position < position <= length)
+        if end_row > first_row:
+            prefills.append(Prefill(first_row, end_row, request_slots[request], first_position, step_saves))
     device = slots.device
-    return Plan(
+    return TorchPlan(
         slots[:num_decodes].long(),
         seq_lens[:num_decodes].long() - 1,
-        torch.tensor([row for row, _ in kept], dtype=torch.long, device=device),
-        torch.tensor([slot for _, slot in kept], dtype=torch.long, device=device),
+        torch.tensor([row for row, _ in decode_saves], dtype=torch.long, device=device),
+        torch.tensor([slot for _, slot in decode_saves], dtype=torch.long, device=device),
         tuple(prefills),
     )
 
 
-def gated_delta_net(qkvz: Tensor, ba: Tensor, weights: _Weights, recurrent: Tensor, conv: Tensor, plan: Plan) -> Tensor:
+def gated_delta_net(
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, plan: TorchPlan
+) -> Tensor:
     """See the package's `gated_delta_net`."""
-    _, num_v_heads, v_dim, k_dim = recurrent.shape
-    num_k_heads = (conv.shape[2] - num_v_heads * v_dim) // (2 * k_dim)
-    group = num_v_heads // num_k_heads
-    grouped = qkvz.unflatten(1, (num_k_heads, -1))
-    mixed, z = grouped.split((2 * k_dim + group * v_dim, group * v_dim), -1)
-    inputs = mixed.flatten(1).to(conv.dtype)
-    gates = _gates(ba.unflatten(1, (num_k_heads, 2, group)).float(), weights)
+    sizes = layer_sizes(recurrent, conv)
+    num_v_heads, v_dim, group_dim = sizes.num_v_heads, sizes.v_dim, sizes.group_size * sizes.v_dim
+    qkv, z = qkvz.unflatten(1, (sizes.num_k_heads, -1)).split((2 * sizes.k_dim + group_dim, group_dim), -1)
+    inputs = qkv.flatten(1).to(conv.dtype)
+    gates = _compute_gates(ba.unflatten(1, (sizes.num_k_heads, 2, sizes.group_size)).float(), weights)
     num_decodes = len(plan.slots)
     outs: list[Tensor] = []
     if num_decodes:
-        found = _convolve_one(inputs[:num_decodes], weights.conv, conv, plan)
-        outs.append(_step(*_heads(found, recurrent.shape), _rows(gates, 0, num_decodes), recurrent, plan))
+        mixed = _convolve_decodes(inputs[:num_decodes], weights.conv, conv, plan)
+        heads = _split_heads(mixed, recurrent.shape)
+        outs.append(_update_decodes(*heads, _slice_gates(gates, 0, num_decodes), recurrent, plan))
     for prefill in plan.prefills:
-        found = _convolve(inputs[prefill.begin : prefill.end], weights.conv, conv, prefill)
-        of_request = _rows(gates, prefill.begin, prefill.end)
-        outs.append(_chunks(*_heads(found, recurrent.shape), of_request, recurrent, prefill))
-    end = plan.prefills[-1].end if plan.prefills else num_decodes
+        mixed = _convolve_prefill(inputs[prefill.first_row : prefill.end_row], weights.conv, conv, prefill)
+        heads = _split_heads(mixed, recurrent.shape)
+        request_gates = _slice_gates(gates, prefill.first_row, prefill.end_row)
+        outs.append(_scan_chunks(*heads, request_gates, recurrent, prefill))
+    end_row = plan.prefills[-1].end_row if plan.prefills else num_decodes
     out = torch.zeros((len(qkvz), num_v_heads * v_dim), dtype=qkvz.dtype, device=qkvz.device)
     if outs:
-        gate = functional.silu(z[:end].float()).reshape(end, num_v_heads, v_dim)
+        gate = functional.silu(z[:end_row].float()).reshape(end_row, num_v_heads, v_dim)
         normed = functional.rms_norm(torch.cat(outs), (v_dim,), weights.norm, weights.eps)
-        out[:end] = (normed * gate).flatten(1)
+        out[:end_row] = (normed * gate).flatten(1)
     return out
 
 
@@ -117,107 +90,116 @@ def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
         states[:, target].copy_(states[:, source])
 
 
-def _gates(ba: Tensor, weights: _Weights) -> _Gates:
+def _compute_gates(ba: Tensor, weights: DeltaWeights) -> _Gates:
+    """Compute the gates from float32 `ba` [T, Hk, 2, Hv / Hk]."""
     b, a = (part.flatten(1) for part in ba.unbind(2))
     return _Gates(-weights.decay * functional.softplus(a + weights.dt_bias), b.sigmoid())
 
 
-def _rows(gates: _Gates, begin: int, end: int) -> _Gates:
-    return _Gates(gates.log_decay[begin:end], gates.beta[begin:end])
+def _slice_gates(gates: _Gates, first_row: int, end_row: int) -> _Gates:
+    return _Gates(gates.log_decay[first_row:end_row], gates.beta[first_row:end_row])
 
 
-def _heads(mixed: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+def _split_heads(mixed: Tensor, state_shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
     """Split `mixed` [n, C] into queries and keys [n, Hv, Dk], normed and repeated, and values [n, Hv, Dv]."""
-    _, num_v_heads, v_dim, k_dim = shape
+    _, num_v_heads, v_dim, k_dim = state_shape
     num_k_heads = (mixed.shape[1] - num_v_heads * v_dim) // (2 * k_dim)
-    group = num_v_heads // num_k_heads
-    q, k, v = mixed.unflatten(1, (num_k_heads, -1)).split((k_dim, k_dim, group * v_dim), -1)
-    q, k = ((x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)).repeat_interleave(group, 1) for x in (q, k))
+    group_size = num_v_heads // num_k_heads
+    q, k, v = mixed.unflatten(1, (num_k_heads, -1)).split((k_dim, k_dim, group_size * v_dim), -1)
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS) for x in (q, k))
+    q, k = (x.repeat_interleave(group_size, 1) for x in (q, k))
     return q * k_dim**-0.5, k, v.reshape(-1, num_v_heads, v_dim)
 
 
-def _convolve_one(inputs: Tensor, weight: Tensor, conv: Tensor, plan: Plan) -> Tensor:
-    """Convolution and SiLU of one token per request: `inputs` [n, C] -> float32 [n, C]; stores them in `conv`."""
-    width = len(weight)
-    conv[plan.slots, plan.positions % width] = inputs
-    positions = plan.positions.unsqueeze(1) + torch.arange(1 - width, 1, device=inputs.device)
-    window = conv[plan.slots.unsqueeze(1), positions % width].float()
-    # Before a sequence's first token the inputs are zero; the slot may hold those of another request.
+def _convolve_decodes(inputs: Tensor, weight: Tensor, conv: Tensor, plan: TorchPlan) -> Tensor:
+    """Apply convolution and SiLU to one token per request, and store the inputs in `conv`.
+
+    inputs: [n, C]. Returns float32 [n, C].
+    """
+    num_taps = len(weight)
+    conv[plan.slots, plan.positions % num_taps] = inputs
+    positions = plan.positions.unsqueeze(1) + torch.arange(1 - num_taps, 1, device=inputs.device)
+    window = conv[plan.slots.unsqueeze(1), positions % num_taps].float()
+    # Inputs before a sequence's first token are zero; the slot may hold inputs of another request.
     window = torch.where((positions >= 0).unsqueeze(-1), window, 0.0)
     conv[plan.save_slots] = conv[plan.slots[plan.save_rows]]
     return functional.silu((window * weight).sum(1))
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, plan: Plan) -> Tensor:
-    """Apply the delta rule to one token per request: float32 [n, Hv, Dv]; updates the states in `recurrent`."""
-    begun = (plan.positions > 0).view(-1, 1, 1, 1)
-    state = torch.where(begun, recurrent[plan.slots].float(), 0.0) * gates.log_decay.exp()[..., None, None]
-    known = torch.matmul(state, k.unsqueeze(-1)).squeeze(-1)
-    change = (v - known) * gates.beta.unsqueeze(-1)
-    state.addcmul_(change.unsqueeze(-1), k.unsqueeze(-2))
-    kept = state.to(recurrent.dtype)
-    recurrent[plan.slots] = kept
-    recurrent[plan.save_slots] = kept[plan.save_rows]
+def _update_decodes(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, plan: TorchPlan) -> Tensor:
+    """Apply the delta rule to one token per request, and store the new states in `recurrent`.
+
+    Returns float32 [n, Hv, Dv].
+    """
+    has_state = (plan.positions > 0).view(-1, 1, 1, 1)
+    state = torch.where(has_state, recurrent[plan.slots].float(), 0.0) * gates.log_decay.exp()[..., None, None]
+    recalled = torch.matmul(state, k.unsqueeze(-1)).squeeze(-1)
+    delta = (v - recalled) * gates.beta.unsqueeze(-1)
+    state.addcmul_(delta.unsqueeze(-1), k.unsqueeze(-2))
+    rounded = state.to(recurrent.dtype)
+    recurrent[plan.slots] = rounded
+    recurrent[plan.save_slots] = rounded[plan.save_rows]
     return torch.matmul(state, q.unsqueeze(-1)).squeeze(-1)
 
 
-def _convolve(inputs: Tensor, weight: Tensor, conv: Tensor, prefill: Prefill) -> Tensor:
-    """Convolution and SiLU of one request's tokens: `inputs` [n, C] -> float32 [n, C]; stores the last in `conv`."""
-    width = len(weight)
-    before = torch.arange(prefill.position - width + 1, prefill.position, device=inputs.device)
-    history = torch.where((before >= 0).unsqueeze(-1), conv[prefill.slot, before % width], 0.0)
-    padded = torch.cat((history, inputs))
-    last = prefill.position + len(inputs)
-    for position, slot in (*prefill.saves, (last, prefill.slot)):
-        begin = position - prefill.position
-        conv[slot, torch.arange(position - width + 1, position, device=inputs.device) % width] = padded[
-            begin : begin + width - 1
-        ]
+def _convolve_prefill(inputs: Tensor, weight: Tensor, conv: Tensor, prefill: Prefill) -> Tensor:
+    """Apply convolution and SiLU to one request's tokens, and store the last inputs in `conv`.
+
+    inputs: [n, C]. Returns float32 [n, C].
+    """
+    num_taps, first_position, device = len(weight), prefill.first_position, inputs.device
+    history_positions = torch.arange(first_position - num_taps + 1, first_position, device=device)
+    stored = conv[prefill.slot, history_positions % num_taps]
+    padded = torch.cat((torch.where((history_positions >= 0).unsqueeze(-1), stored, 0.0), inputs))
+    for position, slot in (*prefill.saves, (first_position + len(inputs), prefill.slot)):
+        begin = position - first_position
+        rows = torch.arange(position - num_taps + 1, position, device=device) % num_taps
+        conv[slot, rows] = padded[begin : begin + num_taps - 1]
     padded = padded.float()
     out = padded[: len(inputs)] * weight[0]
-    for tap in range(1, width):
+    for tap in range(1, num_taps):
         out.addcmul_(padded[tap : tap + len(inputs)], weight[tap])
     return functional.silu(out)
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, prefill: Prefill) -> Tensor:
-    """Apply the delta rule to one request's tokens, chunk by chunk: float32 [n, Hv, Dv]; updates its state.
+def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, prefill: Prefill) -> Tensor:
+    """Apply the delta rule to one request's tokens, chunk by chunk, and store the new state. Returns [n, Hv, Dv].
 
     In a chunk with log decays G_i from its beginning to token i, let A be the strictly lower part of
     beta_i k_i k_j exp(G_i - G_j), and T = (1 + A)^-1. The changes to a state S are then
     T (beta v) - T (beta exp(G) k) S^T.
     """
-    count, front = len(q), prefill.position % CHECKPOINT
-    back = -(front + count) % CHECKPOINT
-    # Pad to whole chunks with tokens that change nothing: [Hv, chunks, CHECKPOINT, ..].
-    q, k, v = (_split(functional.pad(x, (0, 0, 0, 0, front, back))) for x in (q, k, v))
-    log_decay, beta = (_split(functional.pad(x, (0, 0, front, back))) for x in gates)
-    total = log_decay.cumsum(-1)
-    causal = torch.ones(CHECKPOINT, CHECKPOINT, dtype=torch.bool, device=q.device).tril()
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
+    num_tokens, front_padding = len(q), prefill.first_position % CHECKPOINT_INTERVAL
+    back_padding = -(front_padding + num_tokens) % CHECKPOINT_INTERVAL
+    # Pad to whole chunks with tokens that change nothing: [Hv, chunks, CHECKPOINT_INTERVAL, ..].
+    q, k, v = (_split_chunks(functional.pad(x, (0, 0, 0, 0, front_padding, back_padding))) for x in (q, k, v))
+    log_decay, beta = (_split_chunks(functional.pad(x, (0, 0, front_padding, back_padding))) for x in gates)
+    cumulative = log_decay.cumsum(-1)
+    causal = torch.ones(CHECKPOINT_INTERVAL, CHECKPOINT_INTERVAL, dtype=torch.bool, device=q.device).tril()
+    pair_decay = (cumulative.unsqueeze(-1) - cumulative.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
     k_beta = k * beta.unsqueeze(-1)
-    system = torch.matmul(k_beta, k.mT) * between
-    sides = torch.cat((v * beta.unsqueeze(-1), k_beta * total.exp().unsqueeze(-1)), -1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    new_values, readers = solved.split((v.shape[-1], k.shape[-1]), -1)
-    scores = torch.matmul(q, k.mT) * between
-    q = q * total.exp().unsqueeze(-1)
-    k = k * (total[..., -1:] - total).exp().unsqueeze(-1)
-    left = total[..., -1].exp()[..., None, None]
-    slot = recurrent[prefill.slot]
-    state = slot.float() if prefill.position else torch.zeros_like(slot, dtype=torch.float32)
+    system = torch.matmul(k_beta, k.mT) * pair_decay
+    right_sides = torch.cat((v * beta.unsqueeze(-1), k_beta * cumulative.exp().unsqueeze(-1)), -1)
+    solutions = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
+    value_solutions, key_solutions = solutions.split((v.shape[-1], k.shape[-1]), -1)
+    scores = torch.matmul(q, k.mT) * pair_decay
+    q = q * cumulative.exp().unsqueeze(-1)
+    k = k * (cumulative[..., -1:] - cumulative).exp().unsqueeze(-1)
+    chunk_decay = cumulative[..., -1].exp()[..., None, None]
+    slot_state = recurrent[prefill.slot]
+    state = slot_state.float() if prefill.first_position else torch.zeros_like(slot_state, dtype=torch.float32)
     outs: list[Tensor] = []
     for chunk in range(q.shape[1]):
-        change = new_values[:, chunk] - torch.matmul(readers[:, chunk], state.mT)
-        outs.append(torch.matmul(q[:, chunk], state.mT) + torch.matmul(scores[:, chunk], change))
-        state = torch.baddbmm(state * left[:, chunk], change.mT, k[:, chunk])
-        reached = prefill.position - front + (chunk + 1) * CHECKPOINT
-        for position, save in prefill.saves:
-            if position == reached:
-                recurrent[save] = state
+        deltas = value_solutions[:, chunk] - torch.matmul(key_solutions[:, chunk], state.mT)
+        outs.append(torch.matmul(q[:, chunk], state.mT) + torch.matmul(scores[:, chunk], deltas))
+        state = torch.baddbmm(state * chunk_decay[:, chunk], deltas.mT, k[:, chunk])
+        end_position = prefill.first_position - front_padding + (chunk + 1) * CHECKPOINT_INTERVAL
+        for position, slot in prefill.saves:
+            if position == end_position:
+                recurrent[slot] = state
     recurrent[prefill.slot] = state
-    return torch.cat(outs, 1)[:, front : front + count].transpose(0, 1)
+    return torch.cat(outs, 1)[:, front_padding : front_padding + num_tokens].transpose(0, 1)
 
 
-def _split(x: Tensor) -> Tensor:
-    return x.unflatten(0, (-1, CHECKPOINT)).movedim(2, 0)
+def _split_chunks(x: Tensor) -> Tensor:
+    return x.unflatten(0, (-1, CHECKPOINT_INTERVAL)).movedim(2, 0)

@@ -1,53 +1,18 @@
 """Mixtures of experts: `route` chooses each token's experts; `fused_experts` runs SwiGLU experts and sums the results.
 
-On CUDA nothing waits for the device, and no launch depends on which experts were chosen. One token with block FP8
-weights runs `triton_one`, few tokens (see `tiles`) run `triton_few`, others `triton_grouped`. A CPU runs `reference`.
+On CUDA nothing waits for the device, and no launch depends on which experts were chosen. `policy` chooses the kernel by
+the numbers of tokens and experts. A CPU runs `reference`.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.gemm import block_fp8
-from nanovllm_kernels.moe import reference, tiles
+from nanovllm_kernels.moe import policy, reference
+from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts, Routing
 
-__all__ = ["PackedExperts", "Routing", "fused_experts", "pack_experts", "route"]
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How a token chooses its `top_k` experts and their weights.
-
-    scoring: function that turns logits into scores.
-    renormalize: divide the chosen scores by their sum.
-    num_groups, top_groups: only experts of a token's best groups are eligible (DeepSeek-AI 2024,
-        https://arxiv.org/abs/2412.19437). A group's score is the sum of its two best scores.
-    scale: factor for the weights, applied after renormalizing.
-    shared: whether each token also uses a shared expert: with weight 1 ("always") or a gate logit's sigmoid ("gated").
-    """
-
-    top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = True
-    num_groups: int = 1
-    top_groups: int = 1
-    scale: float = 1.0
-    shared: Literal["none", "always", "gated"] = "none"
-
-
-class PackedExperts(NamedTuple):
-    """Experts' weights as `fused_experts` takes them. `pack_experts` describes the tensors.
-
-    counters: int32 zeros on CUDA, else None. Each launch leaves them zero; concurrent launches may not share them.
-    """
-
-    w13: Tensor
-    w2: Tensor
-    scales13: Tensor | None
-    scales2: Tensor | None
-    counters: Tensor | None
+__all__ = ["ChosenExperts", "PackedExperts", "Routing", "fused_experts", "pack_experts", "route"]
 
 
 def pack_experts(
@@ -63,43 +28,39 @@ def pack_experts(
     """
     counters = None
     if w2.is_cuda:
-        counters = torch.zeros(tiles.num_counters(w2.shape[1]), dtype=torch.int32, device=w2.device)
+        counters = torch.zeros(policy.num_counters(w2.shape[1]), dtype=torch.int32, device=w2.device)
     return PackedExperts(w13, w2, scales13, scales2, counters)
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> ChosenExperts:
     """Choose each token's experts, in float32. On CUDA the lowest id wins a tie, and NaN logits give valid ids.
 
     logits: [T, E], or [T, E + 1] if the shared expert is gated; the last is then that expert's gate logit.
     routing: E must be a multiple of `num_groups`, and the best groups must hold at least `top_k` experts.
     bias: float32 [E], added to the scores to choose experts and groups, but not in the weights (Wang et al. 2024,
         https://arxiv.org/abs/2408.15664).
-    Returns: weights float32 [T, k] and expert ids int32 [T, k]. With a shared expert both are [T, k + 1]: each token's
-        last id is E, and its weight (1, or the gate logit's sigmoid) is neither renormalized nor scaled.
+    Returns: with a shared expert, k + 1 experts per token: each token's last id is E, and its weight (1, or the gate
+        logit's sigmoid) is neither renormalized nor scaled.
     """
     if not logits.is_cuda:
         return reference.route(logits, routing, bias)
-    groups = routing.num_groups, routing.top_groups
-    rest = (*groups, routing.scale, routing.shared)
-    return _route_op(logits, bias, routing.top_k, routing.scoring, routing.renormalize, *rest)
+    return ChosenExperts(*_route_op(logits, bias, *astuple(routing)))
 
 
-def fused_experts(
-    x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, residual: Tensor | None = None
-) -> Tensor:
+def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None = None) -> Tensor:
     """Return `sum_j weights[t, j] * down(silu(gate(x[t])) * up(x[t]))` of experts `ids[t, j]`, plus `residual`: [T, H].
+
+    chosen: the weights and ids, from `route`.
 
     x: [T, H], rows contiguous, T >= 1. Its dtype is the experts', or any if these are FP8; a CPU also takes float32.
         FP8 experts quantise their inputs in groups of 128, as `block_fp8.quantize_groups` does.
-    weights: float32 [T, k].
-    ids: int32 [T, k], contiguous; a token's ids differ.
     residual: [T, H], float32 or `x`'s dtype. May be overwritten, and may share memory with the result.
     Returns: the sum in the residual's dtype, else in `x`'s. Sums are float32; for many tokens on CUDA their terms are
         first rounded to `x`'s dtype.
     """
     if x.is_cuda or torch.compiler.is_compiling():
-        return _fused_experts_op(x, *experts, weights, ids, residual)
-    return reference.fused_experts(x, experts, weights, ids, residual)
+        return _fused_experts_op(x, *experts, *chosen, residual)
+    return reference.fused_experts(x, experts, chosen, residual)
 
 
 @torch.library.custom_op("nanovllm::route", mutates_args=())
@@ -116,7 +77,8 @@ def _route_op(
 ) -> tuple[Tensor, Tensor]:
     from nanovllm_kernels.moe import triton_route
 
-    return triton_route.route(logits, bias, top_k, scoring, renormalize, num_groups, top_groups, scale, shared)
+    routing = Routing(top_k, scoring, renormalize, num_groups, top_groups, scale, shared)
+    return triton_route.route(logits, bias, routing)
 
 
 @_route_op.register_fake
@@ -138,29 +100,24 @@ def _fused_experts_op(
     residual: Tensor | None,
 ) -> Tensor:
     """Implement `fused_experts` with a new tensor as result. `counters` are zeros before and after."""
+    experts, chosen = PackedExperts(w13, w2, scales13, scales2, counters), ChosenExperts(weights, ids)
     if counters is None:
-        experts = PackedExperts(w13, w2, scales13, scales2, None)
-        return reference.fused_experts(x, experts, weights, ids, None if residual is None else residual.clone())
+        return reference.fused_experts(x, experts, chosen, None if residual is None else residual.clone())
     rows = x if x.stride(1) == 1 else x.contiguous()
     out = _empty_result(x, residual)
-    if len(x) == 1 and scales13 is not None and scales2 is not None:
-        from nanovllm_kernels.moe import triton_one
+    kernel = policy.choose_kernel(*ids.shape, w2.shape, x.dtype, x.device, is_block_fp8=scales13 is not None)
+    if kernel == "matvec":
+        from nanovllm_kernels.moe import triton_matvec
 
-        triton_one.one_token(rows, w13, w2, scales13, scales2, weights, ids, residual, out)
-        return out
-    if tiles.takes_few(x.shape[0], quantized=scales13 is not None):
-        from nanovllm_kernels.moe import triton_few
+        triton_matvec.run_experts(rows, experts, chosen, residual, out)
+    elif kernel == "unsorted":
+        from nanovllm_kernels.moe import triton_unsorted
 
-        triton_few.few_experts(rows, w13, w2, scales13, scales2, weights, ids, residual, counters, out)
-        return out
-    from nanovllm_kernels.moe import triton_grouped
+        triton_unsorted.run_experts(rows, experts, chosen, residual, out)
+    else:
+        from nanovllm_kernels.moe import triton_grouped
 
-    row_scales = None
-    if scales13 is not None:
-        rows, row_scales = block_fp8.quantize_groups(rows)
-    triton_grouped.grouped_experts(
-        rows, row_scales, w13, w2, scales13, scales2, weights, ids, residual, out, dtype=x.dtype
-    )
+        triton_grouped.run_experts(rows, experts, chosen, residual, out, is_specialized=kernel == "specialized")
     return out
 
 

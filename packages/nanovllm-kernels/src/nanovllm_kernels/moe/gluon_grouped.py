@@ -1,7 +1,7 @@
 """Grouped products of block FP8 experts with many rows per expert, on Hopper, with specialised warps, in Gluon.
 
-One warp per program copies tiles into a ring and runs ahead into the next tile. Two groups of four warps multiply 64
-rows each, so one group's scaling and stores overlap the other's products. `tiles.specializes` gives the widths.
+One warp per program copies tiles into a ring buffer, ahead of the products. Two groups of four warps multiply 64 rows
+each, so that one group's scaling and stores overlap the other group's products. `policy` chooses this kernel.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -22,48 +22,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.tiles import GROUP, SPECIALIZED_ROWS
+from nanovllm_kernels.moe.experts import PackedExperts
+from nanovllm_kernels.moe.policy import GROUP, SPECIALIZED_TILE_ROWS
 from nanovllm_kernels.moe.triton_sort import SortedPairs
-from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.platform import can_overlap_launches, describe_device
+from nanovllm_kernels.triton_fp8 import quantize_groups
 
-# A tile has SPECIALIZED_ROWS rows (half per group of warps) and two blocks of 128 columns; a step is 128 deep.
-HALF, COLUMNS, DEPTH = SPECIALIZED_ROWS // 2, 128, 128
+# A tile has SPECIALIZED_TILE_ROWS rows (half per group of warps) and two blocks of 128 columns; a step is 128 deep.
+GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = SPECIALIZED_TILE_ROWS // 2, 128, 128
 STAGES = 4
 # Shared memory layout that the tensor cores require.
-SHARED = gl.NVMMASharedLayout(128, 8, 2)
+SHARED_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 # Registers per thread: at launch, in the copying warp, and in the multiplying warps (192 of which hold sums). The
 # latter get what the copying warp and its three idle neighbours release.
-LAUNCH_REGISTERS, FETCH_REGISTERS, GROUP_REGISTERS = 168, 24, 240
+LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 24, 240
 GATHER_ROWS = 16
 GATHER_BLOCK = 1024
 
 
-def multiply(
-    x: Tensor,
-    x_scales: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    scales13: Tensor,
-    scales2: Tensor,
-    weights: Tensor,
-    pairs: SortedPairs,
-    parts: Tensor,
+def run_products(
+    x: Tensor, x_scales: Tensor, experts: PackedExperts, weights: Tensor, pairs: SortedPairs, pair_results: Tensor
 ) -> None:
-    """Write each pair's weighted expert result into `parts` [T k, H], 16-bit. `x` [T, H] is quantised.
+    """Write each pair's weighted expert result into `pair_results` [T k, H], 16-bit. `x` [T, H] is quantised.
 
-    pairs: sorted, in tiles of SPECIALIZED_ROWS rows. Copies take whole tiles, so rows are first gathered in this order.
+    pairs: sorted, in tiles of SPECIALIZED_TILE_ROWS rows. Rows are first gathered in this order.
     """
-    num_pairs, hidden_size = parts.shape
-    width = w2.shape[2]
+    num_pairs, hidden_size = pair_results.shape
+    intermediate_size = experts.w2.shape[2]
     overlap = can_overlap_launches(x.device)
     launch = {"OVERLAP": overlap, "launch_pdl": overlap}
     floats = {"dtype": torch.float32, "device": x.device}
     rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    # A tile's loads may reach SPECIALIZED_ROWS past a group's last row; these values are not used.
-    scales_stride = num_pairs + SPECIALIZED_ROWS
+    # A tile's loads may reach SPECIALIZED_TILE_ROWS past a group's last row; these values are not used.
+    scales_stride = num_pairs + SPECIALIZED_TILE_ROWS
     row_scales = torch.empty((hidden_size // GROUP, scales_stride), **floats)
-    hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
-    hidden_scales = torch.empty((width // GROUP, scales_stride), **floats)
+    hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)
+    hidden_scales = torch.empty((intermediate_size // GROUP, scales_stride), **floats)
     row_weights = torch.empty(num_pairs, **floats)
     _gather_rows[(triton.cdiv(num_pairs, GATHER_ROWS),)](
         x,
@@ -86,28 +80,28 @@ def multiply(
         **launch,
     )
     products = (
-        (True, rows, row_scales, w13, scales13, hidden),
-        (False, hidden, hidden_scales, w2, scales2, parts),
+        (True, rows, row_scales, experts.w13, experts.scales13, hidden),
+        (False, hidden, hidden_scales, experts.w2, experts.scales2, pair_results),
     )
-    for gated, left, left_scales, weight, scales, result in products:
+    for gated, x_rows, x_row_scales, weight, scales, result in products:
         columns = result.shape[1]
-        column_tiles = columns // (COLUMNS if gated else 2 * COLUMNS)
-        _grouped_product[(min(describe(x.device).num_sms, (len(pairs.tiles) - 1) * column_tiles),)](
-            _describe_rows(left, HALF),
-            _describe_rows(weight.view(-1, weight.shape[2]), COLUMNS),
-            left_scales,
+        column_tiles = columns // (BLOCK_COLUMNS if gated else 2 * BLOCK_COLUMNS)
+        _grouped_product[(min(describe_device(x.device).num_sms, (len(pairs.tiles) - 1) * column_tiles),)](
+            _describe_rows(x_rows, GROUP_ROWS),
+            _describe_rows(weight.view(-1, weight.shape[2]), BLOCK_COLUMNS),
+            x_row_scales,
             scales,
             *pairs,
             row_weights,
             result,
             hidden_scales,
             scales_stride,
-            WIDTH=columns,
-            K=left.shape[1],
+            N=columns,
+            K=x_rows.shape[1],
             GATED=gated,
             STAGES=STAGES,
-            GROUP_REGISTERS=GROUP_REGISTERS,
-            FETCH_REGISTERS=FETCH_REGISTERS,
+            MULTIPLY_REGISTERS=MULTIPLY_REGISTERS,
+            COPY_REGISTERS=COPY_REGISTERS,
             maxnreg=LAUNCH_REGISTERS,
             num_warps=4,
             **launch,
@@ -116,7 +110,7 @@ def multiply(
 
 def _describe_rows(matrix: Tensor, num_rows: int) -> TensorDescriptor:
     """Return the TMA descriptor of a matrix that copies `num_rows` rows at once."""
-    return TensorDescriptor.from_tensor(matrix, [num_rows, DEPTH], SHARED)
+    return TensorDescriptor.from_tensor(matrix, [num_rows, STEP_DEPTH], SHARED_LAYOUT)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "scales_stride"])
@@ -132,7 +126,7 @@ def _gather_rows(
     scales_stride,
     x_stride,
     x_scales_stride,
-    x_scales_step,
+    x_scales_group_stride,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
@@ -144,21 +138,23 @@ def _gather_rows(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = places < num_pairs
-    pairs = tl.load(order_ptr + places, mask=inside, other=0)
-    tl.store(row_weights_ptr + places, tl.load(weights_ptr + pairs, mask=inside), mask=inside)
+    sorted_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_mask = sorted_rows < num_pairs
+    pairs = tl.load(order_ptr + sorted_rows, mask=row_mask, other=0)
+    tl.store(row_weights_ptr + sorted_rows, tl.load(weights_ptr + pairs, mask=row_mask), mask=row_mask)
     tokens = pairs // TOP_K
     groups = tl.arange(0, PADDED_GROUPS)[:, None]
-    mask = inside[None, :] & (groups < K // 128)
-    scales = tl.load(x_scales_ptr + tokens[None, :] * x_scales_stride + groups * x_scales_step, mask=mask, other=0.0)
-    tl.store(row_scales_ptr + groups.to(tl.int64) * scales_stride + places[None, :], scales, mask=mask)
-    own_ptr = x_ptr + tokens[:, None].to(tl.int64) * x_stride
-    to_ptr = rows_ptr + places[:, None].to(tl.int64) * K
-    for first in tl.static_range(0, K, BLOCK):
-        ks = first + tl.arange(0, BLOCK)[None, :]
-        mask = inside[:, None] & (ks < K)
-        tl.store(to_ptr + ks, tl.load(own_ptr + ks, mask=mask, other=0.0), mask=mask)
+    mask = row_mask[None, :] & (groups < K // 128)
+    scales = tl.load(
+        x_scales_ptr + tokens[None, :] * x_scales_stride + groups * x_scales_group_stride, mask=mask, other=0.0
+    )
+    tl.store(row_scales_ptr + groups.to(tl.int64) * scales_stride + sorted_rows[None, :], scales, mask=mask)
+    token_ptrs = x_ptr + tokens[:, None].to(tl.int64) * x_stride
+    target_ptrs = rows_ptr + sorted_rows[:, None].to(tl.int64) * K
+    for first_k in tl.static_range(0, K, BLOCK):
+        ks = first_k + tl.arange(0, BLOCK)[None, :]
+        mask = row_mask[:, None] & (ks < K)
+        tl.store(target_ptrs + ks, tl.load(token_ptrs + ks, mask=mask, other=0.0), mask=mask)
 
 
 @gluon.jit(do_not_specialize=["scales_stride"])
@@ -174,12 +170,12 @@ def _grouped_product(
     out_ptr,
     out_scales_ptr,
     scales_stride,
-    WIDTH: gl.constexpr,
+    N: gl.constexpr,
     K: gl.constexpr,
     GATED: gl.constexpr,
     STAGES: gl.constexpr,
-    GROUP_REGISTERS: gl.constexpr,
-    FETCH_REGISTERS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """GATED: write quantised `silu(gate) * up` of each row. Otherwise write the weighted down product to each pair."""
@@ -196,15 +192,15 @@ def _grouped_product(
     fence_async_shared()
     rings = (x_ring, weight_ring, full, empty)
     sources = (x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr)
-    fetched = (x_desc, weight_desc, starts_ptr, tiles_ptr)
+    copy_sources = (x_desc, weight_desc, starts_ptr, tiles_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (rings, sources, scales_stride, WIDTH, K, GATED, STAGES, 0)),
-            (_multiply, (rings, sources, scales_stride, WIDTH, K, GATED, STAGES, 1)),
-            (_fetch, (rings, fetched, WIDTH, K, GATED, STAGES)),
+            (_multiply, (rings, sources, scales_stride, N, K, GATED, STAGES, 0)),
+            (_multiply, (rings, sources, scales_stride, N, K, GATED, STAGES, 1)),
+            (_copy_tiles, (rings, copy_sources, N, K, GATED, STAGES)),
         ],
         [4, 1],
-        [GROUP_REGISTERS, FETCH_REGISTERS],
+        [MULTIPLY_REGISTERS, COPY_REGISTERS],
     )
 
 
@@ -216,32 +212,36 @@ def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(rings, sources, WIDTH: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):
+def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):
     """Copying warp: for each work item and step, load the tile's rows and weights into the ring."""
     x_ring, weight_ring, full, empty = rings
     x_desc, weight_desc, starts_ptr, tiles_ptr = sources
-    TILE: gl.constexpr = 128 if GATED else 256
-    COLUMN_TILES: gl.constexpr = WIDTH // TILE
-    PER_EXPERT: gl.constexpr = 2 * WIDTH if GATED else WIDTH
+    TILE_COLUMNS: gl.constexpr = 128 if GATED else 256
+    COLUMN_TILES: gl.constexpr = N // TILE_COLUMNS
+    ROWS_PER_EXPERT: gl.constexpr = 2 * N if GATED else N
     # Distance from the first block of columns to the second.
-    APART: gl.constexpr = WIDTH if GATED else 128
+    BLOCK_DISTANCE: gl.constexpr = N if GATED else 128
     num_work = gl.load(tiles_ptr) * COLUMN_TILES
     step = 0
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        expert, first = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
-        both = first + 64 < gl.load(starts_ptr + expert + 1)
-        column = expert * PER_EXPERT + (work % COLUMN_TILES) * TILE
+        expert, first_row = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
+        has_second_half = first_row + 64 < gl.load(starts_ptr + expert + 1)
+        first_column = expert * ROWS_PER_EXPERT + (work % COLUMN_TILES) * TILE_COLUMNS
         for k in range(0, K, 128):
             stage = step % STAGES
             # In the first pass over the ring every stage is free, and this wait returns at once.
             mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
             ready = full.index(stage)
-            mbarrier.expect(ready, 3 * 128 * 128, pred=both)
-            mbarrier.expect(ready, 5 * 64 * 128, pred=both == 0)
-            tma.async_copy_global_to_shared(weight_desc, [column, k], ready, weight_ring.index(2 * stage))
-            tma.async_copy_global_to_shared(x_desc, [first, k], ready, x_ring.index(2 * stage))
-            tma.async_copy_global_to_shared(weight_desc, [column + APART, k], ready, weight_ring.index(2 * stage + 1))
-            tma.async_copy_global_to_shared(x_desc, [first + 64, k], ready, x_ring.index(2 * stage + 1), pred=both)
+            mbarrier.expect(ready, 3 * 128 * 128, pred=has_second_half)
+            mbarrier.expect(ready, 5 * 64 * 128, pred=has_second_half == 0)
+            tma.async_copy_global_to_shared(weight_desc, [first_column, k], ready, weight_ring.index(2 * stage))
+            tma.async_copy_global_to_shared(x_desc, [first_row, k], ready, x_ring.index(2 * stage))
+            tma.async_copy_global_to_shared(
+                weight_desc, [first_column + BLOCK_DISTANCE, k], ready, weight_ring.index(2 * stage + 1)
+            )
+            tma.async_copy_global_to_shared(
+                x_desc, [first_row + 64, k], ready, x_ring.index(2 * stage + 1), pred=has_second_half
+            )
             step += 1
 
 
@@ -250,7 +250,7 @@ def _multiply(
     rings,
     sources,
     scales_stride,
-    WIDTH: gl.constexpr,
+    N: gl.constexpr,
     K: gl.constexpr,
     GATED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -259,47 +259,57 @@ def _multiply(
     """Four warps: multiply and store rows `64 * INDEX` to `64 * INDEX + 63` of each tile."""
     x_ring, weight_ring, full, empty = rings
     x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr = sources
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    TILE: gl.constexpr = 128 if GATED else 256
-    COLUMN_TILES: gl.constexpr = WIDTH // TILE
-    STEPS: gl.constexpr = K // 128
+    SUMS_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    TILE_COLUMNS: gl.constexpr = 128 if GATED else 256
+    COLUMN_TILES: gl.constexpr = N // TILE_COLUMNS
+    NUM_STEPS: gl.constexpr = K // 128
     num_work = gl.load(tiles_ptr) * COLUMN_TILES
-    lanes = 64 * INDEX + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    tile_rows = 64 * INDEX + gl.arange(0, 64, gl.SliceLayout(1, SUMS_LAYOUT))
     work = gl.program_id(0)
     step = 0
     if work < num_work:
         # Scales are loaded one step ahead; a tile's first scales are loaded before the previous tile is stored.
-        expert, first = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
+        expert, first_row = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
         end = gl.load(starts_ptr + expert + 1)
         row_scale, left_scale, right_scale = _load_scales(
-            x_scales_ptr, scales_ptr, expert, first, work, 0, lanes, scales_stride, WIDTH, K, GATED
+            x_scales_ptr, scales_ptr, expert, first_row, work, 0, tile_rows, scales_stride, N, K, GATED
         )
         while work < num_work:
-            later = work + gl.num_programs(0)
-            later_expert, later_first = _load_tile(tiles_ptr, later, num_work, COLUMN_TILES)
-            places = first + lanes
-            inside = places < end
+            next_work = work + gl.num_programs(0)
+            next_expert, next_first_row = _load_tile(tiles_ptr, next_work, num_work, COLUMN_TILES)
+            rows = first_row + tile_rows
+            row_mask = rows < end
             if not GATED:
-                pair = gl.load(order_ptr + places, mask=inside, other=0)
-                weight = gl.load(weights_ptr + places, mask=inside, other=0.0)
+                pair = gl.load(order_ptr + rows, mask=row_mask, other=0)
+                weight = gl.load(weights_ptr + rows, mask=row_mask, other=0.0)
             # The compiler fails on a branch that it knows is never taken: keep the condition a runtime value.
-            has_rows = first + 64 * INDEX < end
+            has_rows = first_row + 64 * INDEX < end
             if has_rows:
-                left = gl.zeros([64, 128], gl.float32, SUMS)
-                right = gl.zeros([64, 128], gl.float32, SUMS)
-                left_factor, right_factor = row_scale * left_scale, row_scale * right_scale
-                second: gl.constexpr = 1 if STEPS > 1 else 0
+                left_sums = gl.zeros([64, 128], gl.float32, SUMS_LAYOUT)
+                right_sums = gl.zeros([64, 128], gl.float32, SUMS_LAYOUT)
+                left_scale_product, right_scale_product = row_scale * left_scale, row_scale * right_scale
+                second_step: gl.constexpr = 1 if NUM_STEPS > 1 else 0
                 row_scale, left_scale, right_scale = _load_scales(
-                    x_scales_ptr, scales_ptr, expert, first, work, second, lanes, scales_stride, WIDTH, K, GATED
+                    x_scales_ptr,
+                    scales_ptr,
+                    expert,
+                    first_row,
+                    work,
+                    second_step,
+                    tile_rows,
+                    scales_stride,
+                    N,
+                    K,
+                    GATED,
                 )
                 # One product for both blocks of columns, in turn: with two, the compiler would give each its own
                 # registers, and there are too few.
-                for turn in range(2 * STEPS):
+                for turn in range(2 * NUM_STEPS):
                     stage = step % STAGES
                     block = turn & 1
                     if block == 0:
                         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-                    zeros = gl.zeros([64, 128], gl.float32, SUMS)
+                    zeros = gl.zeros([64, 128], gl.float32, SUMS_LAYOUT)
                     product = warpgroup_mma(
                         x_ring.index(2 * stage + INDEX),
                         weight_ring.index(2 * stage + block).permute((1, 0)),
@@ -309,54 +319,73 @@ def _multiply(
                     )
                     product = warpgroup_mma_wait(0, deps=[product])
                     if block == 0:
-                        left += product * left_factor[:, None]
+                        left_sums += product * left_scale_product[:, None]
                     else:
                         mbarrier.arrive(empty.index(stage))
-                        right += product * right_factor[:, None]
-                        left_factor, right_factor = row_scale * left_scale, row_scale * right_scale
+                        right_sums += product * right_scale_product[:, None]
+                        left_scale_product, right_scale_product = row_scale * left_scale, row_scale * right_scale
                         # After the last step this loads the last scales again; they are not used.
                         row_scale, left_scale, right_scale = _load_scales(
                             x_scales_ptr,
                             scales_ptr,
                             expert,
-                            first,
+                            first_row,
                             work,
-                            gl.minimum(turn // 2 + 2, STEPS - 1),
-                            lanes,
+                            gl.minimum(turn // 2 + 2, NUM_STEPS - 1),
+                            tile_rows,
                             scales_stride,
-                            WIDTH,
+                            N,
                             K,
                             GATED,
                         )
                         step += 1
-                later_end = gl.load(starts_ptr + later_expert + 1)
+                next_end = gl.load(starts_ptr + next_expert + 1)
                 row_scale, left_scale, right_scale = _load_scales(
-                    x_scales_ptr, scales_ptr, later_expert, later_first, later, 0, lanes, scales_stride, WIDTH, K, GATED
+                    x_scales_ptr,
+                    scales_ptr,
+                    next_expert,
+                    next_first_row,
+                    next_work,
+                    0,
+                    tile_rows,
+                    scales_stride,
+                    N,
+                    K,
+                    GATED,
                 )
-                column = (work % COLUMN_TILES) * TILE
+                first_column = (work % COLUMN_TILES) * TILE_COLUMNS
                 if GATED:
-                    left = left * (1 / (1 + gl.exp(-left))) * right
-                    largest = gl.maximum(gl.max(gl.abs(left), 1), 1e-10)
-                    scales_at = out_scales_ptr + (column // 128).to(gl.int64) * scales_stride + places
-                    gl.store(scales_at, largest / 448.0, mask=inside)
-                    numbers = (left * (448.0 / largest)[:, None]).to(gl.float8e4nv)
-                    _store_numbers(numbers, out_ptr, first + 64 * INDEX, column, end, WIDTH)
+                    left_sums = left_sums * (1 / (1 + gl.exp(-left_sums))) * right_sums
+                    numbers, scales = quantize_groups(left_sums, 1)
+                    scale_ptrs = out_scales_ptr + (first_column // 128).to(gl.int64) * scales_stride + rows
+                    gl.store(scale_ptrs, scales, mask=row_mask)
+                    _store_e4m3(numbers, out_ptr, first_row + 64 * INDEX, first_column, end, N)
                 else:
-                    num_rows = end - first - 64 * INDEX
-                    _store_parts(left * weight[:, None], pair, num_rows, out_ptr, column, WIDTH)
-                    _store_parts(right * weight[:, None], pair, num_rows, out_ptr, column + 128, WIDTH)
+                    num_rows = end - first_row - 64 * INDEX
+                    _store_pair_results(left_sums * weight[:, None], pair, num_rows, out_ptr, first_column, N)
+                    _store_pair_results(right_sums * weight[:, None], pair, num_rows, out_ptr, first_column + 128, N)
             else:
-                for _ in range(STEPS):
+                for _ in range(NUM_STEPS):
                     stage = step % STAGES
                     mbarrier.wait(full.index(stage), (step // STAGES) & 1)
                     mbarrier.arrive(empty.index(stage))
                     step += 1
-                later_end = gl.load(starts_ptr + later_expert + 1)
+                next_end = gl.load(starts_ptr + next_expert + 1)
                 row_scale, left_scale, right_scale = _load_scales(
-                    x_scales_ptr, scales_ptr, later_expert, later_first, later, 0, lanes, scales_stride, WIDTH, K, GATED
+                    x_scales_ptr,
+                    scales_ptr,
+                    next_expert,
+                    next_first_row,
+                    next_work,
+                    0,
+                    tile_rows,
+                    scales_stride,
+                    N,
+                    K,
+                    GATED,
                 )
-            work = later
-            expert, first, end = later_expert, later_first, later_end
+            work = next_work
+            expert, first_row, end = next_expert, next_first_row, next_end
 
 
 @gluon.jit
@@ -364,57 +393,59 @@ def _load_scales(
     x_scales_ptr,
     scales_ptr,
     expert,
-    first,
+    first_row,
     work,
     step,
-    lanes,
+    tile_rows,
     scales_stride,
-    WIDTH: gl.constexpr,
+    N: gl.constexpr,
     K: gl.constexpr,
     GATED: gl.constexpr,
 ):
     """Load a step's scales: of the rows (unused values past the last row) and of the two blocks of columns."""
-    BLOCKS: gl.constexpr = WIDTH // 128
-    DEEP: gl.constexpr = K // 128
+    BLOCKS: gl.constexpr = N // 128
+    NUM_STEPS: gl.constexpr = K // 128
     COLUMN_TILES: gl.constexpr = BLOCKS if GATED else BLOCKS // 2
-    row_scale = gl.load(x_scales_ptr + (step * scales_stride + first) + lanes)
+    row_scale = gl.load(x_scales_ptr + (step * scales_stride + first_row) + tile_rows)
     tile = work % COLUMN_TILES
     # 32-bit offsets suffice: there are fewer than 2^31 scales.
     if GATED:
-        left_ptr = scales_ptr + ((expert * 2 * BLOCKS + tile) * DEEP + step)
-        return row_scale, gl.load(left_ptr), gl.load(left_ptr + BLOCKS * DEEP)
-    left_ptr = scales_ptr + ((expert * BLOCKS + 2 * tile) * DEEP + step)
-    return row_scale, gl.load(left_ptr), gl.load(left_ptr + DEEP)
+        left_ptr = scales_ptr + ((expert * 2 * BLOCKS + tile) * NUM_STEPS + step)
+        return row_scale, gl.load(left_ptr), gl.load(left_ptr + BLOCKS * NUM_STEPS)
+    left_ptr = scales_ptr + ((expert * BLOCKS + 2 * tile) * NUM_STEPS + step)
+    return row_scale, gl.load(left_ptr), gl.load(left_ptr + NUM_STEPS)
 
 
 @gluon.jit
-def _store_numbers(numbers, out_ptr, first, column, end, WIDTH: gl.constexpr):
+def _store_e4m3(numbers, out_ptr, first_row, first_column, end, N: gl.constexpr):
     """Store e4m3 [64, 128], 16 bytes per thread. Each warp keeps the rows that it has in the sums."""
-    STORED: gl.constexpr = gl.DistributedLinearLayout(
+    STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0], [8, 0]],
         [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]],
         [[16, 0], [32, 0]],
         [],
         [64, 128],
     )
-    places = first + gl.arange(0, 64, gl.SliceLayout(1, STORED))
-    columns = column + gl.arange(0, 128, gl.SliceLayout(0, STORED))
-    at = out_ptr + places.to(gl.int64)[:, None] * WIDTH + columns[None, :]
-    gl.store(at, gl.convert_layout(numbers, STORED), mask=(places < end)[:, None])
+    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, STORE_LAYOUT))
+    columns = first_column + gl.arange(0, 128, gl.SliceLayout(0, STORE_LAYOUT))
+    out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
+    gl.store(out_ptrs, gl.convert_layout(numbers, STORE_LAYOUT), mask=(rows < end)[:, None])
 
 
 @gluon.jit
-def _store_parts(parts, pair, num_rows, out_ptr, column, WIDTH: gl.constexpr):
+def _store_pair_results(pair_results, pair, num_rows, out_ptr, first_column, N: gl.constexpr):
     """Store [64, 128] to the first `num_rows` pairs, 16 bytes per thread. Each warp keeps its rows of the sums."""
-    STORED: gl.constexpr = gl.DistributedLinearLayout(
+    STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
         [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],
         [[16, 0], [32, 0]],
         [],
         [64, 128],
     )
-    inside = gl.arange(0, 64, gl.SliceLayout(1, STORED)) < num_rows
-    pair = gl.convert_layout(pair, gl.SliceLayout(1, STORED))
-    columns = column + gl.arange(0, 128, gl.SliceLayout(0, STORED))
-    at = out_ptr + pair.to(gl.int64)[:, None] * WIDTH + columns[None, :]
-    gl.store(at, gl.convert_layout(parts.to(out_ptr.dtype.element_ty), STORED), mask=inside[:, None])
+    row_mask = gl.arange(0, 64, gl.SliceLayout(1, STORE_LAYOUT)) < num_rows
+    pair = gl.convert_layout(pair, gl.SliceLayout(1, STORE_LAYOUT))
+    columns = first_column + gl.arange(0, 128, gl.SliceLayout(0, STORE_LAYOUT))
+    out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * N + columns[None, :]
+    gl.store(
+        out_ptrs, gl.convert_layout(pair_results.to(out_ptr.dtype.element_ty), STORE_LAYOUT), mask=row_mask[:, None]
+    )

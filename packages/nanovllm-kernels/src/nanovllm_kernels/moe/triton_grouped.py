@@ -12,93 +12,88 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.tiles import (
+from nanovllm_kernels.gemm import block_fp8
+from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts
+from nanovllm_kernels.moe.policy import (
     GROUP,
-    SPECIALIZED_ROWS,
+    SPECIALIZED_TILE_ROWS,
     GroupedConfig,
     grouped_config,
-    specializes,
 )
 from nanovllm_kernels.moe.triton_sort import SortedPairs, sort_pairs
-from nanovllm_kernels.moe.triton_step import add_product, load_weight, quantize_rows
-from nanovllm_kernels.platform import can_overlap_launches, describe
+from nanovllm_kernels.moe.triton_tile_product import add_product, load_weight
+from nanovllm_kernels.platform import can_overlap_launches, describe_device
+from nanovllm_kernels.triton_fp8 import quantize_groups
 
-SUM_BLOCK = 1024
+SUM_BLOCK_COLUMNS = 1024
 
 
-def grouped_experts(
+def run_experts(
     x: Tensor,
-    x_scales: Tensor | None,
-    w13: Tensor,
-    w2: Tensor,
-    scales13: Tensor | None,
-    scales2: Tensor | None,
-    weights: Tensor,
-    ids: Tensor,
+    experts: PackedExperts,
+    chosen: ChosenExperts,
     residual: Tensor | None,
     out: Tensor,
-    dtype: torch.dtype,
+    *,
+    is_specialized: bool,
 ) -> None:
     """Write the result of the package's `fused_experts` into `out` [T, H].
 
-    `x` is already quantised if weights are FP8. Each expert's result is rounded to `dtype` before it is added up.
+    Each expert's result is rounded to the dtype of `x` before it is added up. is_specialized: use `gluon_grouped`.
     """
-    num_tokens, top_k = ids.shape
-    num_pairs = num_tokens * top_k
-    num_experts, hidden_size, width = w2.shape
-    overlap = can_overlap_launches(x.device)
-    config = grouped_config(num_pairs, num_experts, wide=x.element_size() == 4, quantized=x_scales is not None)
-    parts = torch.empty((num_pairs, hidden_size), dtype=dtype, device=x.device)
-    specialized = (
-        specializes(num_pairs, num_experts, hidden_size, width)
-        and (x_scales is not None and parts.element_size() == 2)
-        and describe(x.device).capability == (9, 0)
-    )
-    pairs = sort_pairs(ids, num_experts, SPECIALIZED_ROWS if specialized else config.block_m)
-    if specialized:
+    num_tokens, top_k = chosen.ids.shape
+    num_experts, hidden_size, _ = experts.w2.shape
+    is_block_fp8 = experts.scales13 is not None
+    pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
+    rows, row_scales = block_fp8.quantize_groups(x) if is_block_fp8 else (x, None)
+    if is_specialized:
         from nanovllm_kernels.moe import gluon_grouped
 
-        gluon_grouped.multiply(x, x_scales, w13, w2, scales13, scales2, weights, pairs, parts)
+        pairs = sort_pairs(chosen.ids, num_experts, SPECIALIZED_TILE_ROWS)
+        gluon_grouped.multiply(rows, row_scales, experts, chosen.weights, pairs, pair_results)
     else:
-        _multiply(x, x_scales, w13, w2, scales13, scales2, weights, pairs, parts, config)
-    _sum_pairs[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
-        parts,
-        parts if residual is None else residual,
+        is_float32 = x.element_size() == 4 and not is_block_fp8
+        config = grouped_config(len(pair_results), num_experts, is_float32=is_float32, is_block_fp8=is_block_fp8)
+        pairs = sort_pairs(chosen.ids, num_experts, config.block_m)
+        _run_products(rows, row_scales, experts, chosen.weights, pairs, pair_results, config)
+    overlap = can_overlap_launches(x.device)
+    _sum_pairs[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK_COLUMNS))](
+        pair_results,
+        pair_results if residual is None else residual,
         out,
         0 if residual is None else residual.stride(0),
-        WIDTH=hidden_size,
+        N=hidden_size,
         TOP_K=top_k,
         RESIDUAL=residual is not None,
-        BLOCK=SUM_BLOCK,
+        BLOCK=SUM_BLOCK_COLUMNS,
         OVERLAP=overlap,
         num_warps=4,
         launch_pdl=overlap,
     )
 
 
-def _multiply(
+def _run_products(
     x: Tensor,
     x_scales: Tensor | None,
-    w13: Tensor,
-    w2: Tensor,
-    scales13: Tensor | None,
-    scales2: Tensor | None,
+    experts: PackedExperts,
     weights: Tensor,
     pairs: SortedPairs,
-    parts: Tensor,
+    pair_results: Tensor,
     config: GroupedConfig,
 ) -> None:
-    """Write each pair's expert result times its weight into `parts` [T k, H]."""
-    num_pairs, width = parts.shape[0], w2.shape[2]
+    """Write each pair's expert result times its weight into `pair_results` [T k, H]."""
+    num_pairs, intermediate_size = pair_results.shape[0], experts.w2.shape[2]
     quantized = x_scales is not None
     overlap = can_overlap_launches(x.device)
-    hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
-    hidden_scales = torch.empty((num_pairs, triton.cdiv(width, GROUP)), dtype=torch.float32, device=x.device)
+    hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)
+    hidden_scales = torch.empty(
+        (num_pairs, triton.cdiv(intermediate_size, GROUP)), dtype=torch.float32, device=x.device
+    )
     # The interpreter reports zero SMs.
-    programs = config.per_sm * max(1, describe(x.device).num_sms)
+    programs = config.programs_per_sm * max(1, describe_device(x.device).num_sms)
     products = (
-        (True, x, x_scales, w13, scales13, hidden),
-        (False, hidden, hidden_scales if quantized else None, w2, scales2, parts),
+        (True, x, x_scales, experts.w13, experts.scales13, hidden),
+        (False, hidden, hidden_scales if quantized else None, experts.w2, experts.scales2, pair_results),
     )
     for gated, rows, row_scales, weight, scales, result in products:
         columns = result.shape[1]
@@ -113,7 +108,7 @@ def _multiply(
             hidden_scales,
             rows.stride(0),
             *((0, 0) if row_scales is None else row_scales.stride()),
-            WIDTH=columns,
+            N=columns,
             K=rows.shape[1],
             TOP_K=weights.shape[1],
             GATED=gated,
@@ -143,8 +138,8 @@ def _grouped_product(
     out_scales_ptr,
     x_stride,
     x_scales_stride,
-    x_scales_step,
-    WIDTH: tl.constexpr,
+    x_scales_group_stride,
+    N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
@@ -156,70 +151,80 @@ def _grouped_product(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """GATED: `silu(gate) * up` of each pair's token, in sorted order. Otherwise: the weighted down product per pair."""
+    """Compute one of the experts' two products.
+
+    GATED: compute `silu(gate) * up` of each pair's token, in sorted order. Otherwise compute each pair's down product
+    times the pair's weight.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    column_tiles: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    blocks: tl.constexpr = (WIDTH + 127) // 128
-    depth: tl.constexpr = (K + 127) // 128
-    halves: tl.constexpr = 2 if GATED else 1
+    column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    num_column_blocks: tl.constexpr = (N + 127) // 128
+    num_depth_groups: tl.constexpr = (K + 127) // 128
+    num_halves: tl.constexpr = 2 if GATED else 1
     ks = tl.arange(0, BLOCK_K)[None, :]
     num_tiles = tl.load(tiles_ptr)
-    for work in tl.range(tl.program_id(0), num_tiles * column_tiles, tl.num_programs(0)):
-        entry_ptr = tiles_ptr + 2 * (1 + work // column_tiles)
-        expert = tl.load(entry_ptr).to(tl.int64)
-        places = tl.load(entry_ptr + 1) + tl.arange(0, BLOCK_M)
-        inside = places < tl.load(starts_ptr + expert + 1)
-        pairs = tl.load(order_ptr + places, mask=inside, other=0).to(tl.int64)
-        rows = pairs // TOP_K if GATED else places.to(tl.int64)
-        begin = (work % column_tiles) * BLOCK_N
-        columns = begin + tl.arange(0, BLOCK_N)
-        own_scales_ptr = scales_ptr + (expert * halves * blocks + begin // 128) * depth
-        own_weight_ptr = weight_ptr + expert * halves * WIDTH * K
+    for work_item in tl.range(tl.program_id(0), num_tiles * column_tiles, tl.num_programs(0)):
+        tile_ptr = tiles_ptr + 2 * (1 + work_item // column_tiles)
+        expert = tl.load(tile_ptr).to(tl.int64)
+        sorted_rows = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_M)
+        row_mask = sorted_rows < tl.load(starts_ptr + expert + 1)
+        pairs = tl.load(order_ptr + sorted_rows, mask=row_mask, other=0).to(tl.int64)
+        rows = pairs // TOP_K if GATED else sorted_rows.to(tl.int64)
+        first_column = (work_item % column_tiles) * BLOCK_N
+        columns = first_column + tl.arange(0, BLOCK_N)
+        expert_scales_ptr = (
+            scales_ptr + (expert * num_halves * num_column_blocks + first_column // 128) * num_depth_groups
+        )
+        expert_weight_ptr = weight_ptr + expert * num_halves * N * K
         if SWAPPED:
             sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            up_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         else:
             sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            x = tl.load(x_ptr + rows[:, None] * x_stride + k + ks, mask=inside[:, None] & (k + ks < K), other=0.0)
+            x = tl.load(x_ptr + rows[:, None] * x_stride + k + ks, mask=row_mask[:, None] & (k + ks < K), other=0.0)
             scale = 1.0
             up_scale = 1.0
             if QUANTIZED:
-                own_row_scales = x_scales_ptr + rows * x_scales_stride + (k // 128) * x_scales_step
-                row_scale = tl.load(own_row_scales, mask=inside, other=0.0)
-                scale = row_scale * tl.load(own_scales_ptr + k // 128)
+                row_scale_ptrs = x_scales_ptr + rows * x_scales_stride + (k // 128) * x_scales_group_stride
+                row_scale = tl.load(row_scale_ptrs, mask=row_mask, other=0.0)
+                scale = row_scale * tl.load(expert_scales_ptr + k // 128)
                 if GATED:
-                    up_scale = row_scale * tl.load(own_scales_ptr + blocks * depth + k // 128)
-            tile = load_weight(own_weight_ptr, columns, k + ks, WIDTH, K)
+                    up_scale = row_scale * tl.load(expert_scales_ptr + num_column_blocks * num_depth_groups + k // 128)
+            tile = load_weight(expert_weight_ptr, columns, k + ks, N, K)
             sums = add_product(sums, x, tile, scale, QUANTIZED, SWAPPED)
             if GATED:
-                tile = load_weight(own_weight_ptr + WIDTH * K, columns, k + ks, WIDTH, K)
-                up = add_product(up, x, tile, up_scale, QUANTIZED, SWAPPED)
+                tile = load_weight(expert_weight_ptr + N * K, columns, k + ks, N, K)
+                up_sums = add_product(up_sums, x, tile, up_scale, QUANTIZED, SWAPPED)
         if GATED:
-            sums = sums * tl.sigmoid(sums) * up
+            sums = sums * tl.sigmoid(sums) * up_sums
         result = sums.T if SWAPPED else sums
-        mask = inside[:, None] & (columns < WIDTH)[None, :]
+        mask = row_mask[:, None] & (columns < N)[None, :]
         if GATED:
             if QUANTIZED:
-                result, out_scale = quantize_rows(tl.where(mask, result, 0.0))
-                tl.store(out_scales_ptr + places.to(tl.int64) * blocks + begin // 128, out_scale, mask=inside)
-            at = out_ptr + places[:, None].to(tl.int64) * WIDTH + columns[None, :]
+                result, out_scale = quantize_groups(tl.where(mask, result, 0.0), 1)
+                tl.store(
+                    out_scales_ptr + sorted_rows.to(tl.int64) * num_column_blocks + first_column // 128,
+                    out_scale,
+                    mask=row_mask,
+                )
+            out_ptrs = out_ptr + sorted_rows[:, None].to(tl.int64) * N + columns[None, :]
         else:
-            result *= tl.load(weights_ptr + pairs, mask=inside, other=0.0)[:, None]
-            at = out_ptr + pairs[:, None] * WIDTH + columns[None, :]
-        tl.store(at, result.to(out_ptr.dtype.element_ty), mask=mask)
+            result *= tl.load(weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
+            out_ptrs = out_ptr + pairs[:, None] * N + columns[None, :]
+        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _sum_pairs(
-    parts_ptr,
+    pair_results_ptr,
     residual_ptr,
     out_ptr,
     residual_stride,
-    WIDTH: tl.constexpr,
+    N: tl.constexpr,
     TOP_K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -230,10 +235,10 @@ def _sum_pairs(
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < WIDTH
+    mask = columns < N
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(TOP_K):
-        total += tl.load(parts_ptr + (token * TOP_K + slot) * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(pair_results_ptr + (token * TOP_K + slot) * N + columns, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         total += tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * WIDTH + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + token * N + columns, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -2,38 +2,27 @@
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.moe.reference import LEAST_SUM
+from nanovllm_kernels.moe.experts import ChosenExperts, Routing
+from nanovllm_kernels.moe.reference import SCORE_SUM_EPS
 from nanovllm_kernels.platform import can_overlap_launches
 
 
-def route(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scoring: Literal["softmax", "sigmoid"],
-    renormalize: bool,
-    num_groups: int,
-    top_groups: int,
-    scale: float,
-    shared: Literal["none", "always", "gated"],
-) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExperts:
     """See the package's `route`."""
     num_tokens, num_experts = logits.shape
-    if shared == "gated":
+    if routing.shared == "gated":
         num_experts -= 1
-    num_slots = top_k + (shared != "none")
+    num_slots = routing.top_k + (routing.shared != "none")
     weights = torch.empty((num_tokens, num_slots), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_tokens, num_slots), dtype=torch.int32, device=logits.device)
     # If all groups are eligible, treat them as one group.
-    num_groups = num_groups if top_groups < num_groups else 1
+    num_groups = routing.num_groups if routing.top_groups < routing.num_groups else 1
     group_size = num_experts // num_groups
     overlap = can_overlap_launches(logits.device)
     _route[(num_tokens,)](
@@ -42,25 +31,25 @@ def route(
         weights,
         ids,
         logits.stride(0),
-        scale,
+        routing.scale,
         NUM_GROUPS=num_groups,
         GROUP_SIZE=group_size,
         PADDED_GROUPS=triton.next_power_of_2(num_groups),
         PADDED_SIZE=triton.next_power_of_2(group_size),
-        TOP_GROUPS=top_groups if num_groups > 1 else 1,
-        TOP_K=top_k,
+        TOP_GROUPS=routing.top_groups if num_groups > 1 else 1,
+        TOP_K=routing.top_k,
         SLOTS=num_slots,
         PADDED_SLOTS=triton.next_power_of_2(num_slots),
-        LEAST_SUM=LEAST_SUM,
-        SIGMOID=scoring == "sigmoid",
+        SCORE_SUM_EPS=SCORE_SUM_EPS,
+        SIGMOID=routing.scoring == "sigmoid",
         BIAS=bias is not None,
-        RENORMALIZE=renormalize,
-        GATED=shared == "gated",
+        RENORMALIZE=routing.renormalize,
+        GATED=routing.shared == "gated",
         OVERLAP=overlap,
         num_warps=1,
         launch_pdl=overlap,
     )
-    return weights, ids
+    return ChosenExperts(weights, ids)
 
 
 @triton.jit
@@ -79,7 +68,7 @@ def _route(
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
-    LEAST_SUM: tl.constexpr,
+    SCORE_SUM_EPS: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -134,7 +123,7 @@ def _route(
         ids = tl.where(slots == slot, tl.minimum(found, num_experts - 1), ids)
         choice = tl.where(is_found, none, choice)
     if RENORMALIZE:
-        weights /= tl.sum(weights, 0) + LEAST_SUM
+        weights /= tl.sum(weights, 0) + SCORE_SUM_EPS
     weights *= scale
     if SLOTS > TOP_K:
         weights = tl.where(slots == TOP_K, shared_weight, weights)

@@ -23,7 +23,7 @@ UNIFORM_SCALE = 2.0**-31
 UNIFORM_OFFSET = 2.0**-32
 
 
-def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def derive_row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Derive two int32 keys [B] from int64 seeds [B] and int32 or int64 positions [B]."""
     mixed = (seeds * SEED_MULTIPLIER).add_(positions.long() * POSITION_MULTIPLIER).add_(KEY_OFFSET)
     mixed ^= mixed >> 32
@@ -43,7 +43,7 @@ def hash_tokens(token_ids: Tensor, first_key: Tensor, second_key: Tensor) -> Ten
     return bits
 
 
-def negative_exponentials(bits: Tensor) -> Tensor:
+def draw_negative_exponentials(bits: Tensor) -> Tensor:
     """Return minus a float32 exponential draw for each of `bits`; never zero and always finite."""
     uniform = (bits & UNIFORM_MASK).to(torch.float32)
     return torch.rsub(uniform, -UNIFORM_OFFSET, alpha=UNIFORM_SCALE).log1p_()

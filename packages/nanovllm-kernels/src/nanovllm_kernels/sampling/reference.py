@@ -8,19 +8,15 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.sampling import noise
+from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_LOGIT, MIN_TEMPERATURE, DrawSettings
 
-IN_PROMPT = 1 << 30
-MIN_TEMPERATURE = 1e-5
-# Smallest logit that a mask leaves for allowed tokens; stays finite when divided by any temperature.
-LEAST_ALLOWED = -1e30
-
-# Sorted candidates per row at first, and the factor by which this grows at each retry. Most nuclei are small, and
-# sorting the whole vocabulary takes ten times as long as selecting a few hundred tokens.
-FIRST_CANDIDATES = 128
-WIDENING = 16
-# Extra candidates beyond top-k, for ties with the k-th.
-TIE_ROOM = 64
-# Elements drawn at once: a dozen passes over them stay in the cache.
+# Number of candidates per row that are sorted first, and the factor by which it grows at each retry. Most nuclei are
+# small, and sorting the whole vocabulary takes ten times as long as selecting a few hundred tokens.
+NUM_FIRST_CANDIDATES = 128
+CANDIDATE_GROWTH = 16
+# Additional candidates beyond top-k, for ties with the k-th largest logit.
+NUM_TIE_CANDIDATES = 64
+# Number of logits processed at once: a dozen passes over them stay in the cache.
 DRAW_ELEMENTS = 1 << 18
 
 
@@ -33,13 +29,15 @@ def apply_penalties(
     frequency: Tensor,
 ) -> Tensor:
     """See the package's `apply_penalties`."""
-    seen = counts.index_select(0, rows)
-    factor, once, each = (column.index_select(0, rows).unsqueeze(1) for column in (repetition, presence, frequency))
+    row_counts = counts.index_select(0, rows)
+    repetition, presence, frequency = (
+        penalty.index_select(0, rows).unsqueeze(1) for penalty in (repetition, presence, frequency)
+    )
     out = logits.to(torch.float32, copy=True)
-    repeated = torch.where(out > 0, out / factor, out * factor)
-    out = torch.where(seen != 0, repeated, out)
-    generated = seen.bitwise_and_(IN_PROMPT - 1)
-    return out.sub_(once * (generated > 0)).sub_(each * generated)
+    repeated = torch.where(out > 0, out / repetition, out * repetition)
+    out = torch.where(row_counts != 0, repeated, out)
+    generated = row_counts.bitwise_and_(IN_PROMPT_BIT - 1)
+    return out.sub_(presence * (generated > 0)).sub_(frequency * generated)
 
 
 def apply_bias_(
@@ -52,64 +50,55 @@ def apply_bias_(
     logits.scatter_add_(1, ids.long(), values)
 
 
-def apply_masks_(logits: Tensor, which: Tensor, masks: Tensor) -> None:
+def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
     """See the package's `apply_masks_`."""
     vocab_size = logits.shape[1]
-    for row, mask in zip(which.tolist(), masks, strict=True):
+    for row, mask in zip(mask_rows.tolist(), masks, strict=True):
         if row < 0:
             continue
         # Lowest bit first: tokens are in order, because all supported CPUs are little-endian.
         bits = np.unpackbits(mask.contiguous().numpy().view(np.uint8), count=vocab_size, bitorder="little")
         allowed = torch.from_numpy(bits.view(np.bool_))
-        logits[row].clamp_(min=LEAST_ALLOWED).masked_fill_(~allowed, -torch.inf)
+        logits[row].clamp_(min=MIN_ALLOWED_LOGIT).masked_fill_(~allowed, -torch.inf)
 
 
-def forbid_(
+def forbid_sequences_(
     logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
 ) -> None:
-    """See the package's `forbid_`."""
+    """See the package's `forbid_sequences_`."""
     sequences = sequences.index_select(0, rows)
-    begins, ends = sequences[:, :, :-1], sequences[:, :, -1]
-    back = torch.arange(1 - sequences.shape[2], 0, device=logits.device)
-    at = positions.unsqueeze(1) + back
-    known = tokens[rows.unsqueeze(1).long(), at.clamp(min=0).long()]
-    # -2 equals no token: tokens of the prompt never match.
-    generated = torch.where(at >= num_prompt.index_select(0, rows).unsqueeze(1), known, -2).unsqueeze(1)
-    ending = ((begins == generated) | (begins == -1)).all(-1) & (ends >= 0)
-    values = torch.zeros_like(ends, dtype=torch.float32).masked_fill_(ending, -torch.inf)
-    logits.scatter_add_(1, ends.clamp(min=0).long(), values)
+    prefixes, last_tokens = sequences[:, :, :-1], sequences[:, :, -1]
+    offsets = torch.arange(1 - sequences.shape[2], 0, device=logits.device)
+    recent_positions = positions.unsqueeze(1) + offsets
+    recent_tokens = tokens[rows.unsqueeze(1).long(), recent_positions.clamp(min=0).long()]
+    # No token is -2: tokens of the prompt never match.
+    is_generated = recent_positions >= num_prompt.index_select(0, rows).unsqueeze(1)
+    generated = torch.where(is_generated, recent_tokens, -2).unsqueeze(1)
+    is_matched = ((prefixes == generated) | (prefixes == -1)).all(-1) & (last_tokens >= 0)
+    values = torch.zeros_like(last_tokens, dtype=torch.float32).masked_fill_(is_matched, -torch.inf)
+    logits.scatter_add_(1, last_tokens.clamp(min=0).long(), values)
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    all_greedy: bool,
-    any_filter: bool,
-) -> Tensor:
+def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy: bool, any_filter: bool) -> Tensor:
     """See the package's `sample`."""
     if all_greedy:
         return logits.max(-1).indices.to(torch.int32)
-    first_keys, second_keys = noise.row_keys(seeds, positions)
-    greedy = temperature < MIN_TEMPERATURE
-    divisor = temperature.masked_fill(greedy, 1.0).unsqueeze(1)
+    first_keys, second_keys = noise.derive_row_keys(settings.seeds, positions)
+    is_greedy = settings.temperature < MIN_TEMPERATURE
+    temperature = settings.temperature.masked_fill(is_greedy, 1.0).unsqueeze(1)
     if any_filter:
-        drawn = _draw_filtered(logits, divisor, top_k, top_p, min_p, first_keys, second_keys)
+        drawn = _draw_filtered(logits, temperature, settings, first_keys, second_keys)
     else:
-        drawn = _draw(logits, divisor, first_keys.unsqueeze(1), second_keys.unsqueeze(1))
-    if greedy.any():
-        drawn = torch.where(greedy, logits.max(-1).indices, drawn)
+        drawn = _draw(logits, temperature, first_keys.unsqueeze(1), second_keys.unsqueeze(1))
+    if is_greedy.any():
+        drawn = torch.where(is_greedy, logits.max(-1).indices, drawn)
     return drawn.to(torch.int32)
 
 
-def _draw(logits: Tensor, divisor: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
-    """Draw a token of each row [B, V] by exponential races: the minimum of Exp(1) / p is a draw from p.
+def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
+    """Draw a token of each row [B, V]: the token with the minimum of Exp(1) / p is a draw from p (exponential race).
 
-    Equivalent to argmax with Gumbel noise, with one logarithm less.
+    This is equivalent to argmax with Gumbel noise, with one logarithm less. temperature: [B, 1].
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
@@ -117,82 +106,82 @@ def _draw(logits: Tensor, divisor: Tensor, first_keys: Tensor, second_keys: Tens
     step = max(1, DRAW_ELEMENTS // vocab_size)
     for begin in range(0, logits.shape[0], step):
         rows = slice(begin, begin + step)
-        scaled = logits[rows].float() / divisor[rows]
+        scaled = logits[rows].float() / temperature[rows]
         weights = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
         bits = noise.hash_tokens(token_ids, first_keys[rows], second_keys[rows])
-        winners.append(weights.div_(noise.negative_exponentials(bits)).min(-1).indices)
+        winners.append(weights.div_(noise.draw_negative_exponentials(bits)).min(-1).indices)
     return winners[0] if len(winners) == 1 else torch.cat(winners)
 
 
 def _draw_filtered(
-    logits: Tensor,
-    divisor: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    first_keys: Tensor,
-    second_keys: Tensor,
+    logits: Tensor, temperature: Tensor, settings: DrawSettings, first_keys: Tensor, second_keys: Tensor
 ) -> Tensor:
-    """Like `_draw`, among the tokens that each row's filters keep."""
+    """Draw like `_draw`, among the tokens that each row's filters keep. temperature: [B, 1], 1 for greedy rows."""
     drawn = []
-    filters = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    filters = zip(settings.top_k.tolist(), settings.top_p.tolist(), settings.min_p.tolist(), strict=True)
     for row, (row_top_k, row_top_p, row_min_p) in enumerate(filters):
         if row_top_k <= 0 and row_top_p >= 1 and row_min_p <= 0:
             keys = first_keys[row : row + 1, None], second_keys[row : row + 1, None]
-            drawn.append(_draw(logits[row : row + 1], divisor[row : row + 1], *keys).squeeze(0))
+            drawn.append(_draw(logits[row : row + 1], temperature[row : row + 1], *keys).squeeze(0))
             continue
-        scaled = logits[row].float() / divisor[row]
+        scaled = logits[row].float() / temperature[row]
         values, token_ids = filter_row(scaled, row_top_k, row_top_p, row_min_p)
         weights = (values - values[0]).exp_()
         bits = noise.hash_tokens(token_ids.to(torch.int32), first_keys[row], second_keys[row])
-        drawn.append(token_ids[weights.div_(noise.negative_exponentials(bits)).argmin()])
+        drawn.append(token_ids[weights.div_(noise.draw_negative_exponentials(bits)).argmin()])
     return torch.stack(drawn)
 
 
 def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """Return the values, falling, and token ids that one row's filters keep of `scaled` [V] (temperature applied)."""
+    """Return the values, in descending order, and the token ids that a row's filters keep.
+
+    scaled: [V], the row's logits divided by the temperature.
+    """
     vocab_size = scaled.shape[0]
     if top_k >= vocab_size:
         top_k = 0
-    width = min(top_k + TIE_ROOM if top_k > 0 else FIRST_CANDIDATES, vocab_size)
+    width = min(top_k + NUM_TIE_CANDIDATES if top_k > 0 else NUM_FIRST_CANDIDATES, vocab_size)
     while True:
         values, token_ids = scaled.topk(width)
-        kept = _count_kept(scaled, values, top_k, top_p, min_p)
-        if kept < width or width == vocab_size:
-            return values[:kept], token_ids[:kept]
-        width = min(width * WIDENING, vocab_size)
+        num_kept = _count_kept(scaled, values, top_k, top_p, min_p)
+        if num_kept < width or width == vocab_size:
+            return values[:num_kept], token_ids[:num_kept]
+        width = min(width * CANDIDATE_GROWTH, vocab_size)
 
 
 def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> int:
-    """Count how many of `values`, the largest of `scaled`, falling, the filters keep. If all, there may be more."""
+    """Return how many of `values`, the largest of `scaled` in descending order, the filters keep.
+
+    If the filters keep all values, they may keep more of `scaled`.
+    """
     weights = (values - values[0]).exp_().double()
-    kept = values.shape[0]
+    num_kept = values.shape[0]
     if top_k > 0:
-        kept = int((values >= values[top_k - 1]).sum())
+        num_kept = int((values >= values[top_k - 1]).sum())
     if top_p < 1:
-        if kept < values.shape[0] or kept == scaled.shape[0]:
-            total = weights[:kept].sum()
+        if num_kept < values.shape[0] or num_kept == scaled.shape[0]:
+            total = weights[:num_kept].sum()
         elif top_k > 0:
-            # Ties with the k-th may go on beyond `values`: the mass is not known yet.
-            return kept
+            # More logits beyond `values` may tie with the k-th: the mass is not known yet.
+            return num_kept
         else:
             total = (scaled - values[0]).exp_().sum(dtype=torch.float64)
-        short = int((weights[:kept].cumsum(0) < top_p * total).sum())
-        # Due to rounding, even the full sum may be below its share.
-        kept = int((values[:kept] >= values[min(short, kept - 1)]).sum())
+        last_index = int((weights[:num_kept].cumsum(0) < top_p * total).sum())
+        # Due to rounding, even the full sum may be below `top_p * total`.
+        num_kept = int((values[:num_kept] >= values[min(last_index, num_kept - 1)]).sum())
     if min_p > 0:
-        kept = min(kept, int((weights >= min_p).sum()))
-    return kept
+        num_kept = min(num_kept, int((weights >= min_p).sum()))
+    return num_kept
 
 
-def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See the package's `logprobs`."""
+def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See the package's `compute_logprobs`."""
     normalizer = logits.float().logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, tokens.long().unsqueeze(1)).float().sub_(normalizer).squeeze(1)
     top_values, top_ids = logits.topk(num_top, dim=-1)
     return chosen, top_ids.to(torch.int32), top_values.float().sub_(normalizer)
 
 
-def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """See the package's `ranks`."""
+def compute_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """See the package's `compute_ranks`."""
     return (logits >= logits.gather(1, tokens.long().unsqueeze(1))).sum(1, dtype=torch.int32)

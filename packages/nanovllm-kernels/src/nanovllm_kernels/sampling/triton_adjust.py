@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.sampling.reference import IN_PROMPT, LEAST_ALLOWED
+from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_LOGIT
 
 BLOCK = 2048
-BIAS_BLOCK = 128
-FORBID_BLOCK = 128
+BIASES_PER_BLOCK = 128
+SEQUENCES_PER_BLOCK = 128
 
 
 def apply_penalties(
@@ -31,7 +31,7 @@ def apply_penalties(
         logits.stride(0),
         counts.stride(0),
         vocab_size,
-        IN_PROMPT=IN_PROMPT,
+        IN_PROMPT_BIT=IN_PROMPT_BIT,
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -43,7 +43,7 @@ def apply_bias_(
 ) -> None:
     """See the package's `apply_bias_`."""
     num_entries = bias_ids.shape[1]
-    _add_bias[(logits.shape[0], triton.cdiv(num_entries, BIAS_BLOCK))](
+    _apply_bias[(logits.shape[0], triton.cdiv(num_entries, BIASES_PER_BLOCK))](
         logits,
         rows,
         positions,
@@ -55,33 +55,33 @@ def apply_bias_(
         bias_values.stride(0),
         bias_until.stride(0),
         num_entries,
-        BLOCK=BIAS_BLOCK,
+        BLOCK=BIASES_PER_BLOCK,
         num_warps=4,
     )
 
 
-def apply_masks_(logits: Tensor, which: Tensor, masks: Tensor) -> None:
+def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
     """See the package's `apply_masks_`."""
     vocab_size = logits.shape[1]
-    _apply_masks[(which.shape[0], triton.cdiv(vocab_size, BLOCK))](
+    _apply_masks[(mask_rows.shape[0], triton.cdiv(vocab_size, BLOCK))](
         logits,
-        which,
+        mask_rows,
         masks,
         logits.stride(0),
         masks.stride(0),
         vocab_size,
-        LEAST_ALLOWED=LEAST_ALLOWED,
+        MIN_ALLOWED_LOGIT=MIN_ALLOWED_LOGIT,
         BLOCK=BLOCK,
         num_warps=4,
     )
 
 
-def forbid_(
+def forbid_sequences_(
     logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
 ) -> None:
-    """See the package's `forbid_`."""
+    """See the package's `forbid_sequences_`."""
     _, num_sequences, length = sequences.shape
-    _forbid[(logits.shape[0], triton.cdiv(num_sequences, FORBID_BLOCK))](
+    _forbid_sequences[(logits.shape[0], triton.cdiv(num_sequences, SEQUENCES_PER_BLOCK))](
         logits,
         rows,
         positions,
@@ -93,7 +93,7 @@ def forbid_(
         sequences.stride(0),
         num_sequences,
         LENGTH=length,
-        BLOCK=FORBID_BLOCK,
+        BLOCK=SEQUENCES_PER_BLOCK,
         num_warps=4,
     )
 
@@ -110,7 +110,7 @@ def _apply_penalties(
     logits_stride,
     counts_stride,
     vocab_size,
-    IN_PROMPT: tl.constexpr,
+    IN_PROMPT_BIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
@@ -122,17 +122,17 @@ def _apply_penalties(
     frequency = tl.load(frequency_ptr + row)
     logits = tl.load(logits_ptr + index * logits_stride + tokens, mask=mask, other=0.0).to(tl.float32)
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
-        seen = tl.load(counts_ptr + row * counts_stride + tokens, mask=mask, other=0)
+        row_counts = tl.load(counts_ptr + row * counts_stride + tokens, mask=mask, other=0)
         repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
-        logits = tl.where(seen != 0, repeated, logits)
-        generated = (seen & (IN_PROMPT - 1)).to(tl.float32)
+        logits = tl.where(row_counts != 0, repeated, logits)
+        generated = (row_counts & (IN_PROMPT_BIT - 1)).to(tl.float32)
         logits -= tl.where(generated > 0, presence, 0.0)
         logits -= generated * frequency
     tl.store(out_ptr + index * vocab_size + tokens, logits, mask=mask)
 
 
 @triton.jit
-def _add_bias(
+def _apply_bias(
     out_ptr,
     rows_ptr,
     positions_ptr,
@@ -151,42 +151,42 @@ def _add_bias(
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
     until = tl.load(until_ptr + row * until_stride + entries, mask=entries < num_entries, other=0)
-    active = (entries < num_entries) & (position < until)
-    ids = tl.load(ids_ptr + row * ids_stride + entries, mask=active, other=0)
-    values = tl.load(values_ptr + row * values_stride + entries, mask=active, other=0.0)
+    is_active = (entries < num_entries) & (position < until)
+    ids = tl.load(ids_ptr + row * ids_stride + entries, mask=is_active, other=0)
+    values = tl.load(values_ptr + row * values_stride + entries, mask=is_active, other=0.0)
     # Atomic because ids may repeat.
-    tl.atomic_add(out_ptr + index * out_stride + ids, values, mask=active)
+    tl.atomic_add(out_ptr + index * out_stride + ids, values, mask=is_active)
 
 
 @triton.jit
 def _apply_masks(
     out_ptr,
-    which_ptr,
+    mask_rows_ptr,
     masks_ptr,
     out_stride,
     masks_stride,
     vocab_size,
-    LEAST_ALLOWED: tl.constexpr,
+    MIN_ALLOWED_LOGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = tokens < vocab_size
-    row = tl.load(which_ptr + index).to(tl.int64)
+    mask = tokens < vocab_size
+    row = tl.load(mask_rows_ptr + index).to(tl.int64)
     if row < 0:
         return
-    words = tl.load(masks_ptr + index * masks_stride + tokens // 32, mask=inside, other=0)
-    logits = tl.load(out_ptr + row * out_stride + tokens, mask=inside, other=0.0)
-    allowed = ((words >> (tokens % 32)) & 1) != 0
+    words = tl.load(masks_ptr + index * masks_stride + tokens // 32, mask=mask, other=0)
+    logits = tl.load(out_ptr + row * out_stride + tokens, mask=mask, other=0.0)
+    is_allowed = ((words >> (tokens % 32)) & 1) != 0
     tl.store(
         out_ptr + row * out_stride + tokens,
-        tl.where(allowed, tl.maximum(logits, LEAST_ALLOWED), float("-inf")),
-        mask=inside,
+        tl.where(is_allowed, tl.maximum(logits, MIN_ALLOWED_LOGIT), float("-inf")),
+        mask=mask,
     )
 
 
 @triton.jit
-def _forbid(
+def _forbid_sequences(
     out_ptr,
     rows_ptr,
     positions_ptr,
@@ -204,16 +204,18 @@ def _forbid(
     sequences = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + index).to(tl.int64)
     sequences_ptr += row * sequences_stride + sequences * LENGTH
-    ends = tl.load(sequences_ptr + LENGTH - 1, mask=sequences < num_sequences, other=-1)
-    ending = ends >= 0
-    if tl.max(ending.to(tl.int32), 0) == 0:
+    last_tokens = tl.load(sequences_ptr + LENGTH - 1, mask=sequences < num_sequences, other=-1)
+    is_matched = last_tokens >= 0
+    if tl.max(is_matched.to(tl.int32), 0) == 0:
         return
     position = tl.load(positions_ptr + index).to(tl.int32)
-    first_generated = tl.load(num_prompt_ptr + row)
-    for back in tl.range(1, LENGTH):
-        at = position - back
+    num_prompt_tokens = tl.load(num_prompt_ptr + row)
+    for distance in tl.range(1, LENGTH):
+        recent_position = position - distance
         # Tokens of the prompt load as -2, which no sequence has. -1 pads sequences and matches anything.
-        generated = tl.load(tokens_ptr + row * tokens_stride + at, mask=at >= first_generated, other=-2)
-        wanted = tl.load(sequences_ptr + LENGTH - 1 - back, mask=ending, other=-1)
-        ending &= (wanted == generated) | (wanted == -1)
-    tl.store(out_ptr + index * out_stride + ends, float("-inf"), mask=ending)
+        generated = tl.load(
+            tokens_ptr + row * tokens_stride + recent_position, mask=recent_position >= num_prompt_tokens, other=-2
+        )
+        expected = tl.load(sequences_ptr + LENGTH - 1 - distance, mask=is_matched, other=-1)
+        is_matched &= (expected == generated) | (expected == -1)
+    tl.store(out_ptr + index * out_stride + last_tokens, float("-inf"), mask=is_matched)

@@ -10,12 +10,14 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See the package's `logprobs`."""
+def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See the package's `compute_logprobs`."""
     num_rows, vocab_size = logits.shape
     chosen = logits.new_empty((num_rows,), dtype=torch.float32)
     normalizer = torch.empty_like(chosen)
-    _normalize[(num_rows,)](logits, tokens, chosen, normalizer, logits.stride(0), vocab_size, BLOCK=BLOCK, num_warps=16)
+    _compute_normalizer[(num_rows,)](
+        logits, tokens, chosen, normalizer, logits.stride(0), vocab_size, BLOCK=BLOCK, num_warps=16
+    )
     if num_top == 0:
         return chosen, tokens.new_empty((num_rows, 0)), chosen.new_empty((num_rows, 0))
     top_values, top_ids = logits.topk(num_top, dim=-1)
@@ -23,16 +25,18 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tens
 
 
 @triton.jit
-def _normalize(logits_ptr, tokens_ptr, chosen_ptr, normalizer_ptr, logits_stride, vocab_size, BLOCK: tl.constexpr):
+def _compute_normalizer(
+    logits_ptr, tokens_ptr, chosen_ptr, normalizer_ptr, logits_stride, vocab_size, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     lanes = tl.arange(0, BLOCK)
     # Each lane has its own maximum and sum. Start at the lowest finite number: infinities alone would give NaN.
     lane_max = tl.full([BLOCK], -3.0e38, dtype=tl.float32)
     lane_sum = tl.zeros([BLOCK], dtype=tl.float32)
-    for first in tl.range(0, vocab_size, BLOCK):
-        index = first + lanes
-        logits = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+    for first_token in tl.range(0, vocab_size, BLOCK):
+        tokens = first_token + lanes
+        logits = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
         new_max = tl.maximum(lane_max, logits)
         lane_sum = lane_sum * tl.exp(lane_max - new_max) + tl.exp(logits - new_max)
         lane_max = new_max

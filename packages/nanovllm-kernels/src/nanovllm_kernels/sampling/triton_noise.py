@@ -1,6 +1,6 @@
-"""Scores of tokens for a draw on CUDA: the logit over the temperature plus the Gumbel noise of `noise`.
+"""Noisy logits of tokens for a draw on CUDA: the logit over the temperature plus the Gumbel noise of `noise`.
 
-A token's score is the same in every kernel that computes it.
+Every kernel computes the same noisy logit for a token.
 """
 
 import math
@@ -26,13 +26,13 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 
 # Triton's interpreter has no libdevice.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _log2(x):
     """Return log2 by the hardware's instruction: tl.log2 is a polynomial of twelve or more terms."""
-    return tl.log2(x) if INTERPRETED else libdevice.fast_log2f(x)
+    return tl.log2(x) if IS_INTERPRETED else libdevice.fast_log2f(x)
 
 
 @triton.jit
@@ -43,10 +43,10 @@ def load_logits(logits_ptr, tokens, mask):
 
 
 @triton.jit
-def scores(logits, tokens, scale, seed, position):
+def add_gumbel_noise(logits, tokens, scale, seed, position):
     """Return logits plus Gumbel noise in base 2: the largest is the draw. scale: log2(e) / temperature.
 
-    Bound by instructions, because it runs for every token of the vocabulary; base-2 logarithms are one instruction.
+    The number of instructions limits the speed; a logarithm in base 2 is one instruction.
     """
     mixed = seed * SEED_MULTIPLIER + position.to(tl.int64) * POSITION_MULTIPLIER + KEY_OFFSET
     mixed ^= mixed >> 32

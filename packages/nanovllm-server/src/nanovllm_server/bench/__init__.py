@@ -1,1 +1,5 @@
-"""`nanovllm-bench`: benchmark programs. Some also run a peer engine on the same machine in the same call."""
+"""`nanovllm-bench`: benchmark commands. `flags` declares their flags, `cli` runs them.
+
+serve, grammars, interference, trace and kernels are the modules of these names. throughput, latency and prefill are in
+`offline`: they run our engine in this process, and a peer in its own.
+"""

@@ -1,214 +1,208 @@
-"""`nanovllm-bench grammars`: measures how answers that follow schemas delay free answers.
+"""The command `grammars`: measures how answers that follow schemas delay unconstrained answers.
 
-Three mixes with equally many streams alternate: all free; half with a schema; half with a schema while further requests
-bring new schemas that take long to compile. The figure is the time between tokens of the free streams.
+Three mixes with equally many streams alternate: no schemas; a schema for half of the streams; the same while further
+requests bring new schemas that take long to compile. The figure is the time between tokens of unconstrained streams.
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import count
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
+from itertools import count, pairwise
+from statistics import median
 
 import uvloop
 
-from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, chat_request, list_models, stream_chat
-from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, show
-from nanovllm_server.bench.serve import Spread, spread
-from nanovllm_server.bench.workload import Lengths, WorkloadShape, random_chats
+from nanovllm_server.bench.client import Endpoint, ExchangeError, TimedAnswer, chat_request, list_models, stream_chat
+from nanovllm_server.bench.report import BenchError, OutputFiles, report
+from nanovllm_server.bench.serve import LatencyStats, latency_stats
+from nanovllm_server.bench.workload import LengthRange, WorkloadShape, random_text_requests
 from nanovllm_server.protocol.json import JSON
 
-MIXES = ("free", "half held", "held, others compile")
-# Simultaneous requests with new schemas in the third mix.
-COMPILING = 4
+UNCONSTRAINED, HALF_CONSTRAINED, WITH_COMPILING = MIXES = ("unconstrained", "half constrained", "and others compile")
+# Simultaneous requests with new schemas in the mix WITH_COMPILING.
+NUM_COMPILING_REQUESTS = 4
+WARM_UP_TOKENS = 4
+PROMPT_LEN = 32
 TEMPERATURE = 0.6
 _TEXT: JSON = {"type": "string"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarsJob:
-    """Options of a run. model: None for the first one that the server lists. num_streams: must be even."""
+class GrammarsOptions:
+    """Options of a run. model: None for the first model that the server lists. num_streams: must be even."""
 
     endpoint: Endpoint
     model: str | None
     num_streams: int
     output_len: int
     repeat: int
-    results: Results
+    files: OutputFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class MixResult:
     """The figures of one mix over all rounds.
 
-    itl: times between tokens of the free streams.
-    ratio_p50, ratio_p99: medians over rounds of the percentile's ratio to that of the free mix.
-    tokens_held: tokens generated under a schema.
-    compiled, refused: requests with new schemas that were answered, and that were not.
+    itl: times between tokens of the unconstrained streams.
+    ratio_p50, ratio_p99: medians over rounds of the percentile divided by that of the mix without schemas.
+    tokens_constrained: tokens generated under a schema.
+    compiled, refused: number of requests with new schemas that were answered, and that were not.
     """
 
     name: str
-    itl: Spread
+    itl: LatencyStats
     ratio_p50: float
     ratio_p99: float
-    tokens_held: int
+    tokens_constrained: int
     compiled: int
     refused: int
 
 
-def run(job: GrammarsJob) -> None:
+def run(options: GrammarsOptions) -> None:
     """Measures, shows a table, writes the figures. Raises BenchError."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        model, mixes = runner.run(measure(job))
-    facts = machine()
-    title = f"grammars: {model}; {job.num_streams} streams of {job.output_len} tokens, {job.repeat} rounds"
-    header = [
-        "streams",
-        "ITL ms mean",
-        "p50",
-        "p90",
-        "p99",
-        "p50 / free",
-        "p99 / free",
-        "held tok",
-        "schemas",
-        "refused",
-    ]
+        model, results = runner.run(measure(options))
+    percentiles = ["ITL ms mean", "p50", "p90", "p99", "p50 ratio", "p99 ratio"]
+    header = ["streams", *percentiles, "constrained tok", "schemas", "refused"]
     rows = [
         [
-            mix.name,
-            *(f"{value:.2f}" for value in asdict(mix.itl).values()),
-            f"{mix.ratio_p50:.3f}",
-            f"{mix.ratio_p99:.3f}",
-            *map(str, (mix.tokens_held, mix.compiled, mix.refused)),
+            result.name,
+            *(f"{value:.2f}" for value in astuple(result.itl)),
+            f"{result.ratio_p50:.3f}",
+            f"{result.ratio_p99:.3f}",
+            *map(str, (result.tokens_constrained, result.compiled, result.refused)),
         ]
-        for mix in mixes
+        for result in results
     ]
-    show(title, one_line(facts), [header, *rows])
-    keep(
-        job.results.json,
+    report(
+        "grammars",
+        f"grammars: {model}; {options.num_streams} streams of {options.output_len} tokens, {options.repeat} rounds",
+        [[header, *rows]],
         {
-            "benchmark": "grammars",
-            "environment": facts,
             "model": model,
-            "num_streams": job.num_streams,
-            "output_len": job.output_len,
-            "repeat": job.repeat,
-            "mixes": [asdict(mix) for mix in mixes],
+            "num_streams": options.num_streams,
+            "output_len": options.output_len,
+            "repeat": options.repeat,
+            "mixes": [asdict(result) for result in results],
         },
+        options.files,
     )
 
 
 @dataclass(slots=True)
-class _Round:
-    """One mix in one round. gaps: seconds between tokens of the free streams. Other fields: see `Mix`."""
+class _RoundResult:
+    """One mix in one round. gaps_s: times between tokens of unconstrained streams. Other fields: see `MixResult`."""
 
-    gaps: list[float]
-    tokens_held: int
+    gaps_s: list[float]
+    tokens_constrained: int
     compiled: int = 0
     refused: int = 0
 
 
-async def measure(job: GrammarsJob) -> tuple[str, list[Mix]]:
+async def measure(options: GrammarsOptions) -> tuple[str, list[MixResult]]:
     """The model's name, and the figures of each mix. Raises BenchError."""
     try:
-        model = job.model or (await list_models(job.endpoint))[0]
+        model = options.model or (await list_models(options.endpoint))[0]
         # The first grammar of a server takes seconds.
-        await stream_chat(job.endpoint, _body(model, "Hello", 4, people()))
-        await stream_chat(job.endpoint, _body(model, "Hello", 4, None))
+        for schema in (typical_schema(), None):
+            await stream_chat(options.endpoint, _request_body(model, "Hello", WARM_UP_TOKENS, schema))
     except ExchangeError as error:
         raise BenchError(f"the server doesn't answer: {error}") from error
-    rounds: dict[str, list[_Round]] = {name: [] for name in MIXES}
-    numbers = count()
-    for index in range(job.repeat):
-        for name in MIXES:
-            rounds[name].append(await _measure_round(job, model, name, f"{index}-{name}", numbers))
-    free = [spread(each.gaps) for each in rounds["free"]]
-    mixes: list[Mix] = []
-    for name, runs in rounds.items():
-        spreads = [spread(each.gaps) for each in runs]
-        mixes.append(
-            Mix(
-                name=name,
-                itl=spread(gap for each in runs for gap in each.gaps),
-                ratio_p50=median(one.p50 / other.p50 for one, other in zip(spreads, free, strict=True)),
-                ratio_p99=median(one.p99 / other.p99 for one, other in zip(spreads, free, strict=True)),
-                tokens_held=sum(each.tokens_held for each in runs),
-                compiled=sum(each.compiled for each in runs),
-                refused=sum(each.refused for each in runs),
-            )
-        )
-    return model, mixes
+    rounds_by_mix: dict[str, list[_RoundResult]] = {mix: [] for mix in MIXES}
+    schema_numbers = count()
+    for index in range(options.repeat):
+        for mix in MIXES:
+            rounds_by_mix[mix].append(await _measure_round(options, model, mix, f"{index}-{mix}", schema_numbers))
+    base_stats = [latency_stats(result.gaps_s) for result in rounds_by_mix[UNCONSTRAINED]]
+    return model, [_summarize(mix, rounds, base_stats) for mix, rounds in rounds_by_mix.items()]
 
 
-async def _measure_round(job: GrammarsJob, model: str, name: str, seed: str, numbers: "count[int]") -> _Round:
-    half = job.num_streams // 2
-    lengths = Lengths(32, 32)
-    works = random_chats(WorkloadShape(job.num_streams, lengths, Lengths(job.output_len, job.output_len)), seed)
-    # In the free mix, the second half of the streams is free too, but is in no figure.
-    schema = None if name == MIXES[0] else people()
-    ending = asyncio.Event()
-    outcome = _Round([], 0)
-    others = [
-        asyncio.create_task(_compile(job, model, outcome, numbers, ending))
-        for _ in range(COMPILING if name == MIXES[2] else 0)
+def _summarize(mix: str, rounds: Sequence[_RoundResult], base_stats: Sequence[LatencyStats]) -> MixResult:
+    """The figures of a mix. base_stats: latencies of the mix without schemas, by round."""
+    stats_pairs = [*zip((latency_stats(result.gaps_s) for result in rounds), base_stats, strict=True)]
+    return MixResult(
+        name=mix,
+        itl=latency_stats(gap for result in rounds for gap in result.gaps_s),
+        ratio_p50=median(stats.p50 / base.p50 for stats, base in stats_pairs),
+        ratio_p99=median(stats.p99 / base.p99 for stats, base in stats_pairs),
+        tokens_constrained=sum(result.tokens_constrained for result in rounds),
+        compiled=sum(result.compiled for result in rounds),
+        refused=sum(result.refused for result in rounds),
+    )
+
+
+async def _measure_round(
+    options: GrammarsOptions, model: str, mix: str, seed: str, schema_numbers: Iterator[int]
+) -> _RoundResult:
+    half = options.num_streams // 2
+    lengths = LengthRange(PROMPT_LEN, PROMPT_LEN), LengthRange(options.output_len, options.output_len)
+    requests = random_text_requests(WorkloadShape(options.num_streams, *lengths), seed)
+    # Every mix is measured over the first half of the streams; a schema is for the second half.
+    schema = None if mix == UNCONSTRAINED else typical_schema()
+    bodies = [
+        _request_body(model, request.text, request.max_tokens, schema if index >= half else None)
+        for index, request in enumerate(requests)
+    ]
+    streams_ended = asyncio.Event()
+    result = _RoundResult([], 0)
+    compiling_tasks = [
+        asyncio.create_task(_send_new_schemas(options.endpoint, model, result, schema_numbers, streams_ended))
+        for _ in range(NUM_COMPILING_REQUESTS if mix == WITH_COMPILING else 0)
     ]
     try:
-        answers = await asyncio.gather(
-            *(
-                stream_chat(job.endpoint, _body(model, work.text, work.max_tokens, schema if index >= half else None))
-                for index, work in enumerate(works)
-            )
-        )
+        answers = await asyncio.gather(*(stream_chat(options.endpoint, body) for body in bodies))
     except ExchangeError as error:
-        raise BenchError(f"a stream failed ({name}): {error}") from error
+        raise BenchError(f"a stream failed ({mix}): {error}") from error
     finally:
-        ending.set()
-        await asyncio.gather(*others)
-    outcome.gaps = _gaps(answers, half)
-    outcome.tokens_held = 0 if schema is None else sum(answer.output_tokens for answer in answers[half:])
-    if schema is not None and outcome.tokens_held < half * job.output_len:
-        raise BenchError(f"answers with a schema ended early ({name}): the figures would be of fewer streams")
-    return outcome
+        streams_ended.set()
+        await asyncio.gather(*compiling_tasks)
+    result.gaps_s = _gaps_while_all_run(answers, half)
+    result.tokens_constrained = 0 if schema is None else sum(answer.output_tokens for answer in answers[half:])
+    if schema is not None and result.tokens_constrained < half * options.output_len:
+        raise BenchError(f"answers with a schema ended early ({mix}): the figures would be of fewer streams")
+    return result
 
 
-def _gaps(answers: Sequence[Answer], half: int) -> list[float]:
-    """Gaps between pieces of the free streams, while all streams run."""
-    begin = max(answer.pieces[0] for answer in answers)
-    end = min(answer.pieces[-1] for answer in answers)
+def _gaps_while_all_run(answers: Sequence[TimedAnswer], num_measured: int) -> list[float]:
+    """Seconds between pieces of the first `num_measured` streams, while all streams run."""
+    begin = max(answer.piece_times[0] for answer in answers)
+    end = min(answer.piece_times[-1] for answer in answers)
     return [
         after - before
-        for answer in answers[:half]
-        for before, after in zip(answer.pieces, answer.pieces[1:], strict=False)
+        for answer in answers[:num_measured]
+        for before, after in pairwise(answer.piece_times)
         if begin <= before and after <= end
     ]
 
 
-async def _compile(job: GrammarsJob, model: str, outcome: _Round, numbers: "count[int]", ending: asyncio.Event) -> None:
+async def _send_new_schemas(
+    endpoint: Endpoint, model: str, result: _RoundResult, schema_numbers: Iterator[int], streams_ended: asyncio.Event
+) -> None:
     """Sends one request after another, each for one token under a new schema."""
-    while not ending.is_set():
+    while not streams_ended.is_set():
         try:
-            await stream_chat(job.endpoint, _body(model, "Hello", 1, hostile(next(numbers))))
+            await stream_chat(endpoint, _request_body(model, "Hello", 1, slow_schema(next(schema_numbers))))
         except ExchangeError:
-            outcome.refused += 1
+            result.refused += 1
         else:
-            outcome.compiled += 1
+            result.compiled += 1
 
 
-def _body(model: str, text: str, max_tokens: int, schema: JSON) -> JSON:
+def _request_body(model: str, text: str, max_tokens: int, schema: JSON) -> JSON:
     body = chat_request(model, [{"role": "user", "content": text}], max_tokens, TEMPERATURE)
     if schema is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return body
 
 
-def _object(properties: dict[str, JSON]) -> JSON:
+def _object_schema(properties: dict[str, JSON]) -> JSON:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def people() -> JSON:
+def typical_schema() -> JSON:
     """A typical schema, whose answers have thousands of tokens."""
-    address = _object({"street": _TEXT, "city": _TEXT, "country": {"enum": ["France", "Italy", "Spain"]}})
-    person = _object(
+    address = _object_schema({"street": _TEXT, "city": _TEXT, "country": {"enum": ["France", "Italy", "Spain"]}})
+    person = _object_schema(
         {
             "name": {"type": "string", "maxLength": 40},
             "age": {"type": "integer", "minimum": 0, "maximum": 130},
@@ -218,10 +212,10 @@ def people() -> JSON:
             "address": address,
         }
     )
-    return _object({"people": {"type": "array", "items": person, "minItems": 100, "maxItems": 200}})
+    return _object_schema({"people": {"type": "array", "items": person, "minItems": 100, "maxItems": 200}})
 
 
-def hostile(number: int) -> JSON:
+def slow_schema(number: int) -> JSON:
     """A schema that is different for each `number`, and that takes about a second to compile."""
-    fields = {f"f{number}_{field}": _TEXT for field in range(20)}
-    return _object({f"o{number}_{part}": _object(fields) for part in range(40)})
+    properties = {f"f{number}_{field}": _TEXT for field in range(20)}
+    return _object_schema({f"o{number}_{part}": _object_schema(properties) for part in range(40)})

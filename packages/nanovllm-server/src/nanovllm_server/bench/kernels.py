@@ -1,24 +1,25 @@
-"""Runs the kernel benchmarks of `nanovllm_kernels.ladder`, and writes the results as a table, JSON and a plot."""
+"""The command `kernels`: measures the kernels of `nanovllm_kernels.ladder`."""
 
 import sys
 from dataclasses import asdict, replace
+from statistics import median
 
 import torch
 from tqdm import tqdm
 
 from nanovllm_kernels import ladder
-from nanovllm_kernels.platform import describe, has_cuda
-from nanovllm_server.bench import plot
-from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, show
+from nanovllm_kernels.platform import describe_device, has_cuda
+from nanovllm_server.bench import charts
+from nanovllm_server.bench.report import BenchError, OutputFiles, report
 
 
-def run(only: str, repeat: int, results: Results) -> None:
-    """Measures the kernels with `only` in their names. Raises BenchError."""
+def run(name_part: str, repeat: int, files: OutputFiles) -> None:
+    """Measures the kernels whose names contain `name_part`. Raises BenchError."""
     if not has_cuda():
         raise BenchError("kernels needs an NVIDIA GPU")
-    works = ladder.selected(only)
+    works = ladder.selected(name_part)
     if not works:
-        raise BenchError(f"no kernel has {only!r} in its name")
+        raise BenchError(f"no kernel has {name_part!r} in its name")
     figures: list[ladder.Figure] = []
     for work in tqdm(works, desc="kernels", unit="kernel", disable=not sys.stderr.isatty()):
         runs = [ladder.measure(work) for _ in range(repeat)]
@@ -29,22 +30,20 @@ def run(only: str, repeat: int, results: Results) -> None:
                 rate=median(run.rate for run in runs),
             )
         )
-    facts = machine()
-    header = ["kernel", "us", "rate", ""]
     rows = [[figure.name, f"{figure.microseconds:.1f}", f"{figure.rate:.2f}", figure.unit] for figure in figures]
-    show(f"kernels, median of {repeat}", one_line(facts), [header, *rows])
-    keep(
-        results.json,
+    report(
+        "kernels",
+        f"kernels, median of {repeat}",
+        [[["kernel", "us", "rate", ""], *rows]],
         {
-            "benchmark": "kernels",
-            "environment": facts,
-            "device": asdict(describe(torch.device("cuda", 0))),
+            "device": asdict(describe_device(torch.device("cuda", 0))),
             "repeat": repeat,
             "figures": [asdict(figure) for figure in figures],
         },
+        files,
     )
-    if results.plot is not None:
-        panels: dict[str, dict[str, float]] = {}
+    if files.plot is not None:
+        rates_by_unit: dict[str, dict[str, float]] = {}
         for figure in figures:
-            panels.setdefault(figure.unit, {})[figure.name] = figure.rate
-        plot.ladder(results.plot, "kernels", panels)
+            rates_by_unit.setdefault(figure.unit, {})[figure.name] = figure.rate
+        charts.draw_panels_of_bars(files.plot, "kernels", rates_by_unit)

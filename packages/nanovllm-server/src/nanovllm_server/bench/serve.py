@@ -1,6 +1,6 @@
-"""`nanovllm-bench serve`: latencies and rates of any OpenAI-compatible server under load.
+"""The command `serve`: latencies and rates of any OpenAI-compatible server under load.
 
-Each rate and each limit of concurrency gives one point of the curve of latency over throughput.
+Each pair of a request rate and a limit of concurrency is one load, and gives one row of the results.
 """
 
 import asyncio
@@ -8,31 +8,34 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import compress
+from dataclasses import asdict, astuple, dataclass, fields
+from itertools import compress, pairwise, product
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import uvloop
 from tqdm import tqdm
 
-from nanovllm_server.bench import plot
-from nanovllm_server.bench.client import Answer, Endpoint, ExchangeError, chat_request, list_models, stream_chat
-from nanovllm_server.bench.report import BenchError, Results, keep, machine, median, one_line, percentile, show
-from nanovllm_server.bench.workload import ChatWork, WorkloadShape, arrivals, random_chats
+from nanovllm_server.bench import charts
+from nanovllm_server.bench.client import Endpoint, ExchangeError, TimedAnswer, chat_request, list_models, stream_chat
+from nanovllm_server.bench.report import BenchError, OutputFiles, percentile, print_message, report
+from nanovllm_server.bench.workload import TextRequest, WorkloadShape, arrival_times, random_text_requests
 from nanovllm_server.protocol.json import JSON
 
 PERCENTILES = (50, 90, 99)
+WARM_UP_TOKENS = 4
 # Above this share of one core, the client may limit the measurement.
-BUSY = 0.8
+MAX_CLIENT_BUSY = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeJob:
+class ServeOptions:
     """Options of a run.
 
     model: None for the first model that the server lists.
     rates: requests per second; None for all at once.
-    concurrencies: most requests at once; None for no limit.
+    concurrencies: maximum number of simultaneous requests; None for no limit.
     seed: selects the words. A server may have prompts of an earlier run with this seed in its prefix cache.
     """
 
@@ -44,11 +47,11 @@ class ServeJob:
     temperature: float
     seed: int
     repeat: int
-    results: Results
+    files: OutputFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LatencyStats:
     """Mean and percentiles of a latency, in milliseconds."""
 
     mean: float
@@ -58,10 +61,14 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """The figures for one load.
+class LoadResult:
+    """The figures of one load. Names of the fields are those of the JSON.
 
-    failed: requests without a complete answer; they are in no other figure.
+    rate: requests per second; None for all at once.
+    concurrency: maximum number of simultaneous requests; None for no limit.
+    failed: number of requests without a complete answer; they are in no other figure.
+    seconds: time from the first request to the end of the last answer.
+    prompt_tokens, cached_tokens, output_tokens: sums over the requests.
     busy: the client's share of one core.
     ttft: time from sending a request to the first piece of its answer.
     itl: time between pieces.
@@ -79,224 +86,202 @@ class Point:
     cached_tokens: int
     output_tokens: int
     busy: float
-    ttft: Spread
-    itl: Spread
-    tpot: Spread
-    e2e: Spread
+    ttft: LatencyStats
+    itl: LatencyStats
+    tpot: LatencyStats
+    e2e: LatencyStats
 
     @property
-    def load(self) -> list[str]:
-        """The rate and the limit of concurrency, as text."""
+    def load_texts(self) -> list[str]:
+        """The rate and the limit of concurrency, as shown in tables."""
         return [
             "at once" if self.rate is None else f"{self.rate:g}",
             "-" if self.concurrency is None else str(self.concurrency),
         ]
 
 
-def run(job: ServeJob) -> None:
+def run(options: ServeOptions) -> None:
     """Measures, shows tables, writes the figures. Raises BenchError, at the end, if requests failed."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        model, points = runner.run(measure(job))
-    facts = machine()
-    title = f"serve: {model}; {job.shape}, median of {job.repeat}"
-    show(title, one_line(facts), *_tables(points))
-    for point in points:
-        if point.busy > BUSY:
-            sys.stderr.write(
-                f"nanovllm-bench: at {point.output_tokens_per_second:.0f} tok/s this client used {point.busy:.0%} of "
-                "a core: the server may be faster\n"
-            )
-    keep(
-        job.results.json,
+        model, results = runner.run(measure(options))
+    title = f"serve: {model}; {options.shape}, median of {options.repeat}"
+    report(
+        "serve",
+        title,
+        [_rate_table(results), _latency_table(results)],
         {
-            "benchmark": "serve",
-            "environment": facts,
             "model": model,
-            "num_requests": job.shape.num_requests,
-            "input_len": str(job.shape.input),
-            "output_len": str(job.shape.output),
-            "prefix_len": job.shape.prefix,
-            "temperature": job.temperature,
-            "seed": job.seed,
-            "repeat": job.repeat,
-            "points": [asdict(point) for point in points],
+            "num_requests": options.shape.num_requests,
+            "input_len": str(options.shape.input_len),
+            "output_len": str(options.shape.output_len),
+            "prefix_len": options.shape.prefix_len,
+            "temperature": options.temperature,
+            "seed": options.seed,
+            "repeat": options.repeat,
+            "points": [asdict(result) for result in results],
         },
+        options.files,
     )
-    if job.results.plot is not None:
-        _plot(job.results.plot, title, points)
-    if failed := sum(point.failed for point in points):
-        raise BenchError(f"{failed} requests failed: they are in no figure")
+    for result in results:
+        if result.busy > MAX_CLIENT_BUSY:
+            print_message(
+                f"at {result.output_tokens_per_second:.0f} tok/s this client used {result.busy:.0%} of a core: the "
+                "server may be faster"
+            )
+    if options.files.plot is not None:
+        _plot(options.files.plot, title, results)
+    if num_failed := sum(result.failed for result in results):
+        raise BenchError(f"{num_failed} requests failed: they are in no figure")
 
 
-async def measure(job: ServeJob) -> tuple[str, list[Point]]:
-    """The model's name, and a point for each pair of rate and concurrency. Raises BenchError."""
+async def measure(options: ServeOptions) -> tuple[str, list[LoadResult]]:
+    """The model's name, and a result for each pair of rate and concurrency. Raises BenchError."""
     try:
-        model = job.model or (await list_models(job.endpoint))[0]
-        warm_up = ChatWork("Hello", 4)
-        await stream_chat(job.endpoint, _body(job, model, warm_up))
+        model = options.model or (await list_models(options.endpoint))[0]
+        await _send_request(options, model, TextRequest("Hello", WARM_UP_TOKENS))
     except ExchangeError as error:
         raise BenchError(f"the server doesn't answer: {error}") from error
-    points: list[Point] = []
-    for rate in job.rates:
-        for concurrency in job.concurrencies:
-            runs: list[Point] = []
-            for _ in range(job.repeat):
-                # New words each time, so that the prefix cache has only the shared prefix.
-                works = random_chats(job.shape, f"{job.seed}-{len(points)}-{len(runs)}")
-                runs.append(await _measure_point(job, model, works, rate, concurrency))
-            points.append(_medians(runs))
-    return model, points
+    results: list[LoadResult] = []
+    for rate, concurrency in product(options.rates, options.concurrencies):
+        runs: list[LoadResult] = []
+        for _ in range(options.repeat):
+            # New words each time, so that the prefix cache has only the shared prefix.
+            requests = random_text_requests(options.shape, f"{options.seed}-{len(results)}-{len(runs)}")
+            runs.append(await _measure_load(options, model, requests, rate, concurrency))
+        results.append(_median_result(runs))
+    return model, results
 
 
-async def _measure_point(
-    job: ServeJob, model: str, works: Sequence[ChatWork], rate: float | None, concurrency: int | None
-) -> Point:
-    limiter = asyncio.Semaphore(concurrency or len(works))
+async def _measure_load(
+    options: ServeOptions, model: str, requests: Sequence[TextRequest], rate: float | None, concurrency: int | None
+) -> LoadResult:
+    semaphore = asyncio.Semaphore(concurrency or len(requests))
     label = f"rate {rate or 'inf'}, concurrency {concurrency or 'any'}"
-    with tqdm(total=len(works), desc=label, unit="req", disable=not sys.stderr.isatty()) as bar:
-        cpu, start = time.process_time(), time.perf_counter()
+    with tqdm(total=len(requests), desc=label, unit="req", disable=not sys.stderr.isatty()) as bar:
+        start_cpu, start = time.process_time(), time.perf_counter()
 
-        async def one(work: ChatWork, at: float) -> Answer | ExchangeError:
-            await asyncio.sleep(start + at - time.perf_counter())
-            async with limiter:
+        async def send_at(request: TextRequest, arrival_s: float) -> TimedAnswer | ExchangeError:
+            await asyncio.sleep(start + arrival_s - time.perf_counter())
+            async with semaphore:
                 try:
-                    return await stream_chat(job.endpoint, _body(job, model, work))
+                    return await _send_request(options, model, request)
                 except ExchangeError as error:
                     return error
                 finally:
                     bar.update()
 
-        outcomes = await asyncio.gather(*map(one, works, arrivals(len(works), rate)))
-        busy = (time.process_time() - cpu) / (time.perf_counter() - start)
-    answers = [outcome for outcome in outcomes if isinstance(outcome, Answer)]
+        outcomes = await asyncio.gather(*map(send_at, requests, arrival_times(len(requests), rate)))
+        busy = (time.process_time() - start_cpu) / (time.perf_counter() - start)
+    answers = [outcome for outcome in outcomes if isinstance(outcome, TimedAnswer)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, ExchangeError)]
     if not answers:
         raise BenchError(f"all requests failed ({label}), the first: {failures[0]}")
     if failures:
-        sys.stderr.write(f"{len(failures)} of {len(works)} requests failed ({label}), the first: {failures[0]}\n")
-    return _point(answers, len(failures), rate, concurrency, busy)
+        print_message(f"{len(failures)} of {len(requests)} requests failed ({label}), the first: {failures[0]}")
+    return _summarize(answers, len(failures), rate, concurrency, busy)
 
 
-def _body(job: ServeJob, model: str, work: ChatWork) -> JSON:
-    return chat_request(model, [{"role": "user", "content": work.text}], work.max_tokens, job.temperature)
+async def _send_request(options: ServeOptions, model: str, request: TextRequest) -> TimedAnswer:
+    messages: list[JSON] = [{"role": "user", "content": request.text}]
+    body = chat_request(model, messages, request.max_tokens, options.temperature)
+    return await stream_chat(options.endpoint, body)
 
 
-def _point(answers: Sequence[Answer], failed: int, rate: float | None, concurrency: int | None, busy: float) -> Point:
-    seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
+def _summarize(
+    answers: Sequence[TimedAnswer], num_failed: int, rate: float | None, concurrency: int | None, busy: float
+) -> LoadResult:
+    duration_s = max(answer.end_time for answer in answers) - min(answer.sent_time for answer in answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
-    return Point(
+    return LoadResult(
         rate=rate,
         concurrency=concurrency,
-        failed=failed,
-        seconds=seconds,
-        requests_per_second=len(answers) / seconds,
-        output_tokens_per_second=output_tokens / seconds,
+        failed=num_failed,
+        seconds=duration_s,
+        requests_per_second=len(answers) / duration_s,
+        output_tokens_per_second=output_tokens / duration_s,
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
         output_tokens=output_tokens,
         busy=busy,
-        ttft=spread(answer.pieces[0] - answer.sent for answer in answers),
-        itl=spread(
-            after - before
-            for answer in answers
-            for before, after in zip(answer.pieces, answer.pieces[1:], strict=False)
-        ),
-        tpot=spread(
-            (answer.pieces[-1] - answer.pieces[0]) / (answer.output_tokens - 1)
+        ttft=latency_stats(answer.ttft_s for answer in answers),
+        itl=latency_stats(after - before for answer in answers for before, after in pairwise(answer.piece_times)),
+        tpot=latency_stats(
+            (answer.piece_times[-1] - answer.piece_times[0]) / (answer.output_tokens - 1)
             for answer in answers
             if answer.output_tokens > 1
         ),
-        e2e=spread(answer.ended - answer.sent for answer in answers),
+        e2e=latency_stats(answer.end_time - answer.sent_time for answer in answers),
     )
 
 
-def spread(seconds: Iterable[float]) -> Spread:
+def latency_stats(latencies_s: Iterable[float]) -> LatencyStats:
     """Mean and percentiles, with linear interpolation; NaN without values."""
-    values = sorted(1000 * value for value in seconds) or [math.nan]
-    return Spread(sum(values) / len(values), *(percentile(values, percent) for percent in PERCENTILES))
-
-
-def _medians(runs: Sequence[Point]) -> Point:
-    """The median of each figure."""
-
-    def spreads(values: Sequence[Spread]) -> Spread:
-        return Spread(
-            median(value.mean for value in values),
-            median(value.p50 for value in values),
-            median(value.p90 for value in values),
-            median(value.p99 for value in values),
-        )
-
-    return Point(
-        rate=runs[0].rate,
-        concurrency=runs[0].concurrency,
-        failed=sum(run.failed for run in runs),
-        seconds=median(run.seconds for run in runs),
-        requests_per_second=median(run.requests_per_second for run in runs),
-        output_tokens_per_second=median(run.output_tokens_per_second for run in runs),
-        prompt_tokens=runs[0].prompt_tokens,
-        cached_tokens=runs[0].cached_tokens,
-        output_tokens=runs[0].output_tokens,
-        busy=median(run.busy for run in runs),
-        ttft=spreads([run.ttft for run in runs]),
-        itl=spreads([run.itl for run in runs]),
-        tpot=spreads([run.tpot for run in runs]),
-        e2e=spreads([run.e2e for run in runs]),
+    ordered_ms = sorted(1000 * latency for latency in latencies_s) or [math.nan]
+    return LatencyStats(
+        sum(ordered_ms) / len(ordered_ms), *(percentile(ordered_ms, percent) for percent in PERCENTILES)
     )
 
 
-def _tables(points: Sequence[Point]) -> tuple[list[list[str]], list[list[str]]]:
-    rates = [
+def _median_result(runs: Sequence[LoadResult]) -> LoadResult:
+    """The median of each figure, and the sum of failed requests."""
+    figures: dict[str, Any] = {
+        field.name: _median_figure([getattr(run, field.name) for run in runs]) for field in fields(LoadResult)
+    }
+    figures["failed"] = sum(run.failed for run in runs)
+    return LoadResult(**figures)
+
+
+def _median_figure(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], LatencyStats):
+        return LatencyStats(*map(median, zip(*map(astuple, values), strict=True)))
+    # Integers and None are the same in all runs.
+    return median(values) if isinstance(values[0], float) else values[0]
+
+
+def _rate_table(results: Sequence[LoadResult]) -> list[list[str]]:
+    counts = ["failed", "tokens in", "cached", "tokens out", "seconds"]
+    header = ["rate", "concurrency", *counts, "req/s", "output tok/s", "client busy"]
+    rows = [
         [
-            "rate",
-            "concurrency",
-            "failed",
-            "tokens in",
-            "cached",
-            "tokens out",
-            "seconds",
-            "req/s",
-            "output tok/s",
-            "client busy",
-        ],
-        *(
-            [
-                *point.load,
-                str(point.failed),
-                str(point.prompt_tokens),
-                str(point.cached_tokens),
-                str(point.output_tokens),
-                f"{point.seconds:.2f}",
-                f"{point.requests_per_second:.2f}",
-                f"{point.output_tokens_per_second:.1f}",
-                f"{point.busy:.0%}",
-            ]
-            for point in points
-        ),
+            *result.load_texts,
+            str(result.failed),
+            str(result.prompt_tokens),
+            str(result.cached_tokens),
+            str(result.output_tokens),
+            f"{result.seconds:.2f}",
+            f"{result.requests_per_second:.2f}",
+            f"{result.output_tokens_per_second:.1f}",
+            f"{result.busy:.0%}",
+        ]
+        for result in results
     ]
-    latencies = [["rate", "concurrency", "ms", "mean", "p50", "p90", "p99"]]
-    for point in points:
-        for name, of in (("TTFT", point.ttft), ("ITL", point.itl), ("TPOT", point.tpot), ("E2E", point.e2e)):
-            figures = (of.mean, of.p50, of.p90, of.p99)
-            latencies.append([*point.load, name, *(f"{figure:.2f}" for figure in figures)])
-    return rates, latencies
+    return [header, *rows]
 
 
-def _plot(path: Path, title: str, points: Sequence[Point]) -> None:
-    def panel(spreads: Sequence[Spread]) -> dict[str, list[float]]:
-        return {"p50": [of.p50 for of in spreads], "p99": [of.p99 for of in spreads]}
+def _latency_table(results: Sequence[LoadResult]) -> list[list[str]]:
+    table = [["rate", "concurrency", "ms", "mean", "p50", "p90", "p99"]]
+    for result in results:
+        stats_by_name = {"TTFT": result.ttft, "ITL": result.itl, "TPOT": result.tpot, "E2E": result.e2e}
+        for name, stats in stats_by_name.items():
+            table.append([*result.load_texts, name, *(f"{value:.2f}" for value in astuple(stats))])
+    return table
 
-    # Labels show only those of rate and concurrency that differ.
-    differs = [len(set(column)) > 1 for column in zip(*(point.load for point in points), strict=True)]
-    labels = [", ".join(compress(point.load, differs)) for point in points]
-    plot.curves(
+
+def _plot(path: Path, title: str, results: Sequence[LoadResult]) -> None:
+    def percentile_lines(stats_by_load: Sequence[LatencyStats]) -> dict[str, list[float]]:
+        return {"p50": [stats.p50 for stats in stats_by_load], "p99": [stats.p99 for stats in stats_by_load]}
+
+    # A label shows the rate or the concurrency only if the loads differ in it.
+    differs = [len(set(column)) > 1 for column in zip(*(result.load_texts for result in results), strict=True)]
+    charts.draw_curves(
         path,
         title,
-        ("output tok/s", [point.output_tokens_per_second for point in points]),
-        labels,
+        "output tok/s",
+        [result.output_tokens_per_second for result in results],
+        [", ".join(compress(result.load_texts, differs)) for result in results],
         {
-            "TTFT, ms": panel([point.ttft for point in points]),
-            "ITL, ms": panel([point.itl for point in points]),
-            "E2E, ms": panel([point.e2e for point in points]),
+            "TTFT, ms": percentile_lines([result.ttft for result in results]),
+            "ITL, ms": percentile_lines([result.itl for result in results]),
+            "E2E, ms": percentile_lines([result.e2e for result in results]),
         },
     )

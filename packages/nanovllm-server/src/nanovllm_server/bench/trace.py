@@ -1,24 +1,24 @@
-"""`nanovllm-bench trace`: times of an engine's steps on host and device, from the file that `--trace` wrote."""
+"""The command `trace`: times of an engine's steps on host and device, from the file that `--trace` wrote."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
-from nanovllm_server.bench.report import BenchError, Results, keep, percentile, show
-from nanovllm_server.bench.workload import Lengths
-from nanovllm_server.protocol.json import JSON
+from nanovllm_server.bench.report import BenchError, percentile, print_tables, write_json
+from nanovllm_server.bench.workload import LengthRange
 
-DEVICE = "device"
-# Label for the sum of a step's times on the host.
-HOST = "host"
+DEVICE_TRACK = "device"
+# Name in the results of the sum of a step's times on all tracks but the device's.
+HOST_SUM = "host"
 # Idle time from which the device counts as waiting for the host, in us.
-LONG_REST = 50.0
+LONG_IDLE_US = 50.0
 
 
-class Event(msgspec.Struct):
+class TraceEvent(msgspec.Struct):
     """A line of Chrome's array format.
 
     ph: X for a span from `ts` for `dur` (us); M for the name of a track.
@@ -32,9 +32,12 @@ class Event(msgspec.Struct):
     args: dict[str, str | float] = {}
 
 
+EventByStep: TypeAlias = dict[int, TraceEvent]
+
+
 @dataclass(frozen=True, slots=True)
-class Spans:
-    """Times of the steps on one track, in us. For the track `HOST`: sums of a step's spans."""
+class TrackTimes:
+    """Times of the steps on one track, in us. For the track `HOST_SUM`: sums of a step's spans. steps: their number."""
 
     track: str
     steps: int
@@ -44,8 +47,8 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """Idle times of the device between steps, in us. long: number of times above LONG_REST."""
+class IdleTimes:
+    """Idle times of the device between steps, in us. most: the longest. long: number of times above LONG_IDLE_US."""
 
     p50: float
     p99: float
@@ -53,75 +56,85 @@ class Rest:
     long: int
 
 
-def run(path: Path, steps: Lengths | None, results: Results) -> None:
+def run(path: Path, step_range: LengthRange | None, json_path: Path | None) -> None:
     """Shows tables, writes the figures. Raises BenchError if the file is no trace or has none of these steps."""
-    tracks = read(path)
-    if steps is not None:
+    tracks = read_trace(path)
+    if step_range is not None:
         tracks = {
-            track: {step: event for step, event in spans.items() if steps.low <= step <= steps.high}
-            for track, spans in tracks.items()
+            track: {step: event for step, event in events.items() if step_range.low <= step <= step_range.high}
+            for track, events in tracks.items()
         }
     if not any(tracks.values()):
-        raise BenchError(f"{path} has no steps" + (f" from {steps.low} to {steps.high}" if steps else ""))
-    found, rest = [*summarize(tracks)], rests(tracks.get(DEVICE, {}))
+        raise BenchError(
+            f"{path} has no steps" + (f" from {step_range.low} to {step_range.high}" if step_range else "")
+        )
+    track_times, idle_times = [*measure_tracks(tracks)], measure_idle_times(tracks.get(DEVICE_TRACK, {}))
     rows = [
-        [spans.track, str(spans.steps), *(f"{value:.1f}" for value in (spans.p50, spans.p90, spans.p99))]
-        for spans in found
+        [times.track, str(times.steps), *(f"{value:.1f}" for value in (times.p50, times.p90, times.p99))]
+        for times in track_times
     ]
     tables = [[["us", "steps", "p50", "p90", "p99"], *rows]]
-    if rest is not None:
-        row = ["", f"{rest.p50:.1f}", f"{rest.p99:.1f}", f"{rest.most:.1f}", str(rest.long)]
-        tables.append([["device rests, us", "p50", "p99", "most", f"over {LONG_REST:.0f}"], row])
-    show(f"trace; {path}", "all steps" if steps is None else f"steps {steps.low}..{steps.high}", *tables)
-    figures: list[JSON] = [asdict(spans) for spans in found]
-    between = None if rest is None else asdict(rest)
-    keep(results.json, {"benchmark": "trace", "file": str(path), "tracks": figures, "rest": between})
+    if idle_times is not None:
+        values = [f"{value:.1f}" for value in (idle_times.p50, idle_times.p99, idle_times.most)]
+        header = ["device idle, us", "p50", "p99", "max", f"over {LONG_IDLE_US:.0f}"]
+        tables.append([header, ["", *values, str(idle_times.long)]])
+    step_names = "all steps" if step_range is None else f"steps {step_range.low}..{step_range.high}"
+    print_tables(f"trace; {path}", step_names, tables)
+    write_json(
+        json_path,
+        {
+            "benchmark": "trace",
+            "file": str(path),
+            "tracks": [asdict(times) for times in track_times],
+            "rest": None if idle_times is None else asdict(idle_times),
+        },
+    )
 
 
-def read(path: Path) -> dict[str, dict[int, Event]]:
-    """The spans of each track, by step. Raises BenchError."""
-    decode = msgspec.json.Decoder(Event).decode
-    names: dict[int, str] = {}
-    spans: dict[str, dict[int, Event]] = {}
+def read_trace(path: Path) -> dict[str, EventByStep]:
+    """The events of each track, by step. Raises BenchError."""
+    decode = msgspec.json.Decoder(TraceEvent).decode
+    track_by_tid: dict[int, str] = {}
+    tracks: dict[str, EventByStep] = {}
     try:
-        first, *lines = path.read_text().split("\n")
+        first_line, *lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"{path} can't be read: {error}") from error
-    if first != "[":
-        raise BenchError(f"{path} is not what --trace writes: its first line is {first[:20]!r}")
+    if first_line != "[":
+        raise BenchError(f"{path} is not what --trace writes: its first line is {first_line[:20]!r}")
     # The array has no end. Text after the last line break is incomplete: the process was killed while it wrote.
-    for number, line in enumerate(lines[:-1], 2):
+    for line_number, line in enumerate(lines[:-1], 2):
         try:
             event = decode(line.removesuffix(","))
             if event.ph == "M":
-                names[event.tid] = str(event.args["name"])
+                track_by_tid[event.tid] = str(event.args["name"])
             else:
-                spans.setdefault(names[event.tid], {})[int(event.name.removeprefix("step "))] = event
+                tracks.setdefault(track_by_tid[event.tid], {})[int(event.name.removeprefix("step "))] = event
         except (msgspec.DecodeError, KeyError, ValueError) as error:
-            raise BenchError(f"{path}, line {number}: not what --trace writes ({error})") from error
-    return spans
+            raise BenchError(f"{path}, line {line_number}: not what --trace writes ({error})") from error
+    return tracks
 
 
-def summarize(tracks: dict[str, dict[int, Event]]) -> Iterable[Spans]:
-    """Times of the steps on each track, and, for steps with spans on all host tracks, their sums on the host."""
-    host = [spans for track, spans in tracks.items() if track != DEVICE]
-    if host and (complete_steps := set[int].intersection(*map(set[int], host))):
-        yield _spans(HOST, [sum(spans[step].dur for spans in host) for step in complete_steps])
-    for track, spans in tracks.items():
-        if spans:
-            yield _spans(track, [event.dur for event in spans.values()])
+def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
+    """Times of the steps on each track, and, for steps with events on all host tracks, their sums on the host."""
+    host_tracks = [events for track, events in tracks.items() if track != DEVICE_TRACK]
+    if host_tracks and (complete_steps := set[int].intersection(*map(set[int], host_tracks))):
+        yield _track_times(HOST_SUM, [sum(events[step].dur for events in host_tracks) for step in complete_steps])
+    for track, events in tracks.items():
+        if events:
+            yield _track_times(track, [event.dur for event in events.values()])
 
 
-def rests(device: dict[int, Event]) -> Rest | None:
+def measure_idle_times(device_events: EventByStep) -> IdleTimes | None:
     """Idle times of the device between the steps; None if there are fewer than two steps."""
-    events = [device[step] for step in sorted(device)]
-    between = sorted(later.ts - event.ts - event.dur for event, later in pairwise(events))
-    if not between:
+    events = [device_events[step] for step in sorted(device_events)]
+    idle_us = sorted(later.ts - event.ts - event.dur for event, later in pairwise(events))
+    if not idle_us:
         return None
-    long = sum(rest > LONG_REST for rest in between)
-    return Rest(percentile(between, 50), percentile(between, 99), between[-1], long)
+    num_long = sum(value > LONG_IDLE_US for value in idle_us)
+    return IdleTimes(percentile(idle_us, 50), percentile(idle_us, 99), idle_us[-1], num_long)
 
 
-def _spans(track: str, durations: Iterable[float]) -> Spans:
-    taken = sorted(durations)
-    return Spans(track, len(taken), *(percentile(taken, percent) for percent in (50, 90, 99)))
+def _track_times(track: str, durations_us: Iterable[float]) -> TrackTimes:
+    ordered = sorted(durations_us)
+    return TrackTimes(track, len(ordered), *(percentile(ordered, percent) for percent in (50, 90, 99)))

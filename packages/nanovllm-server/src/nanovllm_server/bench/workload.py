@@ -1,11 +1,11 @@
-"""The benchmarks' requests: prompts of random tokens or words, the same in every call. Imports nothing slow."""
+"""Requests of benchmarks: prompts of random tokens or words, the same in every call. Imports nothing slow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
 # Largest token id in nano-vllm's benchmark, which `throughput` repeats by default.
-TOP_TOKEN = 10_000
+MAX_TOKEN_ID = 10_000
 
 # After a space, each word is one token in the vocabularies of GPT-2, Llama, Qwen and their descendants.
 # So the client knows a prompt's length in tokens without the server's tokenizer.
@@ -17,11 +17,11 @@ _TEXT = (
     "back parent face others level office door health person art war history party result change morning reason "
     "research girl guy moment air teacher force education"
 )
-WORDS = _TEXT.split()
+SINGLE_TOKEN_WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthRange:
     """Numbers of tokens from `low` to `high`, all equally likely."""
 
     low: int
@@ -37,72 +37,80 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadShape:
-    """Number and lengths of requests. prefix: tokens that all prompts share, in addition to `input`."""
+    """The number of requests and their lengths in tokens.
+
+    input_len: tokens of a prompt, without the shared prefix.
+    output_len: tokens to generate for a request.
+    prefix_len: tokens with which all prompts begin.
+    """
 
     num_requests: int
-    input: Lengths
-    output: Lengths
-    prefix: int = 0
+    input_len: LengthRange
+    output_len: LengthRange
+    prefix_len: int = 0
 
     def __str__(self) -> str:
-        prefix = f"{self.prefix} shared + " if self.prefix else ""
-        return f"{self.num_requests} requests, {prefix}{self.input} tokens in, {self.output} out"
+        prefix = f"{self.prefix_len} shared + " if self.prefix_len else ""
+        return f"{self.num_requests} requests, {prefix}{self.input_len} tokens in, {self.output_len} out"
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A prompt and the number of tokens to generate."""
+class TokenRequest:
+    """The token ids of a prompt, and the number of tokens to generate."""
 
     prompt: tuple[int, ...]
     max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class ChatWork:
-    """A user's message and the number of tokens to generate."""
+class TextRequest:
+    """The text of a user's message, and the number of tokens to generate."""
 
     text: str
     max_tokens: int
 
 
-def random_prompts(count: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """`count` prompts of `length` random tokens."""
+def random_prompts(num_prompts: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
+    """`num_prompts` prompts of `length` random tokens."""
     random = Random(0)
-    return [tuple(random.randrange(vocab_size) for _ in range(length)) for _ in range(count)]
+    return [tuple(random.randrange(vocab_size) for _ in range(length)) for _ in range(num_prompts)]
 
 
-def random_works(shape: WorkloadShape, vocab_size: int) -> list[Work]:
-    """Random requests of that shape. The shape of nano-bench, 256 x 100..1024 in and out, has 133,966 output tokens."""
+def random_requests(shape: WorkloadShape, vocab_size: int) -> list[TokenRequest]:
+    """Requests of this shape. The shape of nano-bench, 256 x 100..1024 in and out, has 133,966 output tokens."""
     random = Random(0)
-    top = min(TOP_TOKEN, vocab_size - 1)
-    prefix = tuple(random.randint(0, top) for _ in range(shape.prefix))
+    max_token_id = min(MAX_TOKEN_ID, vocab_size - 1)
+    prefix = tuple(random.randint(0, max_token_id) for _ in range(shape.prefix_len))
     prompts = [
-        prefix + tuple(random.randint(0, top) for _ in range(shape.input.draw(random)))
+        prefix + tuple(random.randint(0, max_token_id) for _ in range(shape.input_len.draw(random)))
         for _ in range(shape.num_requests)
     ]
-    return [Work(prompt, shape.output.draw(random)) for prompt in prompts]
+    return [TokenRequest(prompt, shape.output_len.draw(random)) for prompt in prompts]
 
 
-def random_chats(shape: WorkloadShape, seed: int | str) -> list[ChatWork]:
-    """Messages of that shape, in words of one token each. The lengths are always the same; `seed` selects the words."""
-    lengths, words = Random(0), Random(seed)
+def random_text_requests(shape: WorkloadShape, seed: int | str) -> list[TextRequest]:
+    """Requests of this shape, in words of one token. The lengths are always the same; `seed` selects the words."""
+    random_lengths, random_words = Random(0), Random(seed)
 
-    def text(count: int) -> Sequence[str]:
-        return words.choices(WORDS, k=count)
+    def choose_words(num_words: int) -> Sequence[str]:
+        return random_words.choices(SINGLE_TOKEN_WORDS, k=num_words)
 
-    prefix = text(shape.prefix)
+    prefix = choose_words(shape.prefix_len)
     return [
-        ChatWork(" ".join([*prefix, *text(shape.input.draw(lengths))]), shape.output.draw(lengths))
+        TextRequest(
+            " ".join([*prefix, *choose_words(shape.input_len.draw(random_lengths))]),
+            shape.output_len.draw(random_lengths),
+        )
         for _ in range(shape.num_requests)
     ]
 
 
-def arrivals(count: int, rate: float | None) -> list[float]:
+def arrival_times(num_requests: int, rate: float | None) -> list[float]:
     """Arrival times in seconds: a Poisson process with `rate` requests per second. rate: None for all at once."""
     random = Random(0)
-    now = 0.0
+    time_s = 0.0
     times: list[float] = []
-    for _ in range(count):
-        times.append(now)
-        now += random.expovariate(rate) if rate is not None else 0.0
+    for _ in range(num_requests):
+        times.append(time_s)
+        time_s += random.expovariate(rate) if rate is not None else 0.0
     return times

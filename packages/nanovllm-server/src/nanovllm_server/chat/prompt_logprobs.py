@@ -1,43 +1,45 @@
-"""Writes the log-probabilities of a prompt's tokens in the form of a response."""
+"""Serialises the log-probabilities of a prompt's tokens for a response."""
 
 from collections.abc import Iterator, Sequence
 
 import orjson
 
-from nanovllm_core.request import PromptLogprobs
-from nanovllm_server.chat.detokenizing import TextVocabulary
-from nanovllm_server.chat.output_assembler import LEAST_LOGPROB
+from nanovllm_core.outputs import PromptLogprobs
+from nanovllm_server.chat.output_assembler import MIN_LOGPROB
+from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.protocol.bodies import PromptLogprob
 
 
-def write_prompt_logprobs(
-    vocabulary: TextVocabulary, token_ids: Sequence[int], found: PromptLogprobs
+def serialize_prompt_logprobs(
+    vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> orjson.Fragment:
-    """The field `prompt_logprobs` of a response, as JSON. found: log-probabilities of all tokens but the first.
+    """The field `prompt_logprobs` of a response, as JSON.
 
-    Call it in a thread: 32,000 tokens with 20 alternatives each are 50 MB and take a second. It serialises one token
-    at a time, which keeps pauses of the event loop's thread short and memory small.
+    prompt_logprobs: log-probabilities of all tokens but the first.
+
+    Call this function in a thread: 32,000 tokens with 20 alternatives each are 50 MB and take a second. Tokens are
+    serialised one at a time, which keeps memory small and pauses of the event loop short.
     """
-    entries = (orjson.dumps(entry) for entry in prompt_entries(vocabulary, token_ids, found))
+    entries = (orjson.dumps(entry) for entry in iterate_entries(vocabulary, token_ids, prompt_logprobs))
     return orjson.Fragment(b"[" + b",".join(entries) + b"]")
 
 
-def prompt_entries(
-    vocabulary: TextVocabulary, token_ids: Sequence[int], found: PromptLogprobs
+def iterate_entries(
+    vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """Yields for each prompt token the entries of itself and of the likeliest tokens at its position, by token id.
+    """Yields, for each prompt token, entries of the token and of the likeliest tokens at its position, by token id.
 
     Yields None for the first token, which has no probability.
     """
 
-    def one(token: int, logprob: float, rank: int) -> PromptLogprob:
-        text = vocabulary.piece(token).decode(errors="replace")
-        # JSON has no minus infinity, the log-probability of impossible tokens.
-        return {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": text}
+    def make_entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
+        text = vocabulary.token_bytes(token_id).decode(errors="replace")
+        return {"logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": text}
 
     yield None
-    for token, own in zip(token_ids[1:], found, strict=True):
-        entry = {str(token): one(token, own.logprob, own.rank)}
+    for token_id, logprobs in zip(token_ids[1:], prompt_logprobs, strict=True):
+        entries = {str(token_id): make_entry(token_id, logprobs.logprob, logprobs.rank)}
         # Equally likely tokens get different ranks: their positions in the list.
-        entry.update({str(other): one(other, logprob, rank) for rank, (other, logprob) in enumerate(own.top, 1)})
-        yield entry
+        for rank, (top_id, logprob) in enumerate(logprobs.top, 1):
+            entries[str(top_id)] = make_entry(top_id, logprob, rank)
+        yield entries

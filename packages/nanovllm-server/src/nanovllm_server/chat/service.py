@@ -8,31 +8,37 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core import Budget, Engine, GrammarError, Request, RequestError, SamplingParams
-from nanovllm_core.request import ParameterTypes
-from nanovllm_server.chat.detokenizing import TextVocabulary
+from nanovllm_core import Engine, GrammarError, ReasoningBudget, Request, RequestError, SamplingParams
+from nanovllm_core.grammar_types import ParameterTypes
+from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.generation import Generation
-from nanovllm_server.chat.model_format import ModelFormat
 from nanovllm_server.chat.output_assembler import ChoiceOptions, OutputAssembler
 from nanovllm_server.chat.rendering import Prompt, Renderer
 from nanovllm_server.constraint.answer_constraint import AnswerConstraint, constrain
-from nanovllm_server.http.admission import AdmissionControl
-from nanovllm_server.observability.exchange import Exchange
+from nanovllm_server.observability.http_exchange import HttpExchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.parsing.detokenizing import TextVocabulary
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.error import ApiError, invalid_grammar, unavailable, unsupported
 from nanovllm_server.protocol.json import show
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
 from nanovllm_server.protocol.schema import refused_grammar
 
-MAX_NAME_SHOWN = 80
+# Limits of the log line about unknown fields.
+MAX_LOGGED_FIELDS = 20
+MAX_LOGGED_NAME_LENGTH = 80
 INT64_MAX = (1 << 63) - 1
 
 
 @dataclass(slots=True)
 class Service:
-    """One model, its engine, and everything that serves it. names: names that requests may use for the model."""
+    """The dependencies of the routes: one model, its engine, and what serves them.
+
+    names: names that requests may use for the model.
+    running: generations that have not ended.
+    """
 
     engine: Engine
     renderer: Renderer
@@ -56,18 +62,20 @@ class Service:
         info = self.engine.info
         return Limits(info.max_model_len, info.vocab_size, self.admission.capacity)
 
-    def unhealthy(self) -> str | None:
-        """The reason why the server can't serve; None if it can."""
-        return f"the engine is dead: {self.engine.dead}" if self.engine.dead is not None else self.admission.closed
+    def unavailable_reason(self) -> str | None:
+        """The reason why the server refuses requests; None if it accepts requests."""
+        if self.engine.death_reason is not None:
+            return f"the engine is dead: {self.engine.death_reason}"
+        return self.admission.shutdown_reason
 
-    async def begin(self, chat: ChatRequest, exchange: Exchange) -> Generation:
-        """Admits a request and prepares it for the engine. `exchange.on_end` releases everything that it holds.
+    async def start_generation(self, chat: ChatRequest, exchange: HttpExchange) -> Generation:
+        """Admits a request and prepares it for the engine. At its end, `exchange` releases what the request holds.
 
         Raises ApiError.
         """
-        if chat.unknown:
-            shown = [name[:MAX_NAME_SHOWN] for name in chat.unknown[:20]]
-            self.logger.debug("unknown fields ignored", fields=shown, request_id=exchange.request_id)
+        if chat.unknown_fields:
+            fields = [name[:MAX_LOGGED_NAME_LENGTH] for name in chat.unknown_fields[:MAX_LOGGED_FIELDS]]
+            self.logger.debug("unknown fields ignored", fields=fields, request_id=exchange.request_id)
         if chat.model not in self.names:
             raise ApiError(
                 404,
@@ -75,69 +83,76 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        if self.engine.dead is not None:
-            raise unavailable(f"the engine is dead: {self.engine.dead}", "engine_dead")
-        if chat.tools is not None and not self.model_format.has_calls:
+        if self.engine.death_reason is not None:
+            raise unavailable(f"the engine is dead: {self.engine.death_reason}", "engine_dead")
+        if chat.tools is not None and not self.model_format.has_tool_calls:
             raise unsupported(
                 "tools",
                 "tools are not supported: the format of this model's tool calls is unknown; start the server with "
                 "--tool-call-parser to name it",
             )
-        exchange.on_end.append(self.admission.admit(chat.n))
+        exchange.on_end_callbacks.append(self.admission.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
         prompt = await self.renderer.render(chat.messages, definitions, chat.template)
         prompt, budget = await self._reasoning_budget(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
-        constraint = constrain(chat.answer, chat.tools, self.model_format, self.model_format.opening(prompt.text))
+        state = self.model_format.reasoning_state(prompt.text)
+        constraint = constrain(chat.answer, chat.tools, self.model_format, state)
         grammar = None if constraint is None else constraint.spec
-        sampling = replace(chat.sampling, grammar=grammar, budget=budget)
-        requests = self._requests(chat, self._truncated(chat, prompt.token_ids), sampling, exchange.arrival)
-        timeout_s = self._timeout(chat)
-        if constraint is None:
-            assemblers = self._assemblers(chat, prompt, {}, calls_only_at_start=False)
-            generation = Generation(self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s)
-        else:
-            types = await self._compile(constraint)
-            assemblers = self._assemblers(chat, prompt, types, calls_only_at_start=constraint.calls_only_at_start)
-            refuse = partial(invalid_grammar, constraint.path)
-            generation = Generation(self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s, refuse=refuse)
+        sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=budget)
+        requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange.arrival)
+        timeout_s = self._shortest_timeout(chat)
+        parameter_types: ParameterTypes = {}
+        make_grammar_error = GrammarError
+        if constraint is not None:
+            parameter_types = await self._compile(constraint)
+            make_grammar_error = partial(invalid_grammar, constraint.path)
+        assemblers = self._make_assemblers(
+            chat,
+            prompt,
+            parameter_types,
+            calls_only_at_start=constraint is not None and constraint.calls_only_at_start,
+        )
+        generation = Generation(
+            self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s, make_grammar_error=make_grammar_error
+        )
         self.running.add(generation)
-        exchange.on_end.append(lambda: self._end(generation, exchange))
+        exchange.on_end_callbacks.append(lambda: self._finish(generation, exchange))
         self.metrics.queue_time.observe_since(exchange.arrival)
-        exchange.facts["queue_seconds"] = round(time.monotonic() - exchange.arrival, 4)
+        exchange.log_fields["queue_seconds"] = round(time.monotonic() - exchange.arrival, 4)
         return generation
 
-    def _timeout(self, chat: ChatRequest) -> float | None:
-        given = [seconds for seconds in (chat.timeout_s, self.request_timeout_s) if seconds is not None]
-        return min(given, default=None)
+    def _shortest_timeout(self, chat: ChatRequest) -> float | None:
+        limits = [seconds for seconds in (chat.timeout_s, self.request_timeout_s) if seconds is not None]
+        return min(limits, default=None)
 
-    def _truncated(self, chat: ChatRequest, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        keep = chat.truncate_prompt_tokens
-        if keep is None:
+    def _truncate(self, chat: ChatRequest, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        num_kept = chat.truncate_prompt_tokens
+        if num_kept is None:
             return token_ids
-        if keep < 0:
-            keep = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
-        return token_ids[-keep:]
+        if num_kept < 0:
+            num_kept = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
+        return token_ids[-num_kept:]
 
-    async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, Budget | None]:
-        """The prompt, and the budget that closes the reasoning; None for no budget.
+    async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
+        """The prompt, and the budget that ends the reasoning; None for no budget.
 
-        A budget requires that the model reasons, so the prompt then opens the reasoning.
+        A budget requires that the answer begins within reasoning, so the returned prompt ends with the begin tag.
         """
-        form, opening = self.model_format.chat_format.reasoning, self.model_format.opening(prompt.text)
-        if chat.max_reasoning_tokens is None or form is None or opening == "over":
+        reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
+        if chat.max_reasoning_tokens is None or reasoning is None or state == "closed":
             return prompt, None
-        end = self.model_format.reasoning_end
-        if end is None:
+        end_id = self.model_format.reasoning_end_id
+        if end_id is None:
             raise unsupported(
                 "max_reasoning_tokens",
-                f"max_reasoning_tokens is not supported: {form.end} is not a single token of this model",
+                f"max_reasoning_tokens is not supported: {reasoning.end} is not a single token of this model",
             )
-        if opening == "free":
-            prompt = await self.renderer.extend(prompt, f"{form.begin}\n")
+        if state == "undecided":
+            prompt = await self.renderer.extend(prompt, f"{reasoning.begin}\n")
         # The client's integer may be too large for the engine; no answer is longer than the context.
-        return prompt, Budget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end,))
+        return prompt, ReasoningBudget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end_id,))
 
     async def _compile(self, constraint: AnswerConstraint) -> ParameterTypes:
         """Compiles the grammar of a request. Raises ApiError (400), which names the field that caused the failure."""
@@ -149,64 +164,64 @@ class Service:
         try:
             return await self.engine.compile(constraint.spec)
         except GrammarError as error:
-            raise await self._blamed(constraint, error) from error
+            raise await self._locate_grammar_error(constraint, error) from error
 
-    async def _blamed(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        is_unknown = error.place is None and len(constraint.fields) > 1
-        for path, spec in constraint.fields if is_unknown else ():
+    async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
+        """The error for the first field of the constraint that fails alone, or for the whole constraint."""
+        is_field_unknown = error.place is None and len(constraint.fields) > 1
+        for path, spec in constraint.fields if is_field_unknown else ():
             try:
                 await self.engine.compile(spec)
-            except GrammarError as own:
-                return refused_grammar(path, own)
+            except GrammarError as field_error:
+                return refused_grammar(path, field_error)
         return refused_grammar(constraint.path, error)
 
-    def _end(self, generation: Generation, exchange: Exchange) -> None:
+    def _finish(self, generation: Generation, exchange: HttpExchange) -> None:
         self.running.discard(generation)
         generation.close()
         if generation.first_token_s is not None:
-            exchange.facts["ttft_seconds"] = round(generation.first_token_s, 4)
+            exchange.log_fields["ttft_seconds"] = round(generation.first_token_s, 4)
         usage = generation.usage
-        exchange.facts.update(
+        exchange.log_fields.update(
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
             finish_reason=",".join(generation.finish_reasons),
         )
 
-    def _assemblers(
+    def _make_assemblers(
         self, chat: ChatRequest, prompt: Prompt, parameter_types: ParameterTypes, *, calls_only_at_start: bool
     ) -> list[OutputAssembler]:
         tools = None if chat.tools is None else chat.tools.type_schemas(parameter_types)
         options = ChoiceOptions(
-            stops=chat.stop,
+            stop_strings=chat.stop_strings,
             include_stop=chat.include_stop,
-            tags=self.model_format.tags(tools) if chat.skip_special_tokens else self.vocabulary.specials,
+            tag_ids=self.model_format.tag_ids(tools) if chat.skip_special_tokens else self.vocabulary.special_ids,
             include_reasoning=chat.include_reasoning,
-            parallel_calls=chat.tools is None or chat.tools.parallel,
-            token_ids=chat.return_token_ids,
-            named=chat.tools is not None and chat.tools.mode == "named",
+            allows_parallel_calls=chat.tools is None or chat.tools.parallel,
+            include_token_ids=chat.return_token_ids,
+            is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )
-        parsers = [
-            self.model_format.parser(prompt.text, tools, calls_only_at_start=calls_only_at_start) for _ in range(chat.n)
-        ]
+        make_parser = partial(
+            self.model_format.make_parser, prompt.text, tools, calls_only_at_start=calls_only_at_start
+        )
         return [
-            OutputAssembler(index, self.vocabulary, chat.sampling, parser, options)
-            for index, parser in enumerate(parsers)
+            OutputAssembler(index, self.vocabulary, chat.sampling, make_parser(), options) for index in range(chat.n)
         ]
 
-    def _requests(
+    def _make_requests(
         self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, arrival: float
     ) -> list[Request]:
-        self._check_context_length(chat, len(token_ids))
+        self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
-            sampling = replace(sampling, forbidden=self.renderer.tokens_of_words(chat.bad_words))
-        # Not the client's id: two clients may choose the same.
-        base = uuid.uuid4().hex
+            sampling = replace(sampling, forbidden_sequences=self.renderer.encode_words(chat.bad_words))
+        # Not the client's request id, because two clients may choose the same.
+        id_prefix = uuid.uuid4().hex
         requests = [
             Request(
-                id=f"{base}-{index}",
+                id=f"{id_prefix}-{index}",
                 token_ids=token_ids,
-                sampling=_for_choice(sampling, index),
+                sampling=_choice_sampling(sampling, index),
                 cache_salt=chat.cache_salt,
                 priority=chat.priority,
                 arrival_time=arrival,
@@ -216,39 +231,43 @@ class Service:
         try:
             self.engine.check(requests[0])
         except RequestError as error:
-            names = {"prompt": "messages", "max_tokens": chat.max_tokens_field, "forbidden": "bad_words"}
-            param = names.get(error.field, error.field)
+            field_names = {
+                "prompt": "messages",
+                "max_tokens": chat.max_tokens_field,
+                "forbidden_sequences": "bad_words",
+            }
+            param = field_names.get(error.field, error.field)
             message = str(error) if param in str(error) else f"{param}: {error}"
             raise ApiError(400, message, param=param, code="invalid_value") from error
         return requests
 
-    def _check_context_length(self, chat: ChatRequest, num_tokens: int) -> None:
-        context = self.engine.info.max_model_len
-        if num_tokens >= context:
-            # Some clients recognise these words of OpenAI's, and then shorten the conversation or change the model.
+    def _check_prompt_length(self, chat: ChatRequest, num_tokens: int) -> None:
+        max_model_len = self.engine.info.max_model_len
+        if num_tokens >= max_model_len:
+            # Some clients recognise OpenAI's words, and then shorten the conversation or change the model.
             raise ApiError(
                 400,
-                f"Input tokens exceed the configured limit: this model's maximum context length is {context} tokens, "
-                f"of which at least one is for the answer, and the messages are {num_tokens} tokens long: shorten them",
+                f"Input tokens exceed the configured limit: this model's maximum context length is {max_model_len} "
+                f"tokens, of which at least one is for the answer, and the messages have {num_tokens}: shorten them",
                 param="messages",
                 code="context_length_exceeded",
             )
-        most_tokens = context - num_tokens
+        max_tokens = max_model_len - num_tokens
         for name, value in (
             (chat.max_tokens_field, chat.sampling.max_tokens),
             ("min_tokens", chat.sampling.min_tokens),
         ):
-            if value is not None and value > most_tokens:
+            if value is not None and value > max_tokens:
                 raise ApiError(
                     400,
-                    f"{name} must be at most {most_tokens}, not {value}: the context holds {context} tokens, and the "
-                    f"messages take {num_tokens}",
+                    f"{name} must be at most {max_tokens}, not {value}: the context holds {max_model_len} tokens, "
+                    f"and the messages take {num_tokens}",
                     param=name,
                     code="context_length_exceeded",
                 )
 
 
-def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+def _choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
     if index == 0:
         return sampling
     # All choices have the same prompt: only the first one returns its log-probabilities.

@@ -1,54 +1,58 @@
-"""Finds stop strings in text that comes in pieces, and holds back text that may belong to one."""
+"""Finds stop strings in text that arrives in pieces, and holds back text that may belong to a stop string."""
 
 
 class StopMatcher:
     """Finds the stop string that ends first (Knuth, Morris, Pratt 1977; one table per string).
 
-    If two end at the same character, the longer one wins, because no part of it may be returned.
+    If two stop strings end at the same character, the longer one is found: no part of a stop string may be returned.
+
+    matched_stop: the stop string that was found; None before that.
     """
 
-    def __init__(self, stops: tuple[str, ...]):
-        # Longest first, so that the first match found at a character is the longest.
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._tables = [_failure_table(stop) for stop in self._stops]
-        self._matched = [0] * len(stops)
-        self._held = ""
-        self.found: str | None = None
+    def __init__(self, stop_strings: tuple[str, ...]):
+        # Longest first, so that the first match at a character is the longest.
+        self._stop_strings = sorted(stop_strings, key=len, reverse=True)
+        self._tables = [_failure_table(stop) for stop in self._stop_strings]
+        # Length of the longest prefix of each stop string that the text ends with.
+        self._num_matched = [0] * len(stop_strings)
+        self._held_text = ""
+        self.matched_stop: str | None = None
 
     def push(self, text: str) -> str:
-        """Adds `text`; returns the text that can't belong to a stop string. `found` is set if one is complete."""
-        self._held += text
-        for end, character in enumerate(text, len(self._held) - len(text) + 1):
-            for index, stop in enumerate(self._stops):
+        """Adds `text`; returns the text that can't belong to a stop string. Sets `matched_stop` if one is complete."""
+        self._held_text += text
+        for end, character in enumerate(text, len(self._held_text) - len(text) + 1):
+            for index, stop in enumerate(self._stop_strings):
                 if self._advance(index, character) == len(stop):
-                    self.found = stop
-                    return self._held[: end - len(stop)]
-        keep = max(self._matched)
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out
+                    self.matched_stop = stop
+                    return self._held_text[: end - len(stop)]
+        split = len(self._held_text) - max(self._num_matched)
+        released, self._held_text = self._held_text[:split], self._held_text[split:]
+        return released
 
     def flush(self) -> str:
-        """Returns the text that is held back. Later text can't complete a stop string that began in it."""
-        out, self._held = self._held, ""
-        self._matched = [0] * len(self._stops)
-        return out
+        """Returns the text that is held back. Later text can't complete a stop string that began before this call."""
+        released, self._held_text = self._held_text, ""
+        self._num_matched = [0] * len(self._stop_strings)
+        return released
 
     def _advance(self, index: int, character: str) -> int:
-        stop, table, matched = self._stops[index], self._tables[index], self._matched[index]
-        while matched and stop[matched] != character:
-            matched = table[matched - 1]
-        matched += stop[matched] == character
-        self._matched[index] = matched
-        return matched
+        """Adds a character; returns the length of the prefix of stop string `index` that the text ends with."""
+        stop, table, num_matched = self._stop_strings[index], self._tables[index], self._num_matched[index]
+        while num_matched and stop[num_matched] != character:
+            num_matched = table[num_matched - 1]
+        num_matched += stop[num_matched] == character
+        self._num_matched[index] = num_matched
+        return num_matched
 
 
 def _failure_table(pattern: str) -> list[int]:
+    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(pattern)
-    matched = 0
+    num_matched = 0
     for index in range(1, len(pattern)):
-        while matched and pattern[matched] != pattern[index]:
-            matched = table[matched - 1]
-        matched += pattern[matched] == pattern[index]
-        table[index] = matched
+        while num_matched and pattern[num_matched] != pattern[index]:
+            num_matched = table[num_matched - 1]
+        num_matched += pattern[num_matched] == pattern[index]
+        table[index] = num_matched
     return table

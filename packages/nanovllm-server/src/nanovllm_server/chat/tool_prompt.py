@@ -1,7 +1,7 @@
 """Writes tools and calls as plain text, for models whose chat template does not show them.
 
-The system message describes the functions and the format of a call. Past calls become text of the assistant, and their
-results become text of the user.
+The system message describes the functions and the format of a call. Earlier calls become text of the assistant, and
+their results become text of the user.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,64 +12,70 @@ import orjson
 from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
 from nanovllm_server.protocol.json import JSON
 
-Plain = dict[str, Any]
+# A message as chat templates read it.
+TemplateMessage = dict[str, Any]
 
 
-def with_tools(messages: Sequence[Plain], tools: Sequence[Mapping[str, Any]], form: ToolCallFormat) -> list[Plain]:
+def write_tools_as_text(
+    messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]], call_format: ToolCallFormat
+) -> list[TemplateMessage]:
     """Adds a description of the functions and of the format of calls to the system message."""
-    example = written_call(form, "NAME", {"PARAMETER": "VALUE"})
+    example = write_call(call_format, "NAME", {"PARAMETER": "VALUE"})
     functions = "\n".join(orjson.dumps(tool["function"]).decode() for tool in tools)
     text = (
         f"You may call these functions, described in JSON, one a line:\n{functions}\n\n"
         f"To call one, answer in this form, with its name and its parameters:\n{example}"
     )
     if messages and messages[0]["role"] == "system":
-        first = messages[0]
-        return [{**first, "content": f"{first['content']}\n\n{text}".lstrip()}, *messages[1:]]
+        system = messages[0]
+        return [{**system, "content": f"{system['content']}\n\n{text}".lstrip()}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 
-def with_history_as_text(messages: Sequence[Plain], form: ToolCallFormat) -> list[Plain]:
-    """The conversation with past calls and their results written as text."""
-    rewritten: list[Plain] = []
+def write_history_as_text(messages: Sequence[TemplateMessage], call_format: ToolCallFormat) -> list[TemplateMessage]:
+    """Replaces earlier calls and their results by text."""
+    rewritten: list[TemplateMessage] = []
     for message in messages:
-        as_text = _as_text(message, form)
+        text_message = _to_text_message(message, call_format)
         if message["role"] == "tool" and rewritten and rewritten[-1]["role"] == "user":
             # Templates expect user and assistant to alternate: several results are one message.
-            rewritten[-1] = {**rewritten[-1], "content": f"{rewritten[-1]['content']}\n{as_text['content']}"}
+            rewritten[-1] = {**rewritten[-1], "content": f"{rewritten[-1]['content']}\n{text_message['content']}"}
         else:
-            rewritten.append(as_text)
+            rewritten.append(text_message)
     return rewritten
 
 
-def written_call(form: ToolCallFormat, name: str, arguments: JSON) -> str:
-    """A call as a model with this format writes it. arguments: a string (from a call that was cut off) is unchanged."""
+def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
+    """Writes a call in the format of the model.
+
+    arguments: JSON value, or a string (arguments of a call that was cut off), which is written unchanged.
+    """
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-    match form:
-        case JsonCalls():
-            call = f'{{"name": "{name}", "{form.arguments[0]}": {text}}}'
-            return call if form.end is None else f"{form.begin}\n{call}\n{form.end}"
-        case FencedCalls():
-            call = f"{form.kind}{form.name_begin}{name}\n{form.fence_begin}\n{text}\n{form.fence_end}"
-            return f"{form.begin}{form.call_begin}{call}{form.call_end}{form.end}"
-        case XmlCalls():
+    match call_format:
+        case JsonCalls() as tags:
+            call = f'{{"name": "{name}", "{tags.arguments[0]}": {text}}}'
+            return call if tags.end is None else f"{tags.begin}\n{call}\n{tags.end}"
+        case FencedCalls() as tags:
+            call = f"{tags.kind}{tags.name_begin}{name}\n{tags.fence_begin}\n{text}\n{tags.fence_end}"
+            return f"{tags.begin}{tags.call_begin}{call}{tags.call_end}{tags.end}"
+        case XmlCalls() as tags:
             values = arguments if isinstance(arguments, dict) else {}
-            parameters = "".join(_element(form, key, value) for key, value in values.items())
-            return f"{form.begin}\n{form.call_begin}{name}{form.name_end}\n{parameters}{form.call_end}\n{form.end}"
+            parameters = "".join(_write_parameter(tags, key, value) for key, value in values.items())
+            return f"{tags.begin}\n{tags.call_begin}{name}{tags.name_end}\n{parameters}{tags.call_end}\n{tags.end}"
 
 
-def _element(form: XmlCalls, key: str, value: JSON) -> str:
-    edge = "\n" if form.newlines else ""
+def _write_parameter(tags: XmlCalls, key: str, value: JSON) -> str:
+    margin = "\n" if tags.newlines else ""
     text = value if isinstance(value, str) else orjson.dumps(value).decode()
-    return f"{form.parameter_begin}{key}{form.key_end}{edge}{text}{edge}{form.parameter_end}\n"
+    return f"{tags.parameter_begin}{key}{tags.key_end}{margin}{text}{margin}{tags.parameter_end}\n"
 
 
-def _as_text(message: Plain, form: ToolCallFormat) -> Plain:
+def _to_text_message(message: TemplateMessage, call_format: ToolCallFormat) -> TemplateMessage:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    made = [call["function"] for call in message.get("tool_calls", ())]
-    calls = [written_call(form, call["name"], call["arguments"]) for call in made]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [write_call(call_format, function["name"], function["arguments"]) for function in functions]
     if not calls:
         return message
-    rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": "\n".join([*([message["content"]] if message["content"] else []), *calls])}
+    other_fields = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**other_fields, "content": "\n".join([*([message["content"]] if message["content"] else []), *calls])}

@@ -16,9 +16,8 @@ from nanovllm_core.grammar.structural_tag import (
     sequence,
     unconverted_json,
 )
-from nanovllm_core.request import GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_models.chat_formats import ToolCallFormat
-from nanovllm_server.chat.model_format import ModelFormat, Opening
 from nanovllm_server.constraint.call_grammar import (
     MAX_CALLS,
     CallableFunction,
@@ -27,6 +26,7 @@ from nanovllm_server.constraint.call_grammar import (
     is_bare,
     text_with_calls,
 )
+from nanovllm_server.parsing.model_format import ModelFormat, ReasoningState
 from nanovllm_server.protocol.answer import Answer, ChoiceAnswer, GrammarAnswer, JsonAnswer, RegexAnswer, TagAnswer
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import JSON
@@ -59,9 +59,9 @@ class AnswerConstraint:
 
 
 def constrain(
-    answer: Answer | None, tools: Toolbox | None, model_format: ModelFormat, opening: Opening
+    answer: Answer | None, tools: Toolbox | None, model_format: ModelFormat, reasoning_state: ReasoningState
 ) -> AnswerConstraint | None:
-    """The constraint on the answer; None for a free answer. opening: see `ModelFormat.opening`.
+    """The constraint on the answer; None for a free answer. reasoning_state: see `ModelFormat.reasoning_state`.
 
     The engine converts the JSON schemas in it. Raises ApiError (400) for too large grammars.
     """
@@ -71,7 +71,7 @@ def constrain(
             return None
         spec = _answer_spec(answer)
         used, unused = ((answer.path, spec),), ()
-        if opening == "over":
+        if reasoning_state == "closed":
             return _with_checked_size(AnswerConstraint(spec, used, unused, calls_only_at_start=False))
         content, calls_only_at_start = _answer_format(answer), False
     else:
@@ -92,7 +92,7 @@ def constrain(
             used, unused = answer_fields, function_fields
         else:
             used, unused = function_fields + answer_fields, ()
-    answer_format = sequence(*_reasoning_formats(model_format, opening, form), content)
+    answer_format = sequence(*_reasoning_formats(model_format, reasoning_state, form), content)
     return _with_checked_size(AnswerConstraint(_tag_spec(answer_format), used, unused, calls_only_at_start))
 
 
@@ -114,15 +114,15 @@ def _content_format(
 
 
 def _reasoning_formats(
-    model_format: ModelFormat, opening: Opening, calls_form: ToolCallFormat | None
+    model_format: ModelFormat, reasoning_state: ReasoningState, calls_form: ToolCallFormat | None
 ) -> Iterator[TagFormat]:
     form = model_format.chat_format.reasoning
-    if form is None or opening == "over":
+    if form is None or reasoning_state == "closed":
         return
     # A call within reasoning would end the reasoning and escape the constraint.
     excludes = call_beginnings(calls_form) if calls_form is not None and calls_form.ends_reasoning else ()
     body = sequence(any_text((form.end, *excludes)), literal(form.end), LINE_BREAKS)
-    yield body if opening == "begun" else optional(sequence(literal(form.begin), body))
+    yield body if reasoning_state == "open" else optional(sequence(literal(form.begin), body))
 
 
 def _answer_format(answer: Answer) -> TagFormat:
@@ -135,8 +135,8 @@ def _answer_format(answer: Answer) -> TagFormat:
             return either([literal(choice) for choice in choices])
         case GrammarAnswer(grammar=grammar):
             return ebnf(grammar)
-        case TagAnswer(form=form):
-            return form
+        case TagAnswer(tag_format=tag_format):
+            return tag_format
 
 
 def _answer_spec(answer: Answer) -> GrammarSpec:

@@ -1,1 +1,1 @@
-"""HTTP: routes, connections, admission, server-sent events and the chat page."""
+"""HTTP: routes, connections, checks of headers, server-sent events and the chat page."""

@@ -13,22 +13,22 @@ from structlog.contextvars import bind_contextvars
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
 from nanovllm_core import EngineDeadError
-from nanovllm_server.chat.prompt_logprobs import write_prompt_logprobs
+from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.admission import check_content, check_key
 from nanovllm_server.http.event_stream import ChatStream
+from nanovllm_server.http.header_checks import check_content_type, check_key
 from nanovllm_server.http.page import read_page
-from nanovllm_server.observability.exchange import Exchange, ExchangeLayer, exchange_of
+from nanovllm_server.observability.http_exchange import HttpExchange, HttpExchangeMiddleware, get_exchange
 from nanovllm_server.protocol.bodies import Health
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
-from nanovllm_server.protocol.openapi import document
+from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope, models_body
 
 BODY_TIMEOUT_S = 60
-# Bytes from which a body is parsed in a thread: parsing takes milliseconds, which would delay other requests.
-LARGE_BODY = 1 << 17
-EVENT_STREAM = {
+# Larger bodies are parsed in a thread: parsing takes milliseconds, which would delay other requests.
+MIN_THREADED_BODY_BYTES = 1 << 17
+EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -36,19 +36,19 @@ EVENT_STREAM = {
 
 
 def create_app(service: Service) -> Quart:
-    """Returns the application that serves `service`."""
+    """Makes the application that serves `service`."""
     app = Quart(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
-    created = service.clock.now()
+    created_s = service.clock.now()
 
     async def check_access() -> None:
         if request.path.startswith("/v1/"):
             check_key(service.api_keys, request.headers.get("Authorization"))
 
     async def chat_completions() -> Response:
-        exchange = exchange_of(cast(HTTPScope, request.scope))
-        chat = await _read(service, exchange)
-        generation = await service.begin(chat, exchange)
+        exchange = get_exchange(cast(HTTPScope, request.scope))
+        chat = await _read_request(service, exchange)
+        generation = await service.start_generation(chat, exchange)
         envelope = Envelope(
             f"chatcmpl-{chat.request_id or exchange.request_id}",
             service.clock.now(),
@@ -57,85 +57,87 @@ def create_app(service: Service) -> Quart:
         )
         if chat.stream:
             stream = ChatStream(envelope, generation, include_usage=chat.include_usage)
-            await stream.begin()
-            return Response(stream.events(exchange, service.logger), headers=EVENT_STREAM)
-        choices: list[list[Delta]] = [[] for _ in range(chat.n)]
-        async with aclosing(generation.deltas()) as batches:
-            async for deltas in batches:
+            await stream.wait_for_first_deltas()
+            return Response(stream.events(exchange, service.logger), headers=EVENT_STREAM_HEADERS)
+        deltas_by_choice: list[list[Delta]] = [[] for _ in range(chat.n)]
+        async with aclosing(generation.stream_deltas()) as delta_batches:
+            async for deltas in delta_batches:
                 for delta in deltas:
-                    choices[delta.index].append(delta)
-        body: dict[str, object] = {**envelope.completion(choices, generation.usage)}
+                    deltas_by_choice[delta.index].append(delta)
+        body: dict[str, object] = {**envelope.completion(deltas_by_choice, generation.usage)}
         if (prompt_logprobs := generation.prompt_logprobs) is not None:
-            arguments = service.vocabulary, generation.prompt_token_ids.tolist(), prompt_logprobs
-            body["prompt_logprobs"] = await asyncio.to_thread(write_prompt_logprobs, *arguments)
-        return _json(body)
+            token_ids = generation.prompt_token_ids.tolist()
+            body["prompt_logprobs"] = await asyncio.to_thread(
+                serialize_prompt_logprobs, service.vocabulary, token_ids, prompt_logprobs
+            )
+        return _json_response(body)
 
     async def models() -> Response:
-        return _json(models_body(service.names, created, service.engine.info.max_model_len))
+        return _json_response(models_body(service.names, created_s, service.engine.info.max_model_len))
 
     async def health() -> Response:
-        reason = service.unhealthy()
+        reason = service.unavailable_reason()
         body: Health = {"status": "ok"} if reason is None else {"status": "unavailable", "reason": reason}
-        return _json(body, 200 if reason is None else 503)
+        return _json_response(body, 200 if reason is None else 503)
 
     async def metrics() -> Response:
-        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def refuse(error: Exception) -> Response:
-        return _refusal(_as_api_error(error, service))
+    async def handle_error(error: Exception) -> Response:
+        return _error_response(_to_api_error(error, service))
 
     app.before_request(check_access)
     app.add_url_rule("/v1/chat/completions", view_func=chat_completions, methods=["POST"])
     app.add_url_rule("/v1/models", view_func=models, methods=["GET"])
     app.add_url_rule("/health", view_func=health, methods=["GET"])
     app.add_url_rule("/metrics", view_func=metrics, methods=["GET"])
-    _add_documents(app, service)
-    app.register_error_handler(Exception, refuse)
-    layer = ExchangeLayer(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
-    app.asgi_app = layer  # pyright: ignore[reportAttributeAccessIssue]
+    _add_static_routes(app, service)
+    app.register_error_handler(Exception, handle_error)
+    middleware = HttpExchangeMiddleware(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
+    app.asgi_app = middleware  # pyright: ignore[reportAttributeAccessIssue]
     return app
 
 
-def _add_documents(app: Quart, service: Service) -> None:
-    """Adds routes to the two documents that never change."""
+def _add_static_routes(app: Quart, service: Service) -> None:
+    """Adds the routes of `/openapi.json` and of the chat page, whose contents never change."""
     needs_key = bool(service.api_keys)
-    description = orjson.dumps(document(service.names, service.limits, service.defaults, needs_key=needs_key))
-    html, page_headers = read_page()
+    openapi_json = orjson.dumps(openapi_document(service.names, service.limits, service.defaults, needs_key=needs_key))
+    page_html, page_headers = read_page()
 
     async def openapi() -> Response:
-        return Response(description, content_type="application/json")
+        return Response(openapi_json, content_type="application/json")
 
     async def page() -> Response:
-        return Response(html, headers=page_headers)
+        return Response(page_html, headers=page_headers)
 
     app.add_url_rule("/openapi.json", view_func=openapi, methods=["GET"])
     app.add_url_rule("/", view_func=page, methods=["GET"])
 
 
-async def _read(service: Service, exchange: Exchange) -> ChatRequest:
-    check_content(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
+async def _read_request(service: Service, exchange: HttpExchange) -> ChatRequest:
+    check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
     data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
-    if len(data) < LARGE_BODY:
+    if len(data) < MIN_THREADED_BODY_BYTES:
         chat = parse_chat_request(data, service.limits, service.defaults)
     else:
         chat = await asyncio.to_thread(parse_chat_request, data, service.limits, service.defaults)
-    if exchange.has_own_id and chat.request_id is not None:
+    if exchange.has_generated_id and chat.request_id is not None:
         exchange.request_id = chat.request_id
         bind_contextvars(request_id=chat.request_id)
     return chat
 
 
-def _json(body: Mapping[str, object], status: int = 200) -> Response:
+def _json_response(body: Mapping[str, object], status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, content_type="application/json")
 
 
-def _refusal(error: ApiError) -> Response:
-    response = _json(error.body(), error.status)
+def _error_response(error: ApiError) -> Response:
+    response = _json_response(error.body(), error.status)
     response.headers.update(error.headers)
     return response
 
 
-def _as_api_error(error: Exception, service: Service) -> ApiError:
+def _to_api_error(error: Exception, service: Service) -> ApiError:
     match error:
         case ApiError():
             return error
@@ -152,6 +154,6 @@ def _as_api_error(error: Exception, service: Service) -> ApiError:
         case HTTPException():
             return ApiError(error.code or 500, error.description or error.name)
         case _:
-            request_id = exchange_of(cast(HTTPScope, request.scope)).request_id
+            request_id = get_exchange(cast(HTTPScope, request.scope)).request_id
             service.logger.error("internal error", request_id=request_id, exc_info=error)
             return internal_error(request_id)

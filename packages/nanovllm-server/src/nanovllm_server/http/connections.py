@@ -1,7 +1,7 @@
-"""Serves an ASGI application over HTTP/1.1 with Hypercorn's connections, which it changes in three ways.
+"""Serves an ASGI application over HTTP/1.1 with Hypercorn's connections, which this module changes in three ways.
 
-No HTTP/2 (no timeout would end idle connections). A client that stops reading is dropped after `STALLED_S`.
-A connection whose client left is closed at once, not after the idle timeout.
+HTTP/2 is disabled, because no timeout would end its idle connections. A client that stops reading is dropped after
+`WRITE_TIMEOUT_S`. A connection is closed as soon as its client disconnects, not after the idle timeout.
 """
 
 import asyncio
@@ -18,50 +18,50 @@ from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework
 
 BACKLOG = 2048
-# Longest time for which a write may wait for the client.
-STALLED_S = 60.0
+# Maximum time for which a write may wait for the client to read.
+WRITE_TIMEOUT_S = 60.0
 
 
-class PlainHttp(H11Protocol):
+class Http1Protocol(H11Protocol):
     """HTTP/1.1 without upgrades to other protocols."""
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        """Ignores proposals to upgrade; an HTTP/2 preface is treated as a request."""
+        """Ignores requests to upgrade; an HTTP/2 preface is treated as a request."""
 
 
-class Connection(TCPServer):
-    """The connection of one client. stalled_s: longest time for which a write may wait for the client."""
+class HttpConnection(TCPServer):
+    """The connection of one client. write_timeout_s: maximum time for which a write may wait for the client."""
 
-    stalled_s = STALLED_S
-    _left = False
+    write_timeout_s = WRITE_TIMEOUT_S
+    _is_client_gone = False
 
     async def _read_data(self) -> None:
-        wrapper = self.protocol
-        wrapper.protocol = PlainHttp(
-            wrapper.app,
-            wrapper.config,
-            wrapper.context,
-            wrapper.task_group,
-            wrapper.state,
-            wrapper.ssl,
-            wrapper.client,
-            wrapper.server,
-            wrapper.send,
+        protocol_wrapper = self.protocol
+        protocol_wrapper.protocol = Http1Protocol(
+            protocol_wrapper.app,
+            protocol_wrapper.config,
+            protocol_wrapper.context,
+            protocol_wrapper.task_group,
+            protocol_wrapper.state,
+            protocol_wrapper.ssl,
+            protocol_wrapper.client,
+            protocol_wrapper.server,
+            protocol_wrapper.send,
         )
         await super()._read_data()
-        # Requests of this connection may still end; each would start the wait for another request again.
-        self._left = True
+        # Each request of this connection that still ends would restart the idle timeout.
+        self._is_client_gone = True
         await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
-        """Sends the event; drops the client if it takes too long."""
-        if self._left and isinstance(event, Updated):
+        """Sends the event; drops the client if the write takes too long."""
+        if self._is_client_gone and isinstance(event, Updated):
             return
         if not isinstance(event, RawData):
             await super().protocol_send(event)
             return
         try:
-            async with asyncio.timeout(self.stalled_s):
+            async with asyncio.timeout(self.write_timeout_s):
                 await super().protocol_send(event)
         except TimeoutError:
             self.writer.transport.abort()
@@ -72,34 +72,37 @@ async def serve(
     app: ASGIFramework,
     listener: socket.socket,
     config: Config,
-    stop: Callable[[], Awaitable[None]],
+    wait_for_stop: Callable[[], Awaitable[None]],
     *,
-    stalled_s: float = STALLED_S,
+    write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> None:
-    """Serves until `stop` returns. Then accepts no connection, and ends open ones after `config.graceful_timeout` s."""
+    """Serves until `wait_for_stop` returns. Then accepts no new connections, and closes open connections.
+
+    Open connections have `config.graceful_timeout` seconds to end.
+    """
     loop = asyncio.get_running_loop()
     context = WorkerContext(None)
     tasks: set[asyncio.Task[None]] = set()
-    wrapper = ASGIWrapper(app)
+    app_wrapper = ASGIWrapper(app)
 
-    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(wrapper, loop, config, context, {}, reader, writer)
-        connection.stalled_s = stalled_s
+    async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = HttpConnection(app_wrapper, loop, config, context, {}, reader, writer)
+        connection.write_timeout_s = write_timeout_s
         await connection
 
-    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = loop.create_task(serve_one(reader, writer))
+    def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = loop.create_task(serve_connection(reader, writer))
         tasks.add(task)
-        task.add_done_callback(ended)
+        task.add_done_callback(on_end)
 
-    def ended(task: asyncio.Task[None]) -> None:
+    def on_end(task: asyncio.Task[None]) -> None:
         tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not _is_break(error):
+        if not task.cancelled() and (error := task.exception()) is not None and not _is_disconnect(error):
             loop.call_exception_handler({"message": "a connection failed", "exception": error, "task": task})
 
-    server = await asyncio.start_server(connected, sock=listener, backlog=BACKLOG)
+    server = await asyncio.start_server(on_connect, sock=listener, backlog=BACKLOG)
     try:
-        await stop()
+        await wait_for_stop()
     finally:
         await context.terminated.set()
         server.close()
@@ -109,8 +112,8 @@ async def serve(
             task.cancel()
 
 
-def _is_break(error: BaseException) -> bool:
-    """Whether `error` only means that the connection broke."""
+def _is_disconnect(error: BaseException) -> bool:
+    """Whether `error` only means that the client disconnected."""
     if isinstance(error, BaseExceptionGroup):
-        return all(map(_is_break, error.exceptions))
+        return all(map(_is_disconnect, error.exceptions))
     return isinstance(error, OSError)

@@ -1,4 +1,4 @@
-"""Streams an answer as server-sent events."""
+"""Streams an answer as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -8,26 +8,27 @@ import orjson
 
 from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.generation import Generation
-from nanovllm_server.observability.exchange import Exchange
+from nanovllm_server.observability.http_exchange import HttpExchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.protocol.bodies import ChatCompletionChunk, ChunkChoice, Error
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
 
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
-# Placeholder for the choice in the template of a chunk. No text equals it, because JSON would escape its quotes.
-MARK = cast(ChunkChoice, ["nanovllm"])
+KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
+# Placeholder for the choice in the template of a chunk. No string in a chunk contains the placeholder's JSON, because
+# JSON escapes quotes in strings.
+CHOICE_PLACEHOLDER = cast(ChunkChoice, ["nanovllm"])
 
 
-def event(body: ChatCompletionChunk | Error) -> bytes:
-    """One unnamed event."""
+def write_event(body: ChatCompletionChunk | Error) -> bytes:
+    """Serialises an event without a name, which clients treat as the event `message`."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
-def error_event(error: ApiError) -> bytes:
-    """The event for an error after the stream has begun."""
-    return b"event: error\n" + event(error.body())
+def write_error_event(error: ApiError) -> bytes:
+    """Serialises the event for an error after the stream has begun."""
+    return b"event: error\n" + write_event(error.body())
 
 
 class ChatStream:
@@ -37,50 +38,53 @@ class ChatStream:
         self._envelope = envelope
         self._generation = generation
         self._include_usage = include_usage
-        self._started: set[int] = set()
-        # All chunks but the last differ only in their choice: serialise the rest once instead of for every token.
-        template = event(envelope.chunk([MARK], None, with_usage=include_usage))
-        self._head, self._tail = template.split(orjson.dumps(MARK))
-        self._batches = generation.deltas()
-        self._first: list[Delta] = []
-        self._send_prompt = envelope.prompt_token_ids is not None
+        self._started_choices: set[int] = set()
+        # All chunks but the last differ only in their choice: serialise the other fields once instead of per token.
+        template = write_event(envelope.chunk([CHOICE_PLACEHOLDER], None, with_usage=include_usage))
+        self._chunk_begin, self._chunk_end = template.split(orjson.dumps(CHOICE_PLACEHOLDER))
+        self._delta_batches = generation.stream_deltas()
+        self._first_deltas: list[Delta] = []
+        self._must_send_prompt = envelope.prompt_token_ids is not None
 
-    async def begin(self) -> None:
-        """Waits for the first deltas, so that an earlier failure gets its own HTTP status. Raises like `deltas`."""
-        self._first = await anext(self._batches)
+    async def wait_for_first_deltas(self) -> None:
+        """Waits for the first deltas, so that an earlier failure gets its own HTTP status.
 
-    async def events(self, exchange: Exchange, logger: Logger) -> AsyncIterator[bytes]:
+        Raises like `Generation.stream_deltas`.
+        """
+        self._first_deltas = await anext(self._delta_batches)
+
+    async def events(self, exchange: HttpExchange, logger: Logger) -> AsyncIterator[bytes]:
         """Yields all events up to [DONE], joined if they are ready together. A failure becomes an error event."""
         try:
-            async with aclosing(self._batches) as batches:
-                yield self._piece(self._first)
-                async for deltas in batches:
-                    yield self._piece(deltas)
+            async with aclosing(self._delta_batches) as delta_batches:
+                yield self._write_batch(self._first_deltas)
+                async for deltas in delta_batches:
+                    yield self._write_batch(deltas)
             if self._include_usage:
-                yield event(self._envelope.chunk([], self._generation.usage.body(), with_usage=True))
+                yield write_event(self._envelope.chunk([], self._generation.usage.body(), with_usage=True))
         except ApiError as error:
             logger.warning("stream failed", request_id=exchange.request_id, reason=error.message)
-            yield error_event(error)
+            yield write_error_event(error)
         except EngineDeadError as error:
             logger.error("stream failed", request_id=exchange.request_id, reason=str(error))
-            yield error_event(unavailable(str(error), "engine_dead"))
+            yield write_error_event(unavailable(str(error), "engine_dead"))
         except Exception:
             logger.exception("stream failed", request_id=exchange.request_id)
-            yield error_event(internal_error(exchange.request_id))
-        yield DONE
+            yield write_error_event(internal_error(exchange.request_id))
+        yield DONE_EVENT
 
-    def _piece(self, deltas: list[Delta]) -> bytes:
+    def _write_batch(self, deltas: list[Delta]) -> bytes:
         if not deltas:
-            return KEEP_ALIVE
-        return b"".join([self._events(delta) for delta in deltas])
+            return KEEP_ALIVE_COMMENT
+        return b"".join([self._write_delta(delta) for delta in deltas])
 
-    def _events(self, delta: Delta) -> bytes:
-        first = delta.index not in self._started
-        self._started.add(delta.index)
-        return b"".join([self._event(choice) for choice in stream_choices(delta, first=first)])
+    def _write_delta(self, delta: Delta) -> bytes:
+        is_first = delta.index not in self._started_choices
+        self._started_choices.add(delta.index)
+        return b"".join([self._write_choice(choice) for choice in stream_choices(delta, is_first=is_first)])
 
-    def _event(self, choice: ChunkChoice) -> bytes:
-        if self._send_prompt:
-            self._send_prompt = False
-            return event(self._envelope.chunk([choice], None, with_usage=self._include_usage, with_prompt=True))
-        return self._head + orjson.dumps(choice) + self._tail
+    def _write_choice(self, choice: ChunkChoice) -> bytes:
+        if self._must_send_prompt:
+            self._must_send_prompt = False
+            return write_event(self._envelope.chunk([choice], None, with_usage=self._include_usage, with_prompt=True))
+        return self._chunk_begin + orjson.dumps(choice) + self._chunk_end

@@ -1,11 +1,12 @@
-"""The chat page at `/`, and the headers that forbid it to load anything from elsewhere."""
+"""The chat page at `/`, and the headers that forbid the page to load anything from other servers."""
 
 import base64
 import hashlib
 import re
 from importlib import resources
 
-POLICY = {
+# Content-Security-Policy by directive.
+CONTENT_POLICY = {
     "default-src": "'none'",
     "script-src": "",
     "style-src": "",
@@ -14,16 +15,16 @@ POLICY = {
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
-    # Output of a model is hostile: the browser refuses to parse any text as HTML.
+    # A model's output may be hostile: the browser refuses to parse any text as HTML.
     "require-trusted-types-for": "'script'",
     "trusted-types": "'none'",
 }
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """The page in UTF-8, and its headers, which allow its script and its style by their hashes, and no others."""
+    """Returns the page in UTF-8 and its headers, which allow only the page's own script and style, by their hashes."""
     html = resources.files("nanovllm_server.http").joinpath("page.html").read_bytes()
-    policy = POLICY | {"script-src": _hash(html, b"script"), "style-src": _hash(html, b"style")}
+    policy = CONTENT_POLICY | {"script-src": _hash_source(html, b"script"), "style-src": _hash_source(html, b"style")}
     return html, {
         "Content-Type": "text/html; charset=utf-8",
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
@@ -33,6 +34,6 @@ def read_page() -> tuple[bytes, dict[str, str]]:
     }
 
 
-def _hash(html: bytes, tag: bytes) -> str:
+def _hash_source(html: bytes, tag: bytes) -> str:
     (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -1,1 +1,1 @@
-"""Logs, metrics, and the log line of every HTTP exchange."""
+"""Logs, metrics, counters that workers share, and the log line of every HTTP exchange."""

@@ -1,4 +1,4 @@
-"""Configures the log of a process, as text or JSON. It shows neither conversations (without --log-prompts) nor keys."""
+"""Configures the log of a process, as text or JSON. The log has no API keys, and prompts only with --log-prompts."""
 
 import logging
 import sys
@@ -10,14 +10,13 @@ import structlog
 from structlog.types import EventDict, Processor
 
 LogFormat = Literal["text", "json"]
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 Logger = structlog.stdlib.BoundLogger
 
 
 def configure_logs(log_format: LogFormat, level: str) -> None:
     """Sends the logs of structlog and of the standard library to stderr in one format."""
-    shared: list[Processor] = [
+    shared_processors: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -28,12 +27,12 @@ def configure_logs(log_format: LogFormat, level: str) -> None:
         renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_dumps)]
     else:
         # The default formatter shows local variables, which include conversations and keys.
-        plain = structlog.dev.plain_traceback
-        renderers = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+        plain_traceback = structlog.dev.plain_traceback
+        renderers = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain_traceback)]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
+            foreign_pre_chain=shared_processors,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
         )
     )
@@ -41,7 +40,11 @@ def configure_logs(log_format: LogFormat, level: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared_processors,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=Logger,
         cache_logger_on_first_use=True,
@@ -49,7 +52,7 @@ def configure_logs(log_format: LogFormat, level: str) -> None:
 
 
 def get_logger(name: str) -> Logger:
-    """The logger called `name`."""
+    """Returns the logger called `name`."""
     return structlog.stdlib.get_logger(name)
 
 

@@ -1,11 +1,12 @@
-"""Prometheus metrics: statistics of the engine, and latencies that the workers observe. Any worker reports for all.
+"""Prometheus metrics: statistics of the engine, and latencies that workers observe. A worker reports for all.
 
-Names follow other servers: their dashboards work after a change of the prefix.
+Metric names follow other servers: their dashboards work after a change of the prefix.
 """
 
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,85 +14,91 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_server.processes.shared_counters import KeyedCounters, SharedCounters
+from nanovllm_server.observability.shared_counters import KeyedCounters, SharedCounters
 
 PREFIX = "nanovllm:"
 
-TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5, 10, 20, 40, 80, 160)
-ITL_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
-E2E_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
-QUEUE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+# Upper bounds of the histograms' buckets.
+TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5, 10, 20, 40, 80, 160)
+ITL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
+E2E_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
+QUEUE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-
-# These paths are counted separately, all others together.
-PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions")
+# Requests to other paths are counted together, as OTHER_PATH.
+COUNTED_PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions")
 OTHER_PATH = "other"
 STATUSES = range(100, 600)
 
 
 class Histogram:
-    """Counts of observations by upper bound. Cheap enough for one observation per token. For one thread only."""
+    """Counts observations by upper bound, at a cost that allows one observation per token. For one thread only."""
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], counters: SharedCounters):
         self.name = name
         self.help_text = help_text
         self._bounds = bounds
-        # One column per bound, one for larger values, and one for the sum.
+        # One counter per bound, one for larger values, and one for the sum of all values.
         self._counters = counters.claim(len(bounds) + 2)
-        self._sum = len(bounds) + 1
+        self._sum_index = len(bounds) + 1
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Counts `times` observations of `value`."""
-        self._counters.add(bisect_left(self._bounds, value), times)
-        self._counters.add(self._sum, value * times)
+    def observe(self, value: float, count: int = 1) -> None:
+        """Records `count` observations of `value`."""
+        self._counters.add(bisect_left(self._bounds, value), count)
+        self._counters.add(self._sum_index, value * count)
 
     def observe_since(self, start: float) -> None:
-        """Observes the seconds since `start`, a time of `time.monotonic`."""
+        """Records the seconds since `start`, a time of `time.monotonic`."""
         self.observe(time.monotonic() - start)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulated counts by upper bound, and the sum of all observations, over all workers."""
+        """Returns the cumulative count per upper bound, and the sum of all values, over all workers."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = accumulate(map(self._counters.total, range(len(bounds))))
-        return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum)
+        return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum_index)
 
 
 class Metrics(Collector):
-    """All metrics of one server. model: label of each metric. stats: returns the engine's latest statistics."""
+    """All metrics of one server.
 
-    def __init__(self, model: str, info: EngineInfo, stats: Callable[[], EngineStats], counters: SharedCounters):
-        def histogram(name: str, help_text: str, bounds: tuple[float, ...]) -> Histogram:
-            return Histogram(name, help_text, bounds, counters)
+    model: name of the model, a label of each metric.
+    read_stats: returns the engine's latest statistics.
+    """
 
+    def __init__(self, model: str, info: EngineInfo, read_stats: Callable[[], EngineStats], counters: SharedCounters):
+        histogram = partial(Histogram, counters=counters)
         self._model = model
         self._info = info
-        self._stats = stats
-        self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_S)
-        self.inter_token_latency = histogram("inter_token_latency_seconds", "From one token to the next.", ITL_S)
-        self.e2e_latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.", E2E_S)
-        self.queue_time = histogram(
-            "request_queue_time_seconds", "From arrival until the engine has the request.", QUEUE_S
+        self._read_stats = read_stats
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BOUNDS_S
         )
-        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKENS)
-        self.generation_tokens = histogram("request_generation_tokens", "Tokens of a request's output.", TOKENS)
-        self.finished: KeyedCounters[str] = KeyedCounters(counters, ("stop", "length", "tool_calls", "abort"))
-        self.http = KeyedCounters(counters, tuple(product((*PATHS, OTHER_PATH), STATUSES)))
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "From one token to the next.", ITL_BOUNDS_S)
+        self.e2e_latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.", E2E_BOUNDS_S)
+        self.queue_time = histogram(
+            "request_queue_time_seconds", "From arrival until the engine has the request.", QUEUE_BOUNDS_S
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKEN_COUNT_BOUNDS)
+        self.generation_tokens = histogram(
+            "request_generation_tokens", "Tokens of a request's output.", TOKEN_COUNT_BOUNDS
+        )
+        self.finish_reasons: KeyedCounters[str] = KeyedCounters(counters, ("stop", "length", "tool_calls", "abort"))
+        self.http_exchanges = KeyedCounters(counters, tuple(product((*COUNTED_PATHS, OTHER_PATH), STATUSES)))
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def count_http(self, path: str, status: int) -> None:
-        """Counts an HTTP exchange."""
-        self.http.count((path if path in PATHS else OTHER_PATH, status))
+        """Counts one HTTP exchange."""
+        self.http_exchanges.count((path if path in COUNTED_PATHS else OTHER_PATH, status))
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def render(self) -> bytes:
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics for prometheus-client."""
-        yield self._cache()
-        yield from self._engine()
+        yield self._cache_config()
+        yield from self._engine_metrics()
         for histogram in (
             self.time_to_first_token,
             self.inter_token_latency,
@@ -107,18 +114,18 @@ class Metrics(Collector):
         finished = CounterMetricFamily(
             PREFIX + "request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
         )
-        for reason, count in self.finished.items():
+        for reason, count in self.finish_reasons.items():
             finished.add_metric([self._model, reason], count)
         yield finished
         http = CounterMetricFamily(
-            PREFIX + "http_requests", "HTTP exchanges; status 499: the client left.", labels=["path", "status"]
+            PREFIX + "http_requests", "HTTP exchanges; status 499: the client disconnected.", labels=["path", "status"]
         )
-        for (path, status), count in self.http.items():
+        for (path, status), count in self.http_exchanges.items():
             if count:
                 http.add_metric([path, str(status)], count)
         yield http
 
-    def _cache(self) -> Metric:
+    def _cache_config(self) -> Metric:
         info = self._info
         labels = {
             "model_name": self._model,
@@ -131,8 +138,8 @@ class Metrics(Collector):
         cache.add_metric(list(labels.values()), 1)
         return cache
 
-    def _engine(self) -> Iterator[Metric]:
-        stats = self._stats()
+    def _engine_metrics(self) -> Iterator[Metric]:
+        stats = self._read_stats()
         for name, help_text, value in (
             ("num_requests_running", "Requests that take part in steps.", stats.num_requests_running),
             ("num_requests_waiting", "Requests in the engine's queue.", stats.num_requests_waiting),

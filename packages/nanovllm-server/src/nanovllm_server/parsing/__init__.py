@@ -1,1 +1,1 @@
-"""Parses the text of an answer into events: reasoning, content and tool calls. Takes the text piece by piece."""
+"""Reads the tokens of an answer: tokens to text, then text to reasoning, content and tool calls."""

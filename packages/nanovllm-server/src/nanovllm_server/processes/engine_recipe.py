@@ -1,33 +1,26 @@
-"""A callable that makes the model's spec and the configuration in the engine's process. Only the call imports torch."""
+"""A callable that makes the model's spec and configuration in the engine's process. Only the call imports torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nanovllm_core import EngineConfig
 
 if TYPE_CHECKING:
     from nanovllm_core import ModelSpec
-
-DType = Literal["float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "dummy"]
+    from nanovllm_server.settings import LoadFormat
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """The argument of `EngineProcess`. dtype: replaces that of `engine`; None for the checkpoint's dtype."""
+    """The argument of `EngineProcess`."""
 
     model: Path
-    load_format: LoadFormat
-    dtype: DType | None
+    load_format: "LoadFormat"
     engine: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
-        """Return the model's spec and the engine's configuration. Raises ModelError."""
-        import torch
-
+        """Returns the model's spec and the engine's configuration. Raises ModelError."""
         import nanovllm_models
 
-        spec = nanovllm_models.load(self.model, load_format=self.load_format, seed=self.engine.seed)
-        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        return spec, replace(self.engine, dtype=None if self.dtype is None else dtypes[self.dtype])
+        return nanovllm_models.load(self.model, load_format=self.load_format, seed=self.engine.seed), self.engine

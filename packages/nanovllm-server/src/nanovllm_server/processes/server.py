@@ -1,6 +1,7 @@
 """The parent process: binds the port, starts engine and workers, opens the port, drains and stops them.
 
-It handles signals, which all other processes ignore. It binds before the model loads, so that a wrong port fails early.
+The parent handles signals, which all other processes ignore. It binds the port before the model loads, so that a port
+in use is reported early.
 """
 
 import asyncio
@@ -17,21 +18,23 @@ from nanovllm_core.config import GIB
 from nanovllm_models import default_model_path
 from nanovllm_server import __version__
 from nanovllm_server.observability.logs import get_logger
+from nanovllm_server.observability.shared_counters import allocate_counters
 from nanovllm_server.processes.encoding_exchange import allocate_rings
 from nanovllm_server.processes.engine_recipe import EngineRecipe
-from nanovllm_server.processes.shared_counters import allocate_counters
 from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
-from nanovllm_server.settings import Settings, SettingsError, read_template, sampling_defaults
+from nanovllm_server.settings import Settings, SettingsError, read_sampling_defaults, read_template
 
+# Maximum number of connections that wait for a worker to accept them.
 BACKLOG = 2048
-# Most unsent bytes of a connection in the kernel. Further text waits in the worker, where it is merged into one event.
-UNSENT_BYTES = 16 << 10
-# The kernel drops a client that acknowledges nothing for this long.
-STALLED_S = 75
-CLOSE_S = 5.0
-DEATH_GRACE_S = 3.0
-WATCH_S = 0.25
+# Maximum size of a connection's unsent data in the kernel. Further text waits in the worker and becomes one event.
+MAX_UNSENT_BYTES = 16 << 10
+# The kernel drops a client that acknowledges no data for this time.
+ACKNOWLEDGE_TIMEOUT_S = 75
+WORKER_CLOSE_TIMEOUT_S = 5.0
+# Time that workers have to report the death of the engine to clients.
+ENGINE_DEATH_GRACE_S = 3.0
+ENGINE_POLL_INTERVAL_S = 0.25
 
 
 async def run(settings: Settings) -> int:
@@ -42,16 +45,16 @@ async def run(settings: Settings) -> int:
     raise_file_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
     with ExitStack() as stack:
         listeners = bind(settings.host, settings.port, settings.http_workers)
         for listener in listeners:
             stack.enter_context(listener)
-        starting = loop.create_task(_start(settings, listeners))
-        if not await _started_before(starting, stop):
+        start_task = loop.create_task(_start(settings, listeners))
+        if not await _finish_start(start_task, stop):
             return 0
-        engine, workers = starting.result()
+        engine, workers = start_task.result()
         try:
             return await _serve(settings, listeners, engine, workers, stop)
         finally:
@@ -60,14 +63,14 @@ async def run(settings: Settings) -> int:
 
 
 def raise_file_limit() -> None:
-    """Raises the limit of open files, and so of connections, to the hard limit. Child processes inherit it."""
+    """Raises the limit of open files, which includes connections, to the hard limit. Child processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def bind(host: str, port: int, count: int) -> list[socket.socket]:
-    """Returns `count` sockets bound to `host` and `port` (0: any free one) that share connections.
+def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
+    """Returns `num_sockets` sockets bound to `host` and `port` (0: any free port) that share connections.
 
     Raises SettingsError.
     """
@@ -78,17 +81,17 @@ def bind(host: str, port: int, count: int) -> list[socket.socket]:
         raise SettingsError(f"can't listen on {host}: {error.strerror}") from error
     try:
         if port:
-            _check_free(family, address)
-        for _ in range(count):
+            _check_port_is_free(family, address)
+        for _ in range(num_sockets):
             listener = socket.socket(family)
             listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Each worker has its own queue, to which the kernel assigns connections by their hash. With one queue for
-            # all, the first worker to wake takes all connections: of 16 clients, one of four workers got 15.
+            # Each worker has its own queue, and the kernel assigns connections to queues by hash. With a common queue,
+            # the worker that wakes first would accept most connections.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
             if sys.platform == "linux":
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_S * 1000)
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, ACKNOWLEDGE_TIMEOUT_S * 1000)
             listener.bind(address)
             listener.setblocking(False)
             address = listener.getsockname()
@@ -99,29 +102,30 @@ def bind(host: str, port: int, count: int) -> list[socket.socket]:
     return listeners
 
 
-def _check_free(family: int, address: Any) -> None:
-    # SO_REUSEPORT would let a second server of the same user share the port. A socket without it detects that.
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
+def _check_port_is_free(family: int, address: Any) -> None:
+    # With SO_REUSEPORT, a second server of the same user could share the port. A socket without it detects this.
+    with socket.socket(family) as test_socket:
+        test_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        test_socket.bind(address)
 
 
-async def _started_before(starting: "asyncio.Task[tuple[EngineClient, WorkerPool]]", stop: asyncio.Event) -> bool:
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if stopping.done() and not starting.done():
-        starting.cancel()
-        await asyncio.wait((starting,))
+async def _finish_start(start_task: "asyncio.Task[tuple[EngineClient, WorkerPool]]", stop: asyncio.Event) -> bool:
+    """Waits for the start. Returns False if `stop` is set first; the start is then cancelled."""
+    stop_task = asyncio.create_task(stop.wait())
+    await asyncio.wait((start_task, stop_task), return_when=asyncio.FIRST_COMPLETED)
+    if stop_task.done() and not start_task.done():
+        start_task.cancel()
+        await asyncio.wait((start_task,))
         return False
-    stopping.cancel()
+    stop_task.cancel()
     return True
 
 
 async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[EngineClient, WorkerPool]:
     model = settings.model or await asyncio.to_thread(default_model_path)
-    defaults = sampling_defaults(model)
+    defaults = read_sampling_defaults(model)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
-    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.dtype, settings.engine))
+    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine))
     counters = allocate_counters(len(listeners))
     rings = allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.
@@ -131,22 +135,22 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
             for index, listener in enumerate(listeners)
         ]
     )
-    engine_ready = asyncio.create_task(EngineClient.adopt(process))
-    workers_ready = asyncio.create_task(workers.ready())
+    engine_task = asyncio.create_task(EngineClient.adopt(process))
+    workers_task = asyncio.create_task(workers.wait_until_ready())
     try:
-        await asyncio.wait((engine_ready, workers_ready), return_when=asyncio.FIRST_EXCEPTION)
-        # The engine's error first: if the engine can't start, the workers fail as a consequence.
-        for task in (engine_ready, workers_ready):
+        await asyncio.wait((engine_task, workers_task), return_when=asyncio.FIRST_EXCEPTION)
+        # The engine's error comes first: if the engine can't start, the workers fail as a consequence.
+        for task in (engine_task, workers_task):
             if task.done():
                 task.result()
-        return engine_ready.result(), workers
+        return engine_task.result(), workers
     except BaseException:
         workers.kill()
-        workers_ready.cancel()
-        engine_ready.cancel()
-        await asyncio.wait((engine_ready, workers_ready))
-        if not engine_ready.cancelled() and engine_ready.exception() is None:
-            await engine_ready.result().stop()
+        workers_task.cancel()
+        engine_task.cancel()
+        await asyncio.wait((engine_task, workers_task))
+        if not engine_task.cancelled() and engine_task.exception() is None:
+            await engine_task.result().stop()
         raise
 
 
@@ -157,7 +161,7 @@ async def _serve(
     host, port = listeners[0].getsockname()[:2]
     try:
         # Checked again, because another process may have opened the port since `bind`.
-        _check_free(listeners[0].family, listeners[0].getsockname())
+        _check_port_is_free(listeners[0].family, listeners[0].getsockname())
         for listener in listeners:
             listener.listen(BACKLOG)
     except OSError as error:
@@ -165,42 +169,44 @@ async def _serve(
     workers.open()
     gc.collect()
     gc.freeze()
-    sys.stdout.write(banner(engine.info, settings, host, port))
+    sys.stdout.write(format_banner(engine.info, settings, host, port))
     sys.stdout.flush()
-    stopping = asyncio.create_task(stop.wait())
-    dying = asyncio.create_task(_wait_for_death(engine))
-    await asyncio.wait((stopping, dying, workers.failed), return_when=asyncio.FIRST_COMPLETED)
-    failed = workers.failed.done()
-    if failed:
+    stop_task = asyncio.create_task(stop.wait())
+    death_task = asyncio.create_task(_wait_for_death(engine))
+    await asyncio.wait((stop_task, death_task, workers.failed), return_when=asyncio.FIRST_COMPLETED)
+    has_failed = workers.failed.done()
+    if has_failed:
         logger.error("an HTTP worker can't be replaced", reason=str(workers.failed.exception()))
-    if not dying.done():
-        logger.info("draining", seconds=settings.drain_s)
-        draining = asyncio.create_task(workers.drain())
-        await asyncio.wait((draining, dying), timeout=settings.drain_s, return_when=asyncio.FIRST_COMPLETED)
-        draining.cancel()
-    if dying.done():
-        logger.error("engine died", reason=engine.dead)
+    if not death_task.done():
+        logger.info("draining", seconds=settings.drain_timeout_s)
+        drain_task = asyncio.create_task(workers.drain())
+        await asyncio.wait(
+            (drain_task, death_task), timeout=settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        drain_task.cancel()
+    if death_task.done():
+        logger.error("engine died", reason=engine.death_reason)
         # Gives running requests and /health time to report the failure.
-        await asyncio.wait((stopping,), timeout=DEATH_GRACE_S)
-    status = 1 if failed or engine.dead is not None else 0
-    for task in (stopping, dying):
+        await asyncio.wait((stop_task,), timeout=ENGINE_DEATH_GRACE_S)
+    status = 1 if has_failed or engine.death_reason is not None else 0
+    for task in (stop_task, death_task):
         task.cancel()
-    await workers.close(CLOSE_S)
+    await workers.close(WORKER_CLOSE_TIMEOUT_S)
     return status
 
 
 async def _wait_for_death(engine: EngineClient) -> None:
-    # `EngineClient` has no event for its death, and the delay of this poll does no harm.
-    while engine.dead is None:  # noqa: ASYNC110
-        await asyncio.sleep(WATCH_S)
+    # `EngineClient` has no event for the engine's death, and the delay of this poll does no harm.
+    while engine.death_reason is None:  # noqa: ASYNC110
+        await asyncio.sleep(ENGINE_POLL_INTERVAL_S)
 
 
-def banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
+def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
     """The text that the server prints when it begins to serve, with a curl command to try it."""
     names = settings.names or (info.model,)
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
-    url = f"http://{shown}:{port}"
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_keys else ""
+    url_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
+    url = f"http://{url_host}:{port}"
+    key_header = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_keys else ""
     workers = f" ({settings.http_workers} workers)" if settings.http_workers > 1 else ""
     cache = f"{info.kv_cache_tokens} tokens ({info.kv_cache_bytes / GIB:.2f} GiB of {info.kv_cache_dtype})"
     if info.num_state_slots:
@@ -211,6 +217,6 @@ def banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
         f"  model    {', '.join(names)} ({info.dtype} on {info.device}, attention: {info.attention_backend})\n"
         f"  products {info.arithmetic}\n"
         f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
-        f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"curl {url}/v1/chat/completions{key_header} -H 'Content-Type: application/json' "
         f'-d \'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
     )

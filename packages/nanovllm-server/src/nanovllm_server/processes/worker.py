@@ -1,4 +1,4 @@
-"""The life of a worker: it starts, serves HTTP, drains and ends when its parent orders so."""
+"""Runs a worker: starts, serves HTTP, drains and ends on the orders of its parent."""
 
 import asyncio
 import gc
@@ -14,33 +14,33 @@ import nanovllm_models
 from nanovllm_core import ConfigError, Engine, EngineClient, EngineDeadError
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS
 from nanovllm_models.token_bytes import VocabularyError
-from nanovllm_server.chat.detokenizing import TextVocabulary
-from nanovllm_server.chat.model_format import ModelFormat
+from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.admission import AdmissionControl
 from nanovllm_server.http.app import create_app
 from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.shared_counters import SharedCounters
+from nanovllm_server.parsing.detokenizing import TextVocabulary
+from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.processes.encoding_exchange import RingEncodingExchange
-from nanovllm_server.processes.shared_counters import SharedCounters
-from nanovllm_server.processes.worker_protocol import Order, StartFailure, WorkerArguments
+from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder
 from nanovllm_server.protocol.error import unavailable
 
-CLOSE_S = 3.0
-# Longer than clients and proxies keep idle connections, so that they close first and never use a closed one.
-# It is also the time limit for the head of a request.
+CLOSE_TIMEOUT_S = 3.0
+# Longer than clients and proxies keep idle connections, so that they close first and never use a closed connection.
+# This is also the time limit for the head of a request.
 KEEP_ALIVE_S = 75
-SHUTTING_DOWN = "the server is shutting down"
+SHUTDOWN_REASON = "the server is shutting down"
 
 
 class ParentPipe:
-    """The pipe to the parent. Receives its orders, and cancels the worker's task when the parent has ended."""
+    """The pipe to the parent. Receives the parent's orders, and cancels the worker's task when the parent has ended."""
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
-        self._events: dict[Order, asyncio.Event] = {
+        self._events: dict[WorkerOrder, asyncio.Event] = {
             "open": asyncio.Event(),
             "drain": asyncio.Event(),
             "close": asyncio.Event(),
@@ -50,16 +50,16 @@ class ParentPipe:
         self._loop.add_reader(pipe.fileno(), self._on_order)
 
     def report(self, report: object) -> None:
-        """Send `report` to the parent."""
+        """Sends `report` to the parent."""
         self._pipe.send(report)
 
-    async def wait(self, order: Order) -> None:
-        """Wait until `order` has been given."""
+    async def wait(self, order: WorkerOrder) -> None:
+        """Waits until the parent has given `order`."""
         await self._events[order].wait()
 
     def _on_order(self) -> None:
         try:
-            order: Order = self._pipe.recv()
+            order: WorkerOrder = self._pipe.recv()
         except (EOFError, OSError):
             self._loop.remove_reader(self._pipe.fileno())
             if self._task is not None:
@@ -68,26 +68,26 @@ class ParentPipe:
         self._events[order].set()
 
 
-async def run(arguments: WorkerArguments, pipe: Connection, serving: threading.Event) -> None:
+async def run(arguments: WorkerArguments, pipe: Connection, is_ready: threading.Event) -> None:
     """Runs the worker until the order "close" or the end of the parent.
 
-    serving: the worker sets it when it is ready; from then on it ends itself if the parent is gone.
+    is_ready: set when the worker is ready. From then on, the worker ends itself if the parent has ended.
     """
     parent = ParentPipe(pipe)
     try:
         service = await _start(arguments)
     except (ConfigError, EngineDeadError):
-        # The parent gets this error from the engine itself.
+        # The parent receives this error from the engine itself.
         await parent.wait("close")
         return
     except (nanovllm_models.ModelError, VocabularyError) as error:
-        parent.report(StartFailure(str(error), expected=True))
+        parent.report(StartFailure(str(error), is_user_error=True))
         await parent.wait("close")
         return
     # Loaded objects live until the end: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
-    serving.set()
+    is_ready.set()
     parent.report("ready")
     try:
         await parent.wait("open")
@@ -99,17 +99,17 @@ async def run(arguments: WorkerArguments, pipe: Connection, serving: threading.E
 
 async def _start(arguments: WorkerArguments) -> Service:
     settings = arguments.settings
-    connecting = asyncio.create_task(EngineClient.connect(arguments.engine))
+    connect_task = asyncio.create_task(EngineClient.connect(arguments.engine))
     try:
         tokenizer = await asyncio.to_thread(_load_tokenizer, arguments)
         vocabulary = TextVocabulary(tokenizer.backend)
         chat_format = select_chat_format(arguments, tokenizer.chat_template)
         model_format = ModelFormat(chat_format, vocabulary)
         renderer = Renderer(tokenizer, chat_format.tool_calls)
-        engine: Engine = await connecting
+        engine: Engine = await connect_task
     except BaseException:
-        connecting.cancel()
-        await asyncio.wait((connecting,))
+        connect_task.cancel()
+        await asyncio.wait((connect_task,))
         raise
     names = settings.names or (engine.info.model,)
     counters = SharedCounters(arguments.counters, arguments.index)
@@ -139,49 +139,49 @@ def _load_tokenizer(arguments: WorkerArguments) -> nanovllm_models.Tokenizer:
 
 
 def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_models.ChatFormat:
-    """The model's chat format: the parsers that the settings name, else those found for its template.
+    """The model's chat format: the formats that the settings name, or else those that the template shows.
 
     Raises ModelError.
     """
-    found = nanovllm_models.find_format(arguments.model, template)
-    # "none" is in no table, so that `get` returns None.
-    reasoning, calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser
+    detected = nanovllm_models.read_format(arguments.model, template)
+    # "none" is the name of no format, so `get` returns None.
+    reasoning, tool_calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser
     return nanovllm_models.ChatFormat(
-        found.reasoning if reasoning is None else REASONING_FORMATS.get(reasoning),
-        found.tool_calls if calls is None else TOOL_CALL_FORMATS.get(calls),
+        detected.reasoning if reasoning is None else REASONING_FORMATS.get(reasoning),
+        detected.tool_calls if tool_calls is None else TOOL_CALL_FORMATS.get(tool_calls),
     )
 
 
 async def _serve(service: Service, arguments: WorkerArguments, parent: ParentPipe) -> None:
-    draining = asyncio.create_task(_drain(service, parent))
+    drain_task = asyncio.create_task(_drain(service, parent))
 
-    async def closed() -> None:
+    async def wait_for_close() -> None:
         await parent.wait("close")
         for generation in tuple(service.running):
-            generation.fail(unavailable(SHUTTING_DOWN, "draining"))
+            generation.fail(unavailable(SHUTDOWN_REASON, "draining"))
 
     try:
         app = cast(ASGIFramework, create_app(service))
-        await serve(app, arguments.listener, http_config(), closed)
+        await serve(app, arguments.listener, hypercorn_config(), wait_for_close)
     finally:
-        draining.cancel()
-        await asyncio.wait((draining,))
+        drain_task.cancel()
+        await asyncio.wait((drain_task,))
 
 
 async def _drain(service: Service, parent: ParentPipe) -> None:
     await parent.wait("drain")
-    service.admission.closed = SHUTTING_DOWN
-    await service.admission.empty.wait()
+    service.admission.shutdown_reason = SHUTDOWN_REASON
+    await service.admission.idle.wait()
     parent.report("drained")
 
 
-def http_config() -> Config:
-    """The settings for Hypercorn."""
-    errors = logging.getLogger("hypercorn.error")
-    errors.setLevel(logging.WARNING)
+def hypercorn_config() -> Config:
+    """The settings of Hypercorn."""
+    error_logger = logging.getLogger("hypercorn.error")
+    error_logger.setLevel(logging.WARNING)
     config = Config()
-    config.errorlog = errors
+    config.errorlog = error_logger
     config.keep_alive_timeout = KEEP_ALIVE_S
-    config.graceful_timeout = CLOSE_S
+    config.graceful_timeout = CLOSE_TIMEOUT_S
     config.include_server_header = False
     return config

@@ -1,4 +1,4 @@
-"""The pool of processes that serve HTTP, as the parent sees it: starts workers, sends orders, replaces dead ones."""
+"""The parent's side of the processes that serve HTTP: starts workers, sends orders, replaces dead workers."""
 
 import asyncio
 import multiprocessing
@@ -6,16 +6,16 @@ from multiprocessing.util import Finalize
 
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.processes.worker_main import run_worker
-from nanovllm_server.processes.worker_protocol import Order, Report, StartFailure, WorkerArguments
+from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder, WorkerReport
 from nanovllm_server.settings import SettingsError
 
 
 class WorkerProcess:
     """One worker's process.
 
-    ready: future, done when the worker is ready; it fails when the worker can't start.
+    ready: future, done when the worker is ready; fails when the worker can't start.
     drained: future, done when the worker's last request has ended after the order "drain".
-    gone: future, done with the exit code when the process has ended.
+    exited: future, done with the exit code when the process has ended.
     """
 
     def __init__(self, arguments: WorkerArguments):
@@ -26,12 +26,12 @@ class WorkerProcess:
         )
         with child_pipe:
             self._process.start()
-        # Kills the worker whenever this process exits, which would otherwise wait for it.
-        self._at_exit = Finalize(None, self._process.kill, exitpriority=0)
+        # Kills the worker when this process exits, which would otherwise wait for the worker.
+        self._exit_finalizer = Finalize(None, self._process.kill, exitpriority=0)
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.drained: asyncio.Future[None] = self._loop.create_future()
-        self.gone: asyncio.Future[int | None] = self._loop.create_future()
+        self.exited: asyncio.Future[int | None] = self._loop.create_future()
         self._loop.add_reader(self._pipe.fileno(), self._on_report)
 
     @property
@@ -39,86 +39,86 @@ class WorkerProcess:
         """The process's id."""
         return self._process.pid
 
-    def order(self, order: Order) -> None:
-        """Send `order` to the worker, unless it has ended."""
-        if not self.gone.done():
+    def send_order(self, order: WorkerOrder) -> None:
+        """Sends `order` to the worker, unless the worker has ended."""
+        if not self.exited.done():
             try:
                 self._pipe.send(order)
             except BrokenPipeError:
-                self._on_end()
+                self._on_exit()
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kills the process."""
         self._process.kill()
 
     def _on_report(self) -> None:
         try:
-            report: Report | StartFailure = self._pipe.recv()
+            report: WorkerReport | StartFailure = self._pipe.recv()
         except (EOFError, OSError):
-            self._on_end()
+            self._on_exit()
             return
         match report:
             case "ready":
                 self.ready.set_result(None)
             case "drained":
                 self.drained.set_result(None)
-            case StartFailure(message, expected):
-                self.ready.set_exception((SettingsError if expected else RuntimeError)(message))
+            case StartFailure(message, is_user_error):
+                self.ready.set_exception((SettingsError if is_user_error else RuntimeError)(message))
 
-    def _on_end(self) -> None:
+    def _on_exit(self) -> None:
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
         # A worker that closed its end of the pipe has ended or is about to end.
         self._process.kill()
         self._process.join()
-        self._at_exit.cancel()
-        code = self._process.exitcode
+        self._exit_finalizer.cancel()
+        exit_code = self._process.exitcode
         if not self.ready.done():
-            self.ready.set_exception(RuntimeError(f"an HTTP worker died while it was starting (exit code {code})"))
-        self.gone.set_result(code)
+            self.ready.set_exception(RuntimeError(f"an HTTP worker died while it was starting (exit code {exit_code})"))
+        self.exited.set_result(exit_code)
 
 
 class WorkerPool:
-    """All workers of a server. A worker that dies once it serves is replaced; only its own requests fail.
+    """All workers of a server. A serving worker that dies is replaced; only its own requests fail.
 
-    failed: future, which fails when a replacement can't start; the pool can't be used then.
+    failed: future, which fails when a replacement can't start; the pool is then unusable.
     """
 
     def __init__(self, arguments: list[WorkerArguments]):
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arguments = arguments
-        self._workers = [WorkerProcess(each) for each in arguments]
-        self._replacers: list[asyncio.Task[None]] = []
+        self._workers = [WorkerProcess(worker_arguments) for worker_arguments in arguments]
+        self._replace_tasks: list[asyncio.Task[None]] = []
         self._logger = get_logger("nanovllm")
 
-    async def ready(self) -> None:
-        """Wait until all workers are ready. Raises SettingsError or RuntimeError when one can't start."""
+    async def wait_until_ready(self) -> None:
+        """Waits until all workers are ready. Raises SettingsError or RuntimeError when a worker can't start."""
         await asyncio.gather(*(worker.ready for worker in self._workers))
 
     def open(self) -> None:
-        """Let all workers serve, and from now on replace those that die."""
+        """Lets all workers serve, and from now on replaces workers that die."""
         for index, worker in enumerate(self._workers):
-            worker.order("open")
-            self._replacers.append(asyncio.create_task(self._replace_when_dead(index)))
+            worker.send_order("open")
+            self._replace_tasks.append(asyncio.create_task(self._replace_when_dead(index)))
 
     async def drain(self) -> None:
-        """Refuse new requests, and wait until the running ones have ended."""
+        """Makes workers refuse new requests, and waits until the running requests have ended."""
         self._stop_replacing()
         for worker in self._workers:
-            worker.order("drain")
+            worker.send_order("drain")
         for worker in self._workers:
-            await asyncio.wait((worker.drained, worker.gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((worker.drained, worker.exited), return_when=asyncio.FIRST_COMPLETED)
 
-    async def close(self, seconds: float) -> None:
-        """End all workers; kill those that take longer than `seconds`."""
+    async def close(self, timeout_s: float) -> None:
+        """Ends all workers; kills workers that take longer than `timeout_s`."""
         self._stop_replacing()
         for worker in self._workers:
-            worker.order("close")
-        await asyncio.wait([worker.gone for worker in self._workers], timeout=seconds)
+            worker.send_order("close")
+        await asyncio.wait([worker.exited for worker in self._workers], timeout=timeout_s)
         self.kill()
 
     def kill(self) -> None:
-        """Kill all workers."""
+        """Kills all workers."""
         self._stop_replacing()
         for worker in self._workers:
             worker.kill()
@@ -127,17 +127,17 @@ class WorkerPool:
         try:
             while True:
                 # `wait` instead of `await`, which would cancel the future if this task is cancelled.
-                await asyncio.wait((self._workers[index].gone,))
-                code = self._workers[index].gone.result()
-                self._logger.error("HTTP worker died", worker=index, exit_code=code)
+                await asyncio.wait((self._workers[index].exited,))
+                exit_code = self._workers[index].exited.result()
+                self._logger.error("HTTP worker died", worker=index, exit_code=exit_code)
                 worker = self._workers[index] = WorkerProcess(self._arguments[index])
                 await asyncio.wait((worker.ready,))
                 worker.ready.result()
-                worker.order("open")
+                worker.send_order("open")
         except (SettingsError, RuntimeError) as error:
             self.failed.set_exception(error)
 
     def _stop_replacing(self) -> None:
-        for replacer in self._replacers:
-            replacer.cancel()
-        self._replacers.clear()
+        for task in self._replace_tasks:
+            task.cancel()
+        self._replace_tasks.clear()

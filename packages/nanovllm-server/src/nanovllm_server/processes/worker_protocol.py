@@ -11,28 +11,31 @@ from nanovllm_server.processes.rings import RingMemory
 from nanovllm_server.protocol.request import SamplingDefaults
 from nanovllm_server.settings import Settings
 
-# open: start to serve. drain: refuse new requests, report when the running ones have ended, go on until "close".
-# close: end.
-Order = Literal["open", "drain", "close"]
-Report = Literal["ready", "drained"]
+# open: start to serve. drain: refuse new requests, report when the running requests have ended, and continue until
+# "close". close: end.
+WorkerOrder = Literal["open", "drain", "close"]
+WorkerReport = Literal["ready", "drained"]
 
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """A worker's report that it can't start. expected: the message alone tells the user what to do."""
+    """A worker's report that it can't start.
+
+    is_user_error: the cause is a setting or the model, and the message alone says what to do.
+    """
 
     message: str
-    expected: bool
+    is_user_error: bool
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerArguments:
-    """The arguments of a worker's process, which inherits the sockets and pipes among them.
+    """The arguments of a worker's process. The process inherits the socket and the shared memory.
 
-    index: number of the worker: its row in `counters` and its ring in `rings`.
+    index: index of the worker, of its row in `counters` and of its ring in `rings`.
     model: directory of the tokenizer.
-    template: chat template to use instead of the model's own; None for the model's own.
-    defaults: sampling parameters that the model advises.
+    template: chat template to use instead of the model's template; None for the model's template.
+    defaults: sampling parameters that the model recommends.
     engine: address of the engine's process.
     listener: bound socket on which the worker serves.
     counters: memory of `SharedCounters`.

@@ -65,7 +65,7 @@ class AnswerMessage(TypedDict):
 
 class Choice(TypedDict):
     """One of the request's n answers. Not in OpenAI's API:
-    stop_reason: stop string or stop token id that ended it; null for any other end.
+    stop_reason: stop string or stop token id that ended it; null otherwise.
     token_ids: all generated tokens, on request.
     """
 
@@ -101,7 +101,7 @@ class CompletionUsage(TypedDict):
 
 class ChatCompletion(TypedDict):
     """A complete answer. prompt_token_ids and prompt_logprobs, on request, are not in OpenAI's API.
-    prompt_logprobs: one object per prompt token; it maps the ids of the token itself and of the likeliest tokens at
+    prompt_logprobs: one object per prompt token, which maps the ids of the token itself and of the likeliest tokens at
     its position to their log-probabilities. The first entry is null.
     """
 
@@ -203,7 +203,7 @@ class ModelList(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether the server accepts requests. reason: why it does not."""
+    """Whether the server accepts requests. reason: why the server does not accept requests."""
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]

@@ -9,8 +9,9 @@ from nanovllm_server.protocol.json import JSON, show
 class ApiError(Exception):
     """An error response.
 
-    param: path of the field that caused it; None if no field did.
-    code: a fixed word that programs compare; None if the status says enough.
+    error_type: field `type` of the body.
+    param: path of the field that caused the error; None if no field did.
+    code: fixed identifier that programs compare; None if the status is specific enough.
     """
 
     def __init__(
@@ -18,7 +19,7 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -26,23 +27,23 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.kind = kind
+        self.error_type = error_type
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
 
     def body(self) -> Error:
         """The body of the response, as OpenAI's schema defines it."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}}
 
 
 def bad_field(path: str, expected: str, value: JSON) -> ApiError:
-    """A 400 for the field at `path`. expected: description of the values that it may have, after "must be"."""
+    """A 400 for the field at `path`. expected: the allowed values, as they follow "must be"."""
     return ApiError(400, f"{path} must be {expected}, not {show(value)}", param=path, code="invalid_value")
 
 
 def unsupported(path: str, message: str) -> ApiError:
-    """A 400 for the field at `path`, which requests a feature that the server does not have."""
+    """A 400 for the field at `path`, which requests a feature that the server lacks."""
     return ApiError(400, message, param=path, code="unsupported_parameter")
 
 
@@ -53,15 +54,17 @@ def invalid_grammar(path: str, reason: str) -> ApiError:
 
 def unavailable(message: str, code: str) -> ApiError:
     """A 503: the server accepts no request now."""
-    return ApiError(503, message, kind="service_unavailable_error", code=code, headers={"Retry-After": "5"})
+    return ApiError(503, message, error_type="service_unavailable_error", code=code, headers={"Retry-After": "5"})
 
 
 def timed_out(seconds: float) -> ApiError:
     """A 504: the answer took longer than the limit of the request or of the server."""
     message = f"the answer took longer than its limit of {seconds:g} s: raise the limit, or ask for fewer tokens"
-    return ApiError(504, message, kind="timeout_error", code="deadline_exceeded")
+    return ApiError(504, message, error_type="timeout_error", code="deadline_exceeded")
 
 
 def internal_error(request_id: str) -> ApiError:
-    """A 500 that contains only the id under which the log has the details."""
-    return ApiError(500, f"internal server error; the log has it as {request_id}", kind="server_error", code="internal")
+    """A 500. Its message has only the id of the request, under which the log has the details."""
+    return ApiError(
+        500, f"internal server error; the log has it as {request_id}", error_type="server_error", code="internal"
+    )

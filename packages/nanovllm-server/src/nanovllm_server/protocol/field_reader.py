@@ -1,7 +1,7 @@
 """Reads a JSON object field by field. Every error names the field, its value and the allowed values.
 
-An absent field and null are the same (official clients send either): the methods return None for both.
-`description.py` derives the API's description from the calls of these methods.
+An absent field and null are equivalent (official clients send either): the methods return None for both.
+`schema_recording.py` derives the API's description from the calls of these methods.
 """
 
 import math
@@ -19,26 +19,26 @@ class FieldReader:
     """Reads the fields of one object, and records which fields have been read.
 
     path: path of the object; "" for the request's body.
-    Methods take JSON schemas of the values that the caller allows; only `description.py` uses these.
+    Some methods take a JSON schema of the values that the caller accepts; only `schema_recording.py` uses the schemas.
     """
 
     def __init__(self, values: dict[str, JSON], path: str = ""):
         self._values = values
         self._path = path
-        self._known: set[str] = set()
+        self._names_read: set[str] = set()
 
     def path(self, name: str) -> str:
         """The path of the field `name`, as errors show it in `param`."""
         return f"{self._path}.{name}" if self._path else name
 
     def raw(self, name: str, accepts: dict[str, JSON] = ANYTHING) -> JSON:  # noqa: ARG002
-        """The value, unchecked. accepts: JSON schema of the values that the caller's own check allows."""
-        self._known.add(name)
+        """The value, unchecked. accepts: JSON schema of the values that the caller accepts."""
+        self._names_read.add(name)
         return self._values.get(name)
 
-    def unknown(self) -> list[str]:
+    def unknown_paths(self) -> list[str]:
         """Paths of the fields that have not been read."""
-        return [self.path(name) for name in self._values if name not in self._known]
+        return [self.path(name) for name in self._values if name not in self._names_read]
 
     def wrong(self, name: str, expected: str) -> ApiError:
         """The error for the field `name`, for the caller to raise. expected: see `bad_field`."""
@@ -50,16 +50,17 @@ class FieldReader:
         if value is None:
             return None
         if type(value) is not int or value < low or (high is not None and value > high):
-            raise self.wrong(name, f"an integer {_bounds(low, high)}")
+            raise self.wrong(name, f"an integer {_describe_bounds(low, high)}")
         return value
 
     def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
-        """A number from `low` to `high`. above_low: excludes `low`."""
+        """A number from `low` to `high`. above_low: `low` itself is not allowed."""
         value = self.raw(name)
         if value is None:
             return None
         if not is_number(value, low, high) or (above_low and value == low):
-            raise self.wrong(name, f"a number {'above' if above_low else 'from'} {low:g} {_to(above_low)} {high:g}")
+            bounds = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
+            raise self.wrong(name, f"a number {bounds}")
         return float(value)
 
     def boolean(self, name: str) -> bool | None:
@@ -118,15 +119,15 @@ class FieldReader:
         return FieldReader(value, path)
 
 
-def is_deeper(value: JSON, most: int) -> bool:
-    """Whether arrays and objects are nested more than `most` levels deep. Iterates: recursion could overflow."""
+def is_deeper(value: JSON, max_depth: int) -> bool:
+    """Whether arrays and objects are nested more than `max_depth` levels deep. Recursion could overflow the stack."""
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(max_depth + 1):
         level = [
-            below
-            for each in level
-            if isinstance(each, dict | list)
-            for below in (each.values() if isinstance(each, dict) else each)
+            child
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
         ]
     return bool(level)
 
@@ -138,9 +139,5 @@ def is_number(value: JSON, low: float, high: float) -> TypeGuard[int | float]:
     return low <= value <= high and math.isfinite(value)
 
 
-def _bounds(low: int, high: int | None) -> str:
+def _describe_bounds(low: int, high: int | None) -> str:
     return f"of at least {low}" if high is None else f"from {low} to {high}"
-
-
-def _to(above_low: bool) -> str:
-    return "and at most" if above_low else "to"

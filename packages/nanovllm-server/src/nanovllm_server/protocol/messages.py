@@ -37,64 +37,68 @@ def parse_messages(body: FieldReader) -> tuple[tuple[Message, ...], list[str]]:
     items = body.array("messages", expected, MAX_MESSAGES)
     if not items:
         raise body.wrong("messages", expected)
-    unknown: list[str] = []
+    unknown_paths: list[str] = []
     messages: list[Message] = []
     for index, item in enumerate(items):
         fields = body.element("messages", index, item, "an object with role and content")
-        messages.append(_message(fields))
-        unknown += fields.unknown()
-    return tuple(messages), unknown
+        messages.append(_read_message(fields))
+        unknown_paths += fields.unknown_paths()
+    return tuple(messages), unknown_paths
 
 
-def _message(fields: FieldReader) -> Message:
+def _read_message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
     # Every field is checked for every role; fields of assistants are dropped from other messages.
     name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
-    calls = _tool_calls(fields)
-    # Both hold the same text; DeepSeek's clients send the second one.
-    names = ("reasoning", "reasoning_content")
-    reasoning = next((text for text in map(fields.text, names) if text), None)
+    calls = _read_tool_calls(fields)
+    # Both fields have the same text; DeepSeek's clients send the second field.
+    reasoning_fields = ("reasoning", "reasoning_content")
+    reasoning = next((text for text in map(fields.text, reasoning_fields) if text), None)
     fields.text("refusal")
     if fields.raw("function_call", {"type": "null"}) is not None:
         path = fields.path("function_call")
         raise unsupported(path, f"{path} is not supported: use tool_calls")
     if role != "assistant":
-        return Message(role=role, content=_content(fields, optional=False), name=name, tool_call_id=tool_call_id)
-    content = _content(fields, optional=bool(calls or reasoning))
+        return Message(
+            role=role, content=_read_content(fields, is_optional=False), name=name, tool_call_id=tool_call_id
+        )
+    content = _read_content(fields, is_optional=bool(calls or reasoning))
     return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 
 
-def _content(fields: FieldReader, *, optional: bool) -> str | None:
+def _read_content(fields: FieldReader, *, is_optional: bool) -> str | None:
     content = fields.raw("content", {"type": ["string", "array"], "minItems": 1})
-    if isinstance(content, str) or (content is None and optional):
+    if isinstance(content, str) or (content is None and is_optional):
         return content
     if not isinstance(content, list) or not content:
         raise fields.wrong("content", "a string or a non-empty array of text parts")
-    # One line per part, like most servers of open models.
+    # One line per part, as in most servers of open models.
     expected = 'an object like {"type": "text", "text": "..."}'
-    return "\n".join(_part(fields.element("content", index, part, expected)) for index, part in enumerate(content))
+    return "\n".join(
+        _read_text_part(fields.element("content", index, part, expected)) for index, part in enumerate(content)
+    )
 
 
-def _part(fields: FieldReader) -> str:
-    kind = fields.raw("type", {"const": "text"})
-    if kind != "text":
-        raise _bad_kind(fields, kind)
+def _read_text_part(fields: FieldReader) -> str:
+    part_type = fields.raw("type", {"const": "text"})
+    if part_type != "text":
+        raise _part_type_error(fields, part_type)
     text = fields.text("text")
     if text is None:
         raise fields.wrong("text", "a string")
     return text
 
 
-def _bad_kind(fields: FieldReader, kind: JSON) -> ApiError:
-    if not isinstance(kind, str):
+def _part_type_error(fields: FieldReader, part_type: JSON) -> ApiError:
+    if not isinstance(part_type, str):
         return fields.wrong("type", '"text"')
     path = fields.path("type")
-    return unsupported(path, f'{path} must be "text", not {show(kind)}: this server takes text only')
+    return unsupported(path, f'{path} must be "text", not {show(part_type)}: this server takes text only')
 
 
-def _tool_calls(fields: FieldReader) -> tuple[PastToolCall, ...]:
+def _read_tool_calls(fields: FieldReader) -> tuple[PastToolCall, ...]:
     items = fields.array("tool_calls", "an array of tool calls") or []
     calls: list[PastToolCall] = []
     for index, item in enumerate(items):

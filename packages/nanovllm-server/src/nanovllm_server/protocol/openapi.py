@@ -9,11 +9,11 @@ import msgspec
 
 from nanovllm_server import __version__
 from nanovllm_server.protocol.bodies import ChatCompletion, ChatCompletionChunk, Error, Health, ModelList
-from nanovllm_server.protocol.description import Schema, describe
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import Limits, SamplingDefaults, read_chat_request
+from nanovllm_server.protocol.schema_recording import Schema, record_schema
 
-WEATHER: JSON = {
+WEATHER_TOOL: JSON = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -21,12 +21,11 @@ WEATHER: JSON = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-NAMED: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
-ASKING: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
-# Together they contain every kind of object that a request can contain; `describe` reads them.
+WEATHER_CHOICE: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
+WEATHER_CHAT: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
+# Requests without `model`, by description. They have every kind of object of a request, as `record_schema` requires.
 EXAMPLES: dict[str, dict[str, JSON]] = {
     "question": {
-        "model": "MODEL",
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "What is the capital of France?"}]},
@@ -35,9 +34,8 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         "stream_options": {"include_usage": True},
     },
     "tools": {
-        "model": "MODEL",
         "messages": [
-            *ASKING,
+            *WEATHER_CHAT,
             {
                 "role": "assistant",
                 "tool_calls": [
@@ -50,17 +48,19 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
             },
             {"role": "tool", "tool_call_id": "call_0", "content": "18 degrees, sunny"},
         ],
-        "tools": [WEATHER],
+        "tools": [WEATHER_TOOL],
     },
-    "a function that must be called": {"model": "MODEL", "messages": ASKING, "tools": [WEATHER], "tool_choice": NAMED},
+    "a function that must be called": {
+        "messages": WEATHER_CHAT,
+        "tools": [WEATHER_TOOL],
+        "tool_choice": WEATHER_CHOICE,
+    },
     "functions that may be called": {
-        "model": "MODEL",
-        "messages": ASKING,
-        "tools": [WEATHER],
-        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
+        "messages": WEATHER_CHAT,
+        "tools": [WEATHER_TOOL],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [WEATHER_CHOICE]}},
     },
     "JSON of a schema": {
-        "model": "MODEL",
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "response_format": {
             "type": "json_schema",
@@ -71,15 +71,14 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         },
     },
     "one of these texts": {
-        "model": "MODEL",
         "messages": [{"role": "user", "content": "Is Paris in France?"}],
         "structured_outputs": {"choice": ["yes", "no"]},
     },
 }
 
-# Descriptions of fields that OpenAI's documentation doesn't explain.
-DESCRIPTIONS: dict[str, str] = {
-    "top_k": "Sample only from this many of the likeliest tokens; 0 and -1: from all.",
+# Descriptions of fields that OpenAI's documentation does not explain.
+FIELD_DESCRIPTIONS: dict[str, str] = {
+    "top_k": "Number of likeliest tokens to sample from; 0 and -1: sample from all tokens.",
     "min_p": "Sample only from tokens at least this likely, as a share of the likeliest token's probability.",
     "repetition_penalty": "Divides the logits of tokens in the prompt or the output; above 1 discourages them.",
     "min_tokens": "Stop strings, stop tokens and the end-of-sequence token have no effect before so many tokens.",
@@ -91,14 +90,14 @@ DESCRIPTIONS: dict[str, str] = {
     "priority": "Requests with a lower number are served first.",
     "cache_salt": "Prompts share the prefix cache only with prompts of the same salt.",
     "request_id": "The id of the request, instead of the X-Request-Id header.",
-    "prompt_logprobs": "Return log-probabilities of each prompt token and of this many likely ones; not for streams.",
+    "prompt_logprobs": "Return log-probabilities of each prompt token and this many likely tokens; not for streams.",
     "seed": "The same seed gives the same tokens, whatever other requests the server has.",
 }
-SSE = (
-    "Server-sent events. The data of each is a ChatCompletionChunk; a failure in mid-stream is an event named `error` "
+EVENT_STREAM_DESCRIPTION = (
+    "Server-sent events. Each event's data is a ChatCompletionChunk; a failure in mid-stream is an event named `error` "
     "whose data is an Error. The last event's data is `[DONE]`. Lines that begin with a colon keep connections alive."
 )
-REFUSALS = {
+ERROR_DESCRIPTIONS = {
     400: "A field is wrong, or the body is not JSON; the message names the field, its value and the allowed values.",
     401: "The API key is missing or wrong.",
     404: "The model or the path does not exist.",
@@ -113,16 +112,19 @@ REFUSALS = {
 }
 
 
-def document(names: tuple[str, ...], limits: Limits, defaults: SamplingDefaults, *, needs_key: bool) -> dict[str, JSON]:
-    """The document of a server. names: names of its model. needs_key: its API requires a key."""
-    request = describe(lambda body: read_chat_request(body, limits, defaults), [*EXAMPLES.values()])
-    fields = cast(dict[str, Schema], request["properties"])
-    for name, text in DESCRIPTIONS.items():
-        fields[name]["description"] = text
+def openapi_document(
+    names: tuple[str, ...], limits: Limits, defaults: SamplingDefaults, *, needs_key: bool
+) -> dict[str, JSON]:
+    """Builds the document of a server. names: names of the model. needs_key: the API requires a key."""
+    examples: list[dict[str, JSON]] = [{"model": names[0], **example} for example in EXAMPLES.values()]
+    request = record_schema(lambda body: read_chat_request(body, limits, defaults), examples)
+    properties = cast(dict[str, Schema], request["properties"])
+    for name, text in FIELD_DESCRIPTIONS.items():
+        properties[name]["description"] = text
     _, schemas = msgspec.json.schema_components(
         (ChatCompletion, ChatCompletionChunk, Error, Health, ModelList), ref_template="#/components/schemas/{name}"
     )
-    key: dict[str, JSON] = {"type": "http", "scheme": "bearer"}
+    security_scheme: dict[str, JSON] = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -132,93 +134,94 @@ def document(names: tuple[str, ...], limits: Limits, defaults: SamplingDefaults,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": {
-            "/v1/chat/completions": {"post": _chat(names, needs_key=needs_key)},
-            "/v1/models": {"get": _models(needs_key=needs_key)},
-            "/health": {"get": _health()},
-            "/metrics": {"get": _plain("metrics", "Counters and latencies, for Prometheus", "text/plain")},
-            "/openapi.json": {"get": _plain("openapi", "This document", "application/json", {"type": "object"})},
-            "/": {"get": _plain("page", "A page to chat and to watch the engine", "text/html")},
+            "/v1/chat/completions": {"post": _chat_operation(names, needs_key=needs_key)},
+            "/v1/models": {"get": _models_operation(needs_key=needs_key)},
+            "/health": {"get": _health_operation()},
+            "/metrics": {"get": _get_operation("metrics", "Counters and latencies, for Prometheus", "text/plain")},
+            "/openapi.json": {
+                "get": _get_operation("openapi", "This document", "application/json", {"type": "object"})
+            },
+            "/": {"get": _get_operation("page", "A page to chat and to watch the engine", "text/html")},
         },
         "components": {
             "schemas": {"ChatCompletionRequest": request, **cast(dict[str, JSON], schemas)},
-            **({"securitySchemes": {"key": key}} if needs_key else {}),
+            **({"securitySchemes": {"key": security_scheme}} if needs_key else {}),
         },
     }
 
 
-def _chat(names: tuple[str, ...], *, needs_key: bool) -> dict[str, JSON]:
-    examples: dict[str, JSON] = {key: {"value": {**value, "model": names[0]}} for key, value in EXAMPLES.items()}
-    request: Schema = {"schema": _ref("ChatCompletionRequest"), "examples": examples}
-    body: Schema = {"anyOf": [_ref("ChatCompletionChunk"), _ref("Error")]}
-    data: Schema = {
+def _chat_operation(names: tuple[str, ...], *, needs_key: bool) -> dict[str, JSON]:
+    examples: dict[str, JSON] = {key: {"value": {"model": names[0], **value}} for key, value in EXAMPLES.items()}
+    request_content: Schema = {"schema": _ref("ChatCompletionRequest"), "examples": examples}
+    event_body: Schema = {"anyOf": [_ref("ChatCompletionChunk"), _ref("Error")]}
+    event_data: Schema = {
         "anyOf": [
-            {"type": "string", "contentMediaType": "application/json", "contentSchema": body},
+            {"type": "string", "contentMediaType": "application/json", "contentSchema": event_body},
             {"const": "[DONE]"},
         ]
     }
-    # The schema of one event.
-    events: Schema = {
+    event_content: Schema = {
         "schema": {
             "type": "object",
-            "description": SSE,
-            "properties": {"event": {"enum": ["message", "error"]}, "data": data},
+            "description": EVENT_STREAM_DESCRIPTION,
+            "properties": {"event": {"enum": ["message", "error"]}, "data": event_data},
             "required": ["data"],
         }
     }
     return {
         "operationId": "createChatCompletion",
-        "summary": "Answer a conversation, whole or, with `stream`, as it is written",
+        "summary": "Answer a conversation; with `stream`, send the answer while it is generated",
         **_security(needs_key=needs_key),
-        "requestBody": {"required": True, "content": {"application/json": request}},
+        "requestBody": {"required": True, "content": {"application/json": request_content}},
         "responses": {
             "200": _response(
                 "The answer; with `stream` as events.",
-                {"application/json": {"schema": _ref("ChatCompletion")}, "text/event-stream": events},
+                {"application/json": {"schema": _ref("ChatCompletion")}, "text/event-stream": event_content},
             ),
-            **_refusals(400, 401, 404, 405, 408, 413, 415, 429, 500, 503, 504),
+            **_error_responses(400, 401, 404, 405, 408, 413, 415, 429, 500, 503, 504),
         },
     }
 
 
-def _models(*, needs_key: bool) -> dict[str, JSON]:
+def _models_operation(*, needs_key: bool) -> dict[str, JSON]:
     return {
         "operationId": "listModels",
         "summary": "The model, under each of its names",
         **_security(needs_key=needs_key),
-        "responses": {"200": _json_response("The list.", "ModelList"), **_refusals(401, 405, 500)},
+        "responses": {"200": _json_response("The list.", "ModelList"), **_error_responses(401, 405, 500)},
     }
 
 
-def _health() -> dict[str, JSON]:
+def _health_operation() -> dict[str, JSON]:
     return {
         "operationId": "health",
         "summary": "Whether the server accepts requests",
         "responses": {
             "200": _json_response("The server accepts requests.", "Health"),
             "503": _json_response("The server is draining, or the engine is dead.", "Health"),
-            **_refusals(405, 500),
+            **_error_responses(405, 500),
         },
     }
 
 
-def _plain(operation: str, summary: str, kind: str, schema: Schema | None = None) -> dict[str, JSON]:
-    content: dict[str, JSON] = {kind: {"schema": schema or {"type": "string"}}}
+def _get_operation(name: str, summary: str, content_type: str, schema: Schema | None = None) -> dict[str, JSON]:
+    content: dict[str, JSON] = {content_type: {"schema": schema or {"type": "string"}}}
     return {
-        "operationId": operation,
+        "operationId": name,
         "summary": summary,
-        "responses": {"200": _response(f"{summary}.", content), **_refusals(405, 500)},
+        "responses": {"200": _response(f"{summary}.", content), **_error_responses(405, 500)},
     }
 
 
-def _refusals(*statuses: int) -> dict[str, JSON]:
-    refusals: dict[str, JSON] = {}
+def _error_responses(*statuses: int) -> dict[str, JSON]:
+    responses: dict[str, JSON] = {}
     for status in statuses:
-        refusal = _json_response(REFUSALS[status], "Error")
+        response = _json_response(ERROR_DESCRIPTIONS[status], "Error")
         if status in (429, 503):
             header: JSON = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
-            refusal["headers"] = {"Retry-After": header}
-        refusals[str(status)] = refusal
-    return refusals
+            response["headers"] = {"Retry-After": header}
+        responses[str(status)] = response
+    return responses
 
 
 def _response(description: str, content: dict[str, JSON]) -> dict[str, JSON]:

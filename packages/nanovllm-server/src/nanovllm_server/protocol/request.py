@@ -1,6 +1,6 @@
 """Validates the body of a chat completion request: returns a `ChatRequest` or raises an `ApiError`.
 
-Requests are validated here only; other modules trust the types.
+Only this package validates requests; other packages trust the types.
 """
 
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from typing import cast
 
 import orjson
 
-from nanovllm_core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+from nanovllm_core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_server.protocol.answer import Answer, parse_answer
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.field_reader import FieldReader, is_number
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.messages import Message, parse_messages
-from nanovllm_server.protocol.template import TemplateOptions, parse_template
+from nanovllm_server.protocol.template import TemplateOptions, parse_template_options
 from nanovllm_server.protocol.tools import Toolbox, parse_tools
 from nanovllm_server.protocol.unsupported import refuse_unsupported
 
-INT64 = 1 << 63
+INT64_MAX = (1 << 63) - 1
 MAX_CHOICES = 128
-MAX_STOPS = 16
+MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_ID_LENGTH = 256
 MAX_BAD_WORDS = 128
@@ -30,7 +30,7 @@ MAX_TIMEOUT_S = 86400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of fields that a request leaves out: the model's recommendations, if it has any."""
+    """Values of fields that a request leaves out. A model may recommend other values than these."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -43,9 +43,9 @@ class SamplingDefaults:
 class Limits:
     """Limits of the model and the engine.
 
-    max_model_len: most tokens of prompt and output together.
-    vocab_size: token ids must be below.
-    max_sequences: most sequences in the server at once.
+    max_model_len: maximum number of tokens of prompt and output together.
+    vocab_size: number of token ids, which are smaller than this number.
+    max_sequences: maximum number of sequences in the server at once.
     """
 
     max_model_len: int
@@ -59,14 +59,15 @@ class ChatRequest:
 
     tools: tools that the model may call; None for none.
     answer: constraint on the answer; None for free text.
-    max_reasoning_tokens: reasoning is closed after so many tokens; None for no limit.
+    max_reasoning_tokens: number of tokens after which reasoning is ended; None for no limit.
+    n: number of choices.
     include_stop: the text includes the stop string or stop token that ended it.
     bad_words: texts that the model must not write.
-    truncate_prompt_tokens: keep so many tokens at the prompt's end; -1: as many as fit into the context; None: all.
-    timeout_s: longest time from the request's arrival to the end of the answer; None for no limit.
+    truncate_prompt_tokens: number of last prompt tokens to keep; -1: as many as fit into the context; None: all.
+    timeout_s: maximum time from the request's arrival to the end of the answer; None for no limit.
     max_tokens_field: name of the field that gave `sampling.max_tokens`, for errors.
     request_id: the client's id of the request; None if it sent none.
-    unknown: paths of unknown fields.
+    unknown_fields: paths of unknown fields.
     """
 
     model: str
@@ -78,7 +79,7 @@ class ChatRequest:
     include_reasoning: bool
     sampling: SamplingParams
     n: int
-    stop: tuple[str, ...]
+    stop_strings: tuple[str, ...]
     include_stop: bool
     bad_words: tuple[str, ...]
     skip_special_tokens: bool
@@ -91,12 +92,12 @@ class ChatRequest:
     priority: int
     cache_salt: str
     request_id: str | None
-    unknown: tuple[str, ...]
+    unknown_fields: tuple[str, ...]
 
 
 def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Parses and validates the body of a request. Raises ApiError (400), which names the field."""
-    return read_chat_request(_body(data), limits, defaults)
+    return read_chat_request(_parse_json_object(data), limits, defaults)
 
 
 def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
@@ -104,41 +105,41 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
     model = body.text("model", accepts={"minLength": 1})
     if not model:
         raise body.wrong("model", "the name of a model")
-    messages, unknown = parse_messages(body)
+    messages, unknown_in_messages = parse_messages(body)
     refuse_unsupported(body)
-    _accept_unused(body)
+    _check_ignored_fields(body)
     n = body.integer("n", 1, min(MAX_CHOICES, limits.max_sequences))
     stream = body.boolean("stream") or False
-    sampling, max_tokens_field = _sampling(body, limits, defaults)
+    sampling, max_tokens_field = _read_sampling(body, limits, defaults)
     return ChatRequest(
         model=model,
         messages=messages,
         tools=parse_tools(body),
         answer=parse_answer(body),
         max_reasoning_tokens=body.integer("max_reasoning_tokens", 0),
-        template=parse_template(body),
+        template=parse_template_options(body),
         include_reasoning=body.boolean("include_reasoning") is not False,
         sampling=sampling,
         n=1 if n is None else n,
-        stop=_stop(body),
+        stop_strings=_read_stop_strings(body),
         include_stop=body.boolean("include_stop_str_in_output") or False,
-        bad_words=_bad_words(body),
+        bad_words=_read_bad_words(body),
         skip_special_tokens=body.boolean("skip_special_tokens") is not False,
-        truncate_prompt_tokens=_truncate_prompt_tokens(body, limits),
+        truncate_prompt_tokens=_read_truncate_prompt_tokens(body, limits),
         return_token_ids=body.boolean("return_token_ids") or False,
         timeout_s=body.number("timeout", 0, MAX_TIMEOUT_S, above_low=True),
         stream=stream,
-        include_usage=_include_usage(body, stream),
+        include_usage=_read_include_usage(body, stream),
         max_tokens_field=max_tokens_field,
         priority=body.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         cache_salt=body.text("cache_salt", MAX_ID_LENGTH) or "",
-        request_id=_request_id(body),
+        request_id=_read_request_id(body),
         # Must come last: a field that has not been read by now is unknown.
-        unknown=(*body.unknown(), *unknown),
+        unknown_fields=(*body.unknown_paths(), *unknown_in_messages),
     )
 
 
-def _body(data: bytes) -> FieldReader:
+def _parse_json_object(data: bytes) -> FieldReader:
     try:
         body = cast(JSON, orjson.loads(data))
     except orjson.JSONDecodeError as error:
@@ -148,8 +149,8 @@ def _body(data: bytes) -> FieldReader:
     return FieldReader(body)
 
 
-def _accept_unused(body: FieldReader) -> None:
-    """Checks the types of fields that OpenAI's API has but that have no effect here."""
+def _check_ignored_fields(body: FieldReader) -> None:
+    """Checks the types of fields of OpenAI's API that have no effect here."""
     body.text("user")
     body.child("metadata")
     body.boolean("store")
@@ -159,8 +160,8 @@ def _accept_unused(body: FieldReader) -> None:
     body.boolean("spaces_between_special_tokens")
 
 
-def _sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> tuple[SamplingParams, str]:
-    max_tokens, max_tokens_field = _max_tokens(body)
+def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> tuple[SamplingParams, str]:
+    max_tokens, max_tokens_field = _read_max_tokens(body)
     min_tokens = body.integer("min_tokens", 0) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise body.wrong("min_tokens", f"an integer from 0 to {max_tokens_field} ({max_tokens})")
@@ -176,54 +177,55 @@ def _sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> 
         # Some clients send -1 for all tokens, others 0.
         top_k=defaults.top_k if top_k is None else min(max(top_k, 0), limits.vocab_size),
         min_p=defaults.min_p if min_p is None else min_p,
-        seed=body.integer("seed", -INT64, INT64 - 1),
+        seed=body.integer("seed", -INT64_MAX - 1, INT64_MAX),
         presence_penalty=body.number("presence_penalty", -2, 2) or 0.0,
         frequency_penalty=body.number("frequency_penalty", -2, 2) or 0.0,
         repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
-        logit_bias=_logit_bias(body, limits.vocab_size),
+        logit_bias=_read_logit_bias(body, limits.vocab_size),
         min_tokens=min_tokens,
         ignore_eos=body.boolean("ignore_eos") or False,
-        stop_token_ids=_stop_token_ids(body, limits.vocab_size),
-        logprobs=_logprobs(body),
-        prompt_logprobs=_prompt_logprobs(body),
+        stop_token_ids=_read_stop_token_ids(body, limits.vocab_size),
+        logprobs=_read_logprobs(body),
+        prompt_logprobs=_read_prompt_logprobs(body),
     )
     return sampling, max_tokens_field
 
 
-def _max_tokens(body: FieldReader) -> tuple[int | None, str]:
-    older, newer = body.integer("max_tokens", 1), body.integer("max_completion_tokens", 1)
-    if newer is None:
-        return older, "max_tokens"
-    if older is not None and older != newer:
-        raise body.wrong("max_tokens", f"left out or the same as max_completion_tokens ({newer})")
-    return newer, "max_completion_tokens"
+def _read_max_tokens(body: FieldReader) -> tuple[int | None, str]:
+    """The maximum number of output tokens, and the name of the field that gave it."""
+    max_tokens, max_completion_tokens = body.integer("max_tokens", 1), body.integer("max_completion_tokens", 1)
+    if max_completion_tokens is None:
+        return max_tokens, "max_tokens"
+    if max_tokens not in (None, max_completion_tokens):
+        raise body.wrong("max_tokens", f"left out or the same as max_completion_tokens ({max_completion_tokens})")
+    return max_completion_tokens, "max_completion_tokens"
 
 
-def _logprobs(body: FieldReader) -> int | None:
-    wanted = body.boolean("logprobs") or False
-    top = body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
-    if top and not wanted:
+def _read_logprobs(body: FieldReader) -> int | None:
+    is_requested = body.boolean("logprobs") or False
+    num_top = body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    if num_top and not is_requested:
         raise body.wrong("top_logprobs", "left out when logprobs is not true")
-    return top if wanted else None
+    return num_top if is_requested else None
 
 
-def _prompt_logprobs(body: FieldReader) -> int | None:
-    top = body.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
-    # Streamed chunks have no field for them.
-    if top is not None and body.boolean("stream"):
+def _read_prompt_logprobs(body: FieldReader) -> int | None:
+    num_top = body.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+    # Chunks of a stream have no field for log-probabilities of the prompt.
+    if num_top is not None and body.boolean("stream"):
         raise body.wrong("prompt_logprobs", "left out when stream is true")
-    return top
+    return num_top
 
 
-def _logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
+def _read_logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
     expected = f"an object of at most {MAX_LOGIT_BIAS} token ids"
-    accepted: dict[str, JSON] = {
+    accepts: dict[str, JSON] = {
         "type": "object",
         "maxProperties": MAX_LOGIT_BIAS,
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     }
-    values = body.raw("logit_bias", accepted)
+    values = body.raw("logit_bias", accepts)
     if values is None:
         return {}
     if not isinstance(values, dict) or len(values) > MAX_LOGIT_BIAS:
@@ -245,31 +247,33 @@ def _logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
     return biases
 
 
-def _stop(body: FieldReader) -> tuple[str, ...]:
-    expected = f"a non-empty string or an array of at most {MAX_STOPS}, each of at most {MAX_STOP_LENGTH} characters"
-    one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
-    value = body.raw("stop", {"anyOf": [one, {"type": "array", "items": one, "maxItems": MAX_STOPS}]})
+def _read_stop_strings(body: FieldReader) -> tuple[str, ...]:
+    expected = (
+        f"a non-empty string or an array of at most {MAX_STOP_STRINGS}, each of at most {MAX_STOP_LENGTH} characters"
+    )
+    schema: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+    value = body.raw("stop", {"anyOf": [schema, {"type": "array", "items": schema, "maxItems": MAX_STOP_STRINGS}]})
     if value is None:
         return ()
-    stops = value if isinstance(value, list) else [value]
-    if len(stops) > MAX_STOPS:
+    stop_strings = value if isinstance(value, list) else [value]
+    if len(stop_strings) > MAX_STOP_STRINGS:
         raise body.wrong("stop", expected)
-    checked: list[str] = []
-    for index, stop in enumerate(stops):
+    checked_strings: list[str] = []
+    for index, stop in enumerate(stop_strings):
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
             path = f"stop[{index}]" if isinstance(value, list) else "stop"
             raise bad_field(
                 path, expected if path == "stop" else f"a string of 1 to {MAX_STOP_LENGTH} characters", stop
             )
-        checked.append(stop)
-    return tuple(checked)
+        checked_strings.append(stop)
+    return tuple(checked_strings)
 
 
-def _bad_words(body: FieldReader) -> tuple[str, ...]:
+def _read_bad_words(body: FieldReader) -> tuple[str, ...]:
     expected = f"an array of at most {MAX_BAD_WORDS} strings"
-    one: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH, "pattern": "\\S"}
+    schema: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH, "pattern": "\\S"}
     words: list[str] = []
-    for index, word in enumerate(body.array("bad_words", expected, MAX_BAD_WORDS, one) or []):
+    for index, word in enumerate(body.array("bad_words", expected, MAX_BAD_WORDS, schema) or []):
         if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_LENGTH:
             expected = f"a string of 1 to {MAX_BAD_WORD_LENGTH} characters that are not all whitespace"
             raise bad_field(f"bad_words[{index}]", expected, word)
@@ -277,26 +281,26 @@ def _bad_words(body: FieldReader) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _truncate_prompt_tokens(body: FieldReader, limits: Limits) -> int | None:
+def _read_truncate_prompt_tokens(body: FieldReader, limits: Limits) -> int | None:
     value = body.integer("truncate_prompt_tokens", -1, limits.max_model_len - 1)
     if value == 0:
         raise body.wrong("truncate_prompt_tokens", f"an integer from 1 to {limits.max_model_len - 1}, or -1")
     return value
 
 
-def _stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
+def _read_stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
     expected = f"an array of at most {MAX_STOP_TOKENS} token ids"
-    one: dict[str, JSON] = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
-    values = body.array("stop_token_ids", expected, MAX_STOP_TOKENS, one) or []
-    tokens: list[int] = []
-    for index, token in enumerate(values):
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise bad_field(f"stop_token_ids[{index}]", f"a token id from 0 to {vocab_size - 1}", token)
-        tokens.append(token)
-    return tuple(tokens)
+    id_schema: dict[str, JSON] = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    values = body.array("stop_token_ids", expected, MAX_STOP_TOKENS, id_schema) or []
+    token_ids: list[int] = []
+    for index, token_id in enumerate(values):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise bad_field(f"stop_token_ids[{index}]", f"a token id from 0 to {vocab_size - 1}", token_id)
+        token_ids.append(token_id)
+    return tuple(token_ids)
 
 
-def _request_id(body: FieldReader) -> str | None:
+def _read_request_id(body: FieldReader) -> str | None:
     value = body.text("request_id", accepts={"pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
     # The response returns it in a header.
     if value is not None and not (value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
@@ -304,7 +308,7 @@ def _request_id(body: FieldReader) -> str | None:
     return value
 
 
-def _include_usage(body: FieldReader, stream: bool) -> bool:
+def _read_include_usage(body: FieldReader, stream: bool) -> bool:
     options = body.child("stream_options")
     if options is None:
         return False

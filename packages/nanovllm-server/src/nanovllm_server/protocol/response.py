@@ -44,6 +44,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     text: content.
     logprobs: OpenAI's objects, one per token; None if not requested.
+    calls: next parts of tool calls.
     finish_reason: None except in the last delta.
     stop_reason: stop string or stop token id that ended the choice; None for the end-of-sequence token.
     in_reasoning: the choice ended within reasoning, before any content.
@@ -125,48 +126,48 @@ class Envelope:
 
 
 class Clock:
-    """The time in seconds since 1970. It never goes back."""
+    """The time in seconds since 1970. The time never goes back."""
 
     def __init__(self) -> None:
-        self._last = 0
+        self._last_s = 0
 
     def now(self) -> int:
         """The current second."""
-        self._last = max(self._last, int(time.time()))
-        return self._last
+        self._last_s = max(self._last_s, int(time.time()))
+        return self._last_s
 
 
-def stream_choices(delta: Delta, *, first: bool) -> list[ChunkChoice]:
-    """The chunk choices for a delta, one per kind of change. first: the delta is the first of its choice."""
-    bodies: list[ChoiceDelta] = []
+def stream_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
+    """The chunk choices for a delta, one per kind of change. is_first: the delta is the first one of its choice."""
+    choice_deltas: list[ChoiceDelta] = []
     if delta.reasoning:
         # DeepSeek's clients read the second name.
-        bodies.append({"reasoning": delta.reasoning, "reasoning_content": delta.reasoning})
+        choice_deltas.append({"reasoning": delta.reasoning, "reasoning_content": delta.reasoning})
     if delta.text:
-        bodies.append({"content": delta.text})
-    bodies.extend({"tool_calls": [_call_delta(call)]} for call in delta.calls)
-    logprobs = _logprobs(delta.logprobs)
+        choice_deltas.append({"content": delta.text})
+    choice_deltas.extend({"tool_calls": [_tool_call_delta(call)]} for call in delta.calls)
+    logprobs = _choice_logprobs(delta.logprobs)
     choices: list[ChunkChoice] = []
-    if first:
+    if is_first:
         # Like a complete answer: null if there is reasoning or a call instead of content.
         content = None if delta.reasoning or delta.in_reasoning or (delta.calls and not delta.text) else ""
-        choices.append(_choice(delta.index, {"role": "assistant", "content": content}, None))
-    for body in bodies:
-        choices.append(_choice(delta.index, body, logprobs))
+        choices.append(_chunk_choice(delta.index, {"role": "assistant", "content": content}, None))
+    for choice_delta in choice_deltas:
+        choices.append(_chunk_choice(delta.index, choice_delta, logprobs))
         logprobs = None
     if delta.finish_reason is not None:
-        last = _choice(delta.index, {}, logprobs)
-        last["finish_reason"], last["stop_reason"] = delta.finish_reason, delta.stop_reason
-        choices.append(last)
+        last_choice = _chunk_choice(delta.index, {}, logprobs)
+        last_choice["finish_reason"], last_choice["stop_reason"] = delta.finish_reason, delta.stop_reason
+        choices.append(last_choice)
     if delta.token_ids is not None:
         for choice in choices:
             choice["token_ids"] = []
-        # The chunk with only the role gets none, unless it is the only chunk.
-        choices[min(int(first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
+        # The token ids go into the first chunk after the one with the role, or into the only chunk.
+        choices[min(int(is_first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
     return choices
 
 
-def models_body(names: Sequence[str], created: int, max_model_len: int) -> ModelList:
+def models_body(names: Sequence[str], created_s: int, max_model_len: int) -> ModelList:
     """The body of the list of models: the one model under each of its names."""
     return {
         "object": "list",
@@ -174,7 +175,7 @@ def models_body(names: Sequence[str], created: int, max_model_len: int) -> Model
             {
                 "id": name,
                 "object": "model",
-                "created": created,
+                "created": created_s,
                 "owned_by": "nanovllm",
                 "root": names[0],
                 "max_model_len": max_model_len,
@@ -185,18 +186,18 @@ def models_body(names: Sequence[str], created: int, max_model_len: int) -> Model
 
 
 def _complete_choice(deltas: Sequence[Delta]) -> Choice:
-    last = deltas[-1]
+    last_delta = deltas[-1]
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
     body: Choice = {
-        "index": last.index,
+        "index": last_delta.index,
         "message": _message(deltas),
-        "logprobs": None if last.logprobs is None else {"content": entries, "refusal": None},
+        "logprobs": None if last_delta.logprobs is None else {"content": entries, "refusal": None},
         # The last delta of a choice has a finish reason.
-        "finish_reason": cast(Finish, last.finish_reason),
-        "stop_reason": last.stop_reason,
+        "finish_reason": cast(Finish, last_delta.finish_reason),
+        "stop_reason": last_delta.stop_reason,
     }
-    if last.token_ids is not None:
-        body["token_ids"] = [token for delta in deltas for token in delta.token_ids or ()]
+    if last_delta.token_ids is not None:
+        body["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids or ()]
     return body
 
 
@@ -216,22 +217,22 @@ def _message(deltas: Sequence[Delta]) -> AnswerMessage:
 
 def _complete_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
     first_deltas: dict[int, CallDelta] = {}
-    arguments: dict[int, list[str]] = {}
+    argument_pieces: dict[int, list[str]] = {}
     for delta in deltas:
         first_deltas.setdefault(delta.index, delta)
-        arguments.setdefault(delta.index, []).append(delta.arguments)
+        argument_pieces.setdefault(delta.index, []).append(delta.arguments)
     # A call's first delta has its id and name.
     return [
         {
             "id": cast(str, call.id),
             "type": "function",
-            "function": {"name": cast(str, call.name), "arguments": "".join(arguments[index])},
+            "function": {"name": cast(str, call.name), "arguments": "".join(argument_pieces[index])},
         }
         for index, call in first_deltas.items()
     ]
 
 
-def _call_delta(call: CallDelta) -> ToolCallDelta:
+def _tool_call_delta(call: CallDelta) -> ToolCallDelta:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {
@@ -242,9 +243,9 @@ def _call_delta(call: CallDelta) -> ToolCallDelta:
     }
 
 
-def _choice(index: int, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> ChunkChoice:
+def _chunk_choice(index: int, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> ChunkChoice:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-def _logprobs(entries: tuple[TokenLogprob, ...] | None) -> ChoiceLogprobs | None:
+def _choice_logprobs(entries: tuple[TokenLogprob, ...] | None) -> ChoiceLogprobs | None:
     return {"content": list(entries), "refusal": None} if entries else None

@@ -3,8 +3,8 @@
 The engine converts and compiles schemas in a process with limits, because both may take any time.
 """
 
+from nanovllm_core.errors import GrammarError, GrammarErrorCode
 from nanovllm_core.grammar.schemas.document import check_schema_size
-from nanovllm_core.request import GrammarError, GrammarErrorCode
 from nanovllm_server.protocol.error import ApiError, invalid_grammar
 from nanovllm_server.protocol.json import JSON
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from nanovllm_core.request import ParameterTypes
+from nanovllm_core.grammar_types import ParameterTypes
 from nanovllm_server.protocol.error import bad_field
 from nanovllm_server.protocol.field_reader import FieldReader, is_deeper
 from nanovllm_server.protocol.json import JSON

@@ -1,29 +1,29 @@
-"""Refuses fields of other servers' APIs that would change the answer. Values without an effect are allowed."""
+"""Refuses fields of other servers' APIs that would change the answer. Values without effect are allowed."""
 
 from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 
-NOTHING: tuple[JSON, ...] = ()
+NO_VALUES: tuple[JSON, ...] = ()
 
-# Fields that this server does not support, and the values (beside null) that have no effect.
-FOREIGN: dict[str, tuple[JSON, ...]] = {
-    "allowed_token_ids": NOTHING,
-    "audio": NOTHING,
+# Harmless values by unsupported field: values that have no effect. null is harmless in every field.
+HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
+    "allowed_token_ids": NO_VALUES,
+    "audio": NO_VALUES,
     "best_of": (1,),
-    "chat_template": NOTHING,
+    "chat_template": NO_VALUES,
     "echo": (False,),
-    "functions": NOTHING,
+    "functions": NO_VALUES,
     "function_call": ("none",),
-    "logits_processors": NOTHING,
+    "logits_processors": NO_VALUES,
     "modalities": (["text"],),
     "return_tokens_as_token_ids": (False,),
     "use_beam_search": (False,),
-    "web_search_options": NOTHING,
+    "web_search_options": NO_VALUES,
 }
 
-# Fields that this server does not support, and the field to use instead.
-SUCCESSORS: dict[str, str] = {
+# Supported field by unsupported field: the field to use instead.
+REPLACEMENTS: dict[str, str] = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
     "guided_choice": "structured_outputs.choice",
@@ -39,21 +39,21 @@ SUCCESSORS: dict[str, str] = {
 
 def refuse_unsupported(body: FieldReader) -> None:
     """Raises ApiError (400) for the first unsupported field."""
-    for name, successor in SUCCESSORS.items():
+    for name, replacement in REPLACEMENTS.items():
         if body.raw(name, {"enum": [None]}) is not None:
-            raise unsupported(name, f"{name} is not supported: use {successor}")
-    for name, harmless in FOREIGN.items():
-        value = body.raw(name, {"enum": [None, *harmless]})
-        if value is not None and not any(_same(value, other) for other in harmless):
-            raise unsupported(name, f"{name} is not supported: leave it out{_or_harmless(harmless)}")
+            raise unsupported(name, f"{name} is not supported: use {replacement}")
+    for name, harmless_values in HARMLESS_VALUES.items():
+        value = body.raw(name, {"enum": [None, *harmless_values]})
+        if value is not None and not any(_is_same(value, harmless) for harmless in harmless_values):
+            raise unsupported(name, f"{name} is not supported: leave it out{_suggest_values(harmless_values)}")
 
 
-def _same(value: JSON, other: JSON) -> bool:
+def _is_same(value: JSON, other: JSON) -> bool:
     # In Python, 1 == True; but a client that sends 1 for true should get an error.
     return type(value) is type(other) and value == other
 
 
-def _or_harmless(values: tuple[JSON, ...]) -> str:
+def _suggest_values(values: tuple[JSON, ...]) -> str:
     match values:
         case (bool() as value,):
             return f" or set it to {'true' if value else 'false'}"

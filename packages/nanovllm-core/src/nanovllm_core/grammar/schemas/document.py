@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from urllib.parse import unquote, urldefrag, urljoin
 
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.json_values import JSON
-from nanovllm_core.request import GrammarError
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64

@@ -1,4 +1,4 @@
-"""`nanovllm-bench interference`: how long prompts, short requests, decoding streams and chat turns delay each other.
+"""The command `interference`: how long prompts, short requests, decoding streams and chat turns delay each other.
 
-The client measures any OpenAI-compatible server over HTTP; `program` runs the cases that `situations` holds.
+`interference_command` runs the cases and reports them, `case_runner` says what each case does.
 """

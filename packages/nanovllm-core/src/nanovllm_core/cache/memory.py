@@ -1,0 +1,304 @@
+"""Cache memory: bytes per block and per state slot, how many blocks and slots fit, and the tensors that hold them."""
+
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm_core.cache.state_pool import NULL_SLOT
+from nanovllm_core.config import BLOCK_SIZES, GIB, ResolvedConfig
+from nanovllm_core.errors import ConfigError
+from nanovllm_core.model import CacheSpec, MLASpec, PagedSpec, StateCache, StateSpec
+from nanovllm_kernels import fp8
+from nanovllm_kernels.attention import best_page_size
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
+
+# Maximum number of checkpoint slots per row: a prompt of 8,192 tokens leaves this many checkpoints.
+MAX_CHECKPOINTS_PER_ROW = 8
+# Maximum number of blocks of a prefix cache, because the host keeps about 200 bytes per block. Only toy models
+# reach this number.
+MAX_CACHED_BLOCKS = 1 << 20
+# Share of the cache's memory for state slots, unless the slots of the rows alone take more.
+STATE_MEMORY_SHARE = 0.5
+_CACHE_LINE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Shapes and dtypes of a model's caches.
+
+    attention_specs: one per attention layer, all equal.
+    state_specs: one per recurrent layer.
+    block_size: tokens per block.
+    conv_dtype: dtype of the convolutions' last inputs; `state_dtype` is that of recurrent states.
+    """
+
+    attention_specs: tuple[PagedSpec | MLASpec, ...]
+    state_specs: tuple[StateSpec, ...]
+    block_size: int
+    kv_cache_dtype: torch.dtype
+    state_dtype: torch.dtype
+    conv_dtype: torch.dtype
+
+    @classmethod
+    def from_specs(cls, specs: Sequence[CacheSpec], config: ResolvedConfig) -> "CacheLayout":
+        """The layout for a model's `cache_specs()`.
+
+        Raises ValueError if attention layers differ, and ConfigError if the configured block size is too large.
+        """
+        attention_specs = tuple(spec for spec in specs if not isinstance(spec, StateSpec))
+        state_specs = tuple(spec for spec in specs if isinstance(spec, StateSpec))
+        attention, *different = dict.fromkeys(attention_specs)
+        if different:
+            raise ValueError(
+                f"cache_specs() gives both {attention} and {different[0]}: all attention layers of a model must be "
+                "alike"
+            )
+        block_size = choose_block_size(config, attention, has_states=bool(state_specs))
+        return cls(
+            attention_specs,
+            state_specs,
+            block_size,
+            config.torch_kv_cache_dtype,
+            config.torch_state_dtype,
+            conv_dtype=config.torch_dtype,
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all attention layers, including FP8 scales."""
+        scale_bytes = fp8.SCALE_BYTES if self.kv_cache_dtype == fp8.DTYPE else 0
+        shapes = map(token_shape, self.attention_specs)
+        token_bytes = sum(heads * (head_dim * self.kv_cache_dtype.itemsize + scale_bytes) for heads, head_dim in shapes)
+        return token_bytes * self.block_size
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one state slot over all recurrent layers; 0 for a model without recurrent layers."""
+        return sum(
+            math.prod(spec.recurrent) * self.state_dtype.itemsize + math.prod(spec.conv) * self.conv_dtype.itemsize
+            for spec in self.state_specs
+        )
+
+
+class CacheSize(NamedTuple):
+    """Numbers of blocks and state slots, without the null ones, and the longest request in tokens."""
+
+    num_blocks: int
+    num_slots: int
+    max_model_len: int
+
+
+class CacheMemory:
+    """The tensors of all caches of one rank. At first they have null blocks and null slots only.
+
+    num_blocks, num_slots: numbers without the null block and the null slot.
+    kv_caches, kv_scales, state_caches: see `ForwardContext`.
+    """
+
+    def __init__(self, layout: CacheLayout, device: torch.device):
+        self.layout = layout
+        self._device = device
+        self.allocate(0, 0)
+
+    def allocate(self, num_blocks: int, num_slots: int) -> None:
+        """Replace all tensors by zeros for `num_blocks` blocks and `num_slots` state slots."""
+        layout, device = self.layout, self._device
+        self.num_blocks = num_blocks
+        self.num_slots = num_slots
+        # Free the present tensors first.
+        self.kv_caches: tuple[Tensor, ...] = ()
+        self.kv_scales: tuple[Tensor, ...] = ()
+        self.state_caches: tuple[StateCache, ...] = ()
+        self._stacked_states: dict[StateSpec, StateCache] = {}
+        self.kv_caches = tuple(
+            allocate_zeros((num_blocks + 1, layout.block_size, *token_shape(spec)), layout.kv_cache_dtype, device)
+            for spec in layout.attention_specs
+        )
+        if layout.kv_cache_dtype == fp8.DTYPE:
+            self.kv_scales = tuple(map(fp8.make_scales, self.kv_caches))
+        # States of all layers with the same spec share two tensors [layers, slots, ...], so that one copy serves all.
+        self._stacked_states = {
+            spec: StateCache(
+                allocate_zeros((num_layers, num_slots + 1, *spec.recurrent), layout.state_dtype, device),
+                allocate_zeros((num_layers, num_slots + 1, *spec.conv), layout.conv_dtype, device),
+            )
+            for spec, num_layers in Counter(layout.state_specs).items()
+        }
+        unstacked = {spec: map(StateCache, *states) for spec, states in self._stacked_states.items()}
+        self.state_caches = tuple(next(unstacked[spec]) for spec in layout.state_specs)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        return self.layout.block_bytes * (self.num_blocks + 1)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers."""
+        return self.layout.slot_bytes * (self.num_slots + 1)
+
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy states between slots, one copy after another.
+
+        sources, targets: int64 [n], in an order that `order_slot_copies` returns.
+        """
+        for states in self._stacked_states.values():
+            for stacked in states:
+                copy_states(stacked, sources, targets)
+
+
+def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *, has_states: bool) -> int:
+    """Tokens per block: the configured number, or the number that attention kernels read fastest.
+
+    attention: cache spec of the model's attention layers.
+    Raises ConfigError if a block would be longer than the distance of state checkpoints.
+    """
+    min_size = min(BLOCK_SIZES)
+    if config.block_size is not None:
+        if has_states and config.block_size > CHECKPOINT_INTERVAL:
+            raise ConfigError(
+                f"block_size is {config.block_size}, but must be at most {CHECKPOINT_INTERVAL} for a model with "
+                "recurrent layers"
+            )
+        return config.block_size
+    if has_states or isinstance(attention, MLASpec):
+        return min_size
+    fastest_size = best_page_size(attention.head_dim, config.torch_kv_cache_dtype, config.attention_backend)
+    return fastest_size if config.max_num_seqs + fastest_size <= config.max_num_batched_tokens else min_size
+
+
+def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> CacheSize:
+    """Choose the size of the cache: `config.num_blocks` blocks if set, else as many as fit into `free_bytes`.
+
+    Without prefix caching, there are no more blocks than all running requests use at full length. Each row gets a state
+    slot; the other slots hold checkpoints.
+    Raises ConfigError if the cache is too small for one request or for the slots of all rows.
+    """
+    blocks_per_request = -(-config.max_model_len // layout.block_size)
+    slot_bytes = layout.slot_bytes
+    num_slots = _plan_slots(config, free_bytes, slot_bytes) if slot_bytes else 0
+    if num_slots:
+        free_bytes -= (num_slots + 1) * slot_bytes
+    if config.num_blocks is None:
+        max_used_blocks = blocks_per_request * config.max_num_seqs
+        max_blocks = max(max_used_blocks, MAX_CACHED_BLOCKS) if config.prefix_caching else max_used_blocks
+        num_blocks = min(max(free_bytes // layout.block_bytes - 1, 0), max_blocks)
+    else:
+        num_blocks = config.num_blocks
+    if num_blocks >= blocks_per_request:
+        return CacheSize(num_blocks, num_slots, config.max_model_len)
+    if config.may_shorten_context and num_blocks >= 2:
+        return CacheSize(num_blocks, num_slots, num_blocks * layout.block_size)
+    raise ConfigError(
+        f"the KV cache holds {num_blocks * layout.block_size} tokens, fewer than max_model_len "
+        f"({config.max_model_len}): lower max_model_len, or give the cache more memory (gpu_memory_utilization, "
+        "cpu_cache_gib, num_blocks)"
+    )
+
+
+def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
+    # One more slot than rows, so that a checkpoint can be read when the last row begins.
+    min_slots = config.max_num_seqs + config.prefix_caching
+    if config.num_state_slots is not None:
+        if config.num_state_slots < min_slots:
+            raise ConfigError(
+                f"num_state_slots is {config.num_state_slots}, but must be at least {min_slots}, for max_num_seqs "
+                f"{config.max_num_seqs}"
+            )
+        return config.num_state_slots
+    min_bytes = (min_slots + 1) * slot_bytes
+    if min_bytes > free_bytes:
+        raise ConfigError(
+            f"the states of max_num_seqs {config.max_num_seqs} requests take {min_bytes / GIB:.2f} GiB, "
+            f"but there are {free_bytes / GIB:.2f} GiB for the cache: lower max_num_seqs, or give the cache more "
+            "memory (gpu_memory_utilization, cpu_cache_gib)"
+        )
+    if not config.prefix_caching:
+        return min_slots
+    max_slots = config.max_num_seqs * (1 + MAX_CHECKPOINTS_PER_ROW)
+    return max(min_slots, min(max_slots, int(free_bytes * STATE_MEMORY_SHARE) // slot_bytes - 1))
+
+
+def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest_step: Callable[[], object]) -> int:
+    """Bytes for the cache: on a CPU a configured number, on a GPU the memory that the largest step leaves free.
+
+    run_largest_step: runs the step that takes the most memory. Everything but the cache must be allocated before.
+    Raises ConfigError if no memory is free.
+    """
+    if device.type == "cpu":
+        return int(config.cpu_cache_gib * GIB)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated_before = torch.cuda.memory_allocated(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - allocated_before
+    gc.collect()
+    torch.cuda.empty_cache()
+    # Memory of other processes, and memory that the driver and libraries allocate themselves, counts as used.
+    free, total = torch.cuda.mem_get_info(device)
+    free_bytes = int(total * config.gpu_memory_utilization) - (total - free) - activations
+    if free_bytes <= 0:
+        raise ConfigError(
+            f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves nothing for the "
+            f"KV cache: {(total - free) / GIB:.1f} GiB are in use and a step takes {activations / GIB:.1f} GiB; raise "
+            "it, free the GPU, or lower max_num_batched_tokens"
+        )
+    return free_bytes
+
+
+def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros.
+
+    On a CPU the system provides each page at its first use, so the process takes memory only for pages it writes.
+    """
+    if device.type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    buffer = np.zeros(num_bytes + _CACHE_LINE_BYTES, np.uint8)
+    start = -buffer.ctypes.data % _CACHE_LINE_BYTES
+    return torch.from_numpy(buffer[start : start + num_bytes]).view(dtype).view(tuple(shape))
+
+
+def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Order copies of slots so that each slot is read before a copy overwrites it.
+
+    copies: pairs (source, target) that are meant to happen at once. A target occurs once, the null slot never.
+    Returns the pairs in an order that gives the same states one after another. Each cycle takes one more pair: the null
+    slot, whose content means nothing, keeps a state meanwhile.
+    """
+    source_by_target = {target: source for source, target in copies}
+    if source_by_target.keys().isdisjoint(source_by_target.values()):
+        return list(copies)
+    num_readers = Counter(source_by_target.values())
+    writable_targets = [target for target in source_by_target if not num_readers[target]]
+    ordered: list[tuple[int, int]] = []
+    while source_by_target:
+        if not writable_targets:
+            # Only cycles remain, in which each slot has one reader.
+            saved_slot, reader = next((source, target) for target, source in source_by_target.items())
+            ordered.append((saved_slot, NULL_SLOT))
+            source_by_target[reader] = NULL_SLOT
+            writable_targets.append(saved_slot)
+        target = writable_targets.pop()
+        source = source_by_target.pop(target)
+        ordered.append((source, target))
+        num_readers[source] -= 1
+        if source in source_by_target and not num_readers[source]:
+            writable_targets.append(source)
+    return ordered
+
+
+def token_shape(spec: PagedSpec | MLASpec) -> tuple[int, int]:
+    """Shape of one token in a layer's cache: (heads of keys and values together, dimensions per head)."""
+    if isinstance(spec, MLASpec):
+        return 1, spec.latent_dim + spec.rope_dim
+    return 2 * spec.num_kv_heads, spec.head_dim

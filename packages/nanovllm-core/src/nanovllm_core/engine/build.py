@@ -1,0 +1,98 @@
+"""Builds an engine's loop: loads the model, sizes the cache, measures a few steps."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.state_pool import StatePool
+from nanovllm_core.config import MIXED_STEP_S, PROMPT_STEP_S, EngineConfig, ResolvedConfig, resolve
+from nanovllm_core.engine.loop import EngineLoop
+from nanovllm_core.engine.report import describe_engine
+from nanovllm_core.engine.trace import StepTracer, TraceFile
+from nanovllm_core.execution.runner import Runner, start_runner
+from nanovllm_core.grammar.grammars import Grammars
+from nanovllm_core.model import ModelSpec
+from nanovllm_core.scheduling.budget import StepLimits
+from nanovllm_core.scheduling.scheduler import Scheduler
+from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
+from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
+from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
+
+
+async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
+    """Resolve `config` for the model and this machine, and build the engine's loop without blocking the event loop.
+
+    Raises ConfigError and the exceptions of `spec.build`.
+    """
+    resolved = resolve(
+        config,
+        max_position=spec.max_position,
+        model_dtype=spec.dtype,
+        cuda_dtype=spec.cuda_dtype,
+        has_cuda=torch.cuda.is_available(),
+        has_flash_attention=has_flash_attention(),
+        has_cute=has_cute(),
+        has_fp8=has_fp8(),
+    )
+    # An unusable trace path must fail before the model is loaded, which may take minutes.
+    trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
+    spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
+    executor = ThreadPoolExecutor(1, "nanovllm-engine")
+    try:
+        event_loop = asyncio.get_running_loop()
+        runner = await event_loop.run_in_executor(executor, start_runner, spec, resolved)
+        step_time_model = StepTimeModel()
+        token_limits = resolved.max_num_batched_tokens, runner.max_model_len
+        await event_loop.run_in_executor(executor, calibrate, step_time_model, runner.time_step, *token_limits)
+    except BaseException:
+        executor.shutdown(wait=False)
+        spin_control.close()
+        if trace_file is not None:
+            trace_file.close()
+        raise
+    grammars = None
+    if spec.vocabulary is not None:
+        grammars = Grammars(spec.vocabulary, spec.vocab_size, spec.eos_token_ids)
+    return EngineLoop(
+        _make_scheduler(spec, resolved, runner, step_time_model),
+        runner,
+        describe_engine(spec, resolved, runner),
+        resolved.depth,
+        executor,
+        spin_control,
+        None if trace_file is None else StepTracer(trace_file, runner.device),
+        grammars,
+    )
+
+
+def _make_scheduler(
+    spec: ModelSpec, config: ResolvedConfig, runner: Runner, step_time_model: StepTimeModel
+) -> Scheduler:
+    num_slots, block_size = runner.cache.num_slots, runner.cache.layout.block_size
+    cache = CacheManager(
+        runner.cache.num_blocks,
+        block_size,
+        prefix_caching=config.prefix_caching,
+        prefix_hash=config.prefix_hash,
+        watermark=config.watermark,
+        states=StatePool(num_slots, config.max_num_seqs, block_size) if num_slots else None,
+    )
+    limits = StepLimits(
+        max_tokens=config.max_num_batched_tokens,
+        target_s=None if config.target_step_ms is None else config.target_step_ms / 1e3,
+        prompt_step_s=PROMPT_STEP_S[config.device],
+        mixed_step_s=MIXED_STEP_S[config.device],
+        rounds=runner.attention_rounds,
+        padded_tokens=runner.graphs.mixed_tokens,
+    )
+    return Scheduler(
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        limits=limits,
+        max_model_len=runner.max_model_len,
+        eos_token_ids=spec.eos_token_ids,
+        seed=config.seed,
+        step_time_model=step_time_model,
+    )

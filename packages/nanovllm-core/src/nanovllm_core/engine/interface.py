@@ -1,0 +1,142 @@
+"""The interface of an engine, whether it runs in this process (`AsyncEngine`) or in another one (`EngineClient`)."""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from nanovllm_core.engine.output_buffers import AwaitableListener, OutputBuffer, OutputBuffers, OutputListener
+from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
+from nanovllm_core.errors import EngineDeadError, RequestError
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
+from nanovllm_core.outputs import RequestOutput
+from nanovllm_core.request import Request
+
+
+def check_request(request: Request, info: EngineInfo) -> None:
+    """Check a request against the engine's limits. Raises RequestError, which names the invalid field."""
+    if not request.num_prompt_tokens:
+        raise RequestError("prompt", "the prompt is empty: it needs at least one token")
+    if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= info.vocab_size:
+        raise RequestError("prompt", f"the prompt's token ids must be from 0 to {info.vocab_size - 1}")
+    if request.num_prompt_tokens >= info.max_model_len:
+        raise RequestError(
+            "prompt",
+            f"the prompt has {request.num_prompt_tokens} tokens, but must leave at least one of the context's "
+            f"{info.max_model_len} tokens for the answer",
+        )
+    sampling = request.sampling
+    sampling.validate(info.vocab_size)
+    if sampling.grammar is not None and not info.supports_grammars:
+        raise RequestError("grammar", GRAMMARS_UNSUPPORTED)
+    max_outputs = info.max_model_len - request.num_prompt_tokens
+    if sampling.max_tokens is not None and sampling.max_tokens > max_outputs:
+        raise RequestError(
+            "max_tokens",
+            f"max_tokens is {sampling.max_tokens}, but after a prompt of {request.num_prompt_tokens} tokens the "
+            f"context of {info.max_model_len} has {max_outputs} left",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A request that is being served.
+
+    take: returns all output since the last call as one `RequestOutput`; None without a new token. Raises GrammarError
+        if the request's grammar failed.
+    close: aborts the request if it still runs. The caller must call it in the end; further calls do nothing.
+    """
+
+    take: Callable[[], RequestOutput | None]
+    close: Callable[[], None]
+
+
+class Engine(ABC):
+    """The interface of an engine. Each subclass has coroutines that create and start an engine.
+
+    first_key: key of the first request.
+    death_reason: why the engine is dead; None while it lives.
+    """
+
+    def __init__(self, info: EngineInfo, first_key: int = 0):
+        self.info = info
+        self.stats = EngineStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
+        self.death_reason: str | None = None
+        self._output_buffers = OutputBuffers()
+        self._open_request_ids: set[str] = set()
+        # The engine identifies requests by keys that no client uses twice, so that late outputs of an aborted request
+        # cannot reach a later request with the same id.
+        self._keys = itertools.count(first_key)
+
+    def check(self, request: Request) -> None:
+        """Check a request against this engine's limits. Raises RequestError, which names the invalid field."""
+        check_request(request, self.info)
+
+    def open(self, request: Request, listener: OutputListener) -> OpenRequest:
+        """Serve one request. The engine wakes `listener` whenever there is output to take.
+
+        Raises RequestError, and EngineDeadError if the engine has died.
+        """
+        self.check(request)
+        if self.death_reason is not None:
+            raise EngineDeadError(self.death_reason)
+        if request.id in self._open_request_ids:
+            raise RequestError("request_id", f"request id {request.id!r} is in use: choose another")
+        key = next(self._keys)
+
+        def close() -> None:
+            self._open_request_ids.discard(request.id)
+            if self._output_buffers.close(key) and self.death_reason is None:
+                self._abort(key)
+
+        self._submit(key, request)
+        self._open_request_ids.add(request.id)
+        buffer = OutputBuffer(request, listener)
+        self._output_buffers.open(key, buffer)
+        return OpenRequest(buffer.take, close)
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Serve one request and yield its outputs; the last output has a finish_reason.
+
+        Closing the generator early aborts the request.
+        Raises RequestError; GrammarError if its grammar can't be compiled or fails; EngineDeadError.
+        """
+        listener = AwaitableListener()
+        open_request = self.open(request, listener)
+        is_finished = False
+        try:
+            while not is_finished:
+                output = open_request.take()
+                if output is None:
+                    await listener.wait()
+                    continue
+                is_finished = output.finish_reason is not None
+                yield output
+        finally:
+            open_request.close()
+
+    @abstractmethod
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
+        """Compile a grammar ahead of requests. A request waits until its grammar is compiled.
+
+        Returns the types of parameters that are written as XML elements.
+        Raises GrammarError if it can't be compiled, is too large or takes too long; EngineDeadError if the engine dies.
+        """
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Stop the engine. Open requests fail with EngineDeadError."""
+
+    @abstractmethod
+    def _submit(self, key: int, request: Request) -> None:
+        """Submit a validated request with a new key."""
+
+    @abstractmethod
+    def _abort(self, key: int) -> None:
+        """Abort a request if it still runs."""
+
+    def _die(self, reason: str) -> None:
+        """Reject new requests from now on, and fail the open ones."""
+        if self.death_reason is None:
+            self.death_reason = reason
+            self._output_buffers.fail_all(reason)

@@ -1,0 +1,158 @@
+"""Buffers of each request's outputs until they are read, and how their readers are woken."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
+
+from nanovllm_core.errors import EngineDeadError, GrammarError
+from nanovllm_core.outputs import FinishReason, PromptLogprobs, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.request import Request
+
+ValueT = TypeVar("ValueT")
+
+
+class OutputListener(Protocol):
+    """Is notified of one request's outputs, on the event loop's thread. The methods must not raise."""
+
+    def wake(self) -> None:
+        """Called when the request has new output."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Called when the engine has died; no further output will come."""
+        ...
+
+
+class OutputBuffer:
+    """The output of one request that has not been taken yet. `OutputBuffers` writes the public attributes."""
+
+    __slots__ = (
+        "_num_output_tokens",
+        "_request",
+        "failure",
+        "finish_reason",
+        "listener",
+        "logprobs",
+        "num_cached_tokens",
+        "prompt_logprobs",
+        "stop_token",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, listener: OutputListener):
+        self.listener = listener
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_token: int | None = None
+        self.failure: str | None = None
+        self._request = request
+        self._num_output_tokens = 0
+
+    def take(self) -> RequestOutput | None:
+        """Take all output since the last call as one `RequestOutput`; None if there is no new token.
+
+        Raises GrammarError if the request's grammar failed and no further output will come.
+        """
+        tokens, logprobs, request = self.tokens, self.logprobs, self._request
+        if not tokens:
+            if self.failure is not None:
+                raise GrammarError(self.failure)
+            return None
+        self.tokens = []
+        num_top, prompt_logprobs = request.sampling.prompt_logprobs, None
+        if num_top is not None and self._num_output_tokens == 0:
+            prompt_logprobs = PromptLogprobs.concatenate(num_top, self.prompt_logprobs)
+            self.prompt_logprobs = []
+        self._num_output_tokens += len(tokens)
+        if logprobs:
+            self.logprobs = []
+        return RequestOutput(
+            request.id,
+            tuple(tokens),
+            request.num_prompt_tokens,
+            self.num_cached_tokens,
+            self._num_output_tokens,
+            None if request.sampling.logprobs is None else tuple(logprobs),
+            self.finish_reason,
+            self.stop_token,
+            prompt_logprobs,
+        )
+
+
+class AwaitableListener:
+    """A listener for a coroutine, which waits until there is output to take."""
+
+    __slots__ = ("_death_reason", "_waiter")
+
+    def __init__(self) -> None:
+        self._death_reason: str | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Wake the coroutine if it waits."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, reason: str) -> None:
+        """Wake the coroutine. Its next `wait` raises EngineDeadError."""
+        self._death_reason = reason
+        self.wake()
+
+    def wait(self) -> asyncio.Future[None]:
+        """A future that is done when there may be output to take. Raises EngineDeadError if the engine has died."""
+        if self._death_reason is not None:
+            raise EngineDeadError(self._death_reason)
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        return waiter
+
+
+class OutputBuffers:
+    """The output buffers of all open requests of one client."""
+
+    def __init__(self) -> None:
+        self._buffer_by_key: dict[int, OutputBuffer] = {}
+
+    def open(self, key: int, buffer: OutputBuffer) -> None:
+        """Add the outputs of a new request to `buffer` from now on."""
+        self._buffer_by_key[key] = buffer
+
+    def close(self, key: int) -> bool:
+        """Discard further outputs of a request. Returns False if the last output of the request has already come."""
+        return self._buffer_by_key.pop(key, None) is not None
+
+    def dispatch(self, outputs: StepOutputs) -> None:
+        """Add `outputs` to the buffers of open requests, and wake the listeners."""
+        buffers = self._buffer_by_key
+        for buffer, num_cached_tokens in self._with_buffers(outputs.starts):
+            buffer.num_cached_tokens = num_cached_tokens
+        for buffer, prompt_logprobs in self._with_buffers(outputs.prompt_logprobs):
+            buffer.prompt_logprobs.append(prompt_logprobs)
+        for buffer, logprobs in self._with_buffers(outputs.logprobs):
+            buffer.logprobs.append(logprobs)
+        for key, reason, stop_token in outputs.finishes:
+            if (buffer := buffers.get(key)) is not None:
+                buffer.finish_reason, buffer.stop_token = reason, stop_token
+        for key, token in zip(outputs.keys, outputs.tokens, strict=True):
+            if (buffer := buffers.get(key)) is not None:
+                buffer.tokens.append(token)
+                buffer.listener.wake()
+        for key, _, _ in outputs.finishes:
+            buffers.pop(key, None)
+        for key, failure in outputs.failures:
+            if (buffer := buffers.pop(key, None)) is not None:
+                buffer.failure = failure
+                buffer.listener.wake()
+
+    def _with_buffers(self, values: Iterable[tuple[int, ValueT]]) -> Iterator[tuple[OutputBuffer, ValueT]]:
+        """Replace the keys in `values` by the buffers of open requests; entries of closed requests are skipped."""
+        for key, value in values:
+            if (buffer := self._buffer_by_key.get(key)) is not None:
+                yield buffer, value
+
+    def fail_all(self, reason: str) -> None:
+        """Fail the listeners of all open requests."""
+        for buffer in tuple(self._buffer_by_key.values()):
+            buffer.listener.fail(reason)

@@ -1,0 +1,41 @@
+"""Ends a process when the process that started it has ended."""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+
+# Time that a process has to exit by itself, for example after writing files.
+EXIT_GRACE_S = 5.0
+EXIT_CODE = 1
+
+
+def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Event:
+    """Start a thread that ends this process when its parent has ended, even if the main thread is busy.
+
+    clean_up: called before the process ends.
+    Returns an event. If the caller sets the event, the main thread has `EXIT_GRACE_S` seconds to exit after the parent
+    has ended. Without a parent process this function does nothing.
+    """
+    exits_itself = threading.Event()
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return exits_itself
+
+    def exit_after_parent() -> None:
+        parent.join()
+        if clean_up is not None:
+            clean_up()
+        if exits_itself.is_set():
+            time.sleep(EXIT_GRACE_S)
+        os._exit(EXIT_CODE)
+
+    threading.Thread(target=exit_after_parent, name="nanovllm-parent", daemon=True).start()
+    return exits_itself
+
+
+def has_parent_ended() -> bool:
+    """Whether the parent process has ended."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()

@@ -1,0 +1,57 @@
+"""What a running engine reports of itself: its constant properties, and its statistics."""
+
+from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.engine.status import EngineInfo, EngineStats
+from nanovllm_core.execution.runner import Runner
+from nanovllm_core.model import ModelSpec
+from nanovllm_core.scheduling.scheduler import Scheduler
+from nanovllm_kernels.platform import describe_arithmetic
+
+
+def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> EngineInfo:
+    """The constant properties of an engine."""
+    return EngineInfo(
+        model=spec.name,
+        device=runner.device_name,
+        dtype=config.dtype,
+        vocab_size=spec.vocab_size,
+        max_model_len=runner.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=runner.cache.layout.block_size,
+        num_blocks=runner.cache.num_blocks,
+        kv_cache_dtype=str(config.torch_kv_cache_dtype).removeprefix("torch."),
+        kv_cache_bytes=runner.cache.kv_bytes,
+        num_state_slots=runner.cache.num_slots,
+        state_bytes=runner.cache.state_bytes,
+        prefix_caching=config.prefix_caching,
+        attention_backend=config.attention_backend,
+        supports_grammars=spec.vocabulary is not None,
+        arithmetic=describe_arithmetic(runner.device, config.torch_dtype),
+    )
+
+
+def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
+    """All statistics except the number of waiting requests, which the event loop's thread counts."""
+    pool, states = scheduler.cache.pool, scheduler.cache.states
+    counters, step_time_model = scheduler.counters, scheduler.step_time_model
+    return EngineStats(
+        num_requests_running=scheduler.rows.num_running,
+        num_blocks=pool.num_blocks,
+        num_free_blocks=pool.num_free,
+        num_cached_blocks=pool.num_cached,
+        num_free_state_slots=0 if states is None else states.slots.num_free,
+        num_checkpoints=0 if states is None else states.slots.num_cached,
+        num_steps=counters.num_steps,
+        num_preemptions=counters.num_preemptions,
+        prefix_cache_queries=counters.num_queried_tokens,
+        prefix_cache_hits=counters.num_cached_tokens,
+        prompt_tokens=counters.num_prompt_tokens,
+        generation_tokens=counters.num_generated_tokens,
+        iteration_tokens=counters.num_computed_tokens,
+        graph_steps=tuple((*key, count) for key, count in list(runner.graphs.num_steps.items())),
+        step_limit_s=scheduler.limits.time_limit_s(1, step_time_model.decode_step_s),
+        decode_step_s=step_time_model.decode_step_s,
+        step_time_coefficients=tuple(step_time_model.coefficients._asdict().items()),
+        step_time_error=step_time_model.mean_error,
+    )

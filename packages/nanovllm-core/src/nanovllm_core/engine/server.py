@@ -1,0 +1,227 @@
+"""Runs an engine in a process of its own, which serves any client_number of clients over a ZeroMQ socket.
+
+Importing this module does not import torch, because processes that only start an engine do not need it.
+"""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import logging
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+import zmq.asyncio
+
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.engine import wire
+from nanovllm_core.engine.parent_watch import exit_with_parent, has_parent_ended
+from nanovllm_core.engine.status import EngineStats
+from nanovllm_core.errors import GrammarError
+from nanovllm_core.outputs import StepOutputs
+
+if TYPE_CHECKING:
+    from nanovllm_core.engine.loop import EngineLoop
+    from nanovllm_core.model import ModelSpec
+
+EngineRecipe = Callable[[], tuple["ModelSpec", EngineConfig]]
+
+_log = logging.getLogger(__name__)
+
+
+def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> None:
+    """Serve the engine of `recipe` until a client stops it, its loop fails or the parent process ends.
+
+    endpoint: ZeroMQ endpoint to bind; the only file in its directory. If the parent has ended, both are removed.
+    lifeline: kept open while this process lives, so that clients detect its end.
+    """
+    # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    remove_socket = partial(_remove_socket, endpoint)
+    # Watch the parent before the model loads, because loading blocks the event loop for minutes.
+    exits_itself = exit_with_parent(remove_socket)
+    with lifeline, contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(_serve(recipe, endpoint, exits_itself))
+    if has_parent_ended():
+        remove_socket()
+
+
+def _remove_socket(endpoint: str) -> None:
+    path = Path(endpoint.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        # Fails if the directory has other files, which must not be removed.
+        path.parent.rmdir()
+
+
+async def _serve(recipe: EngineRecipe, endpoint: str, exits_itself: threading.Event) -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.LINGER, 1000)
+        # No high-water marks: messages are neither dropped nor blocked. Sending to a disconnected client is an error.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(endpoint)
+        _stop_with_parent(asyncio.current_task())
+        try:
+            from nanovllm_core.engine.build import build_loop
+
+            engine_loop = await build_loop(*recipe())
+        except Exception as error:  # noqa: BLE001 (sent to the clients, which raise it)
+            is_expected = isinstance(error, ValueError)
+            if not is_expected:
+                _log.exception("the engine could not start")
+            await _send_to_all(socket, wire.StartFailed(_one_line(error), is_expected))
+            return
+        # Objects of the start-up live until the end, so exclude them from garbage collections.
+        gc.collect()
+        gc.freeze()
+        exits_itself.set()
+        await EngineServer(engine_loop, socket).run()
+
+
+def _stop_with_parent(task: "asyncio.Task[None] | None") -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None or task is None:
+        return
+    loop, sentinel = asyncio.get_running_loop(), parent.sentinel
+
+    def stop() -> None:
+        loop.remove_reader(sentinel)
+        task.cancel()
+
+    loop.add_reader(sentinel, stop)
+
+
+async def _send_to_all(socket: zmq.asyncio.Socket, message: wire.ToClient) -> None:
+    """Wait for the first client, then send `message` to all clients that have connected by then."""
+    payload = wire.encode(message)
+    while True:
+        client, _ = await socket.recv_multipart()
+        with contextlib.suppress(zmq.ZMQError):
+            await socket.send_multipart([client, payload])
+        if not await socket.poll(0):
+            return
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+@dataclass(slots=True)
+class ConnectedClient:
+    """A client that sent Hello. open_keys: keys of its open requests."""
+
+    identity: bytes
+    open_keys: set[int] = field(default_factory=set[int])
+
+
+class EngineServer:
+    """Connects an engine's loop to the clients. The outputs of a request go to the client that sent the request."""
+
+    def __init__(self, engine_loop: "EngineLoop", socket: zmq.asyncio.Socket):
+        self._engine_loop = engine_loop
+        self._socket = socket
+        # In the order of connection. No client number is used twice.
+        self._clients_by_number: dict[int, ConnectedClient] = {}
+        self._client_numbers = itertools.count()
+        self._compile_tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until a client sends Stop or the loop fails."""
+        receive_task = asyncio.create_task(self._receive())
+        # If receiving fails, stop the engine: clients detect that, but not an engine that receives nothing.
+        receive_task.add_done_callback(lambda _: self._engine_loop.stop())
+        try:
+            await self._engine_loop.run(self._emit)
+        except Exception as error:  # noqa: BLE001 (sent to the clients, which raise it)
+            _log.exception("the engine failed")
+            for client_number in tuple(self._clients_by_number):
+                self._send(client_number, wire.EngineDied(f"the engine failed: {_one_line(error)}"))
+        if receive_task.done():
+            receive_task.result()
+        receive_task.cancel()
+
+    async def _receive(self) -> None:
+        while True:
+            identity, payload = await self._socket.recv_multipart()
+            message: wire.ToEngine = wire.decode_to_engine(payload)
+            match message:
+                case wire.Hello():
+                    client_number = next(self._client_numbers)
+                    self._clients_by_number[client_number] = ConnectedClient(identity)
+                    self._send(client_number, wire.Ready(self._engine_loop.info, client_number * wire.KEYS_PER_CLIENT))
+                case wire.Submit(key):
+                    # Ignore messages of clients that have disconnected.
+                    if (client := self._client_of(key)) is not None:
+                        client.open_keys.add(key)
+                        self._engine_loop.submit(key, message.to_request())
+                case wire.Abort(key):
+                    if (client := self._client_of(key)) is not None:
+                        client.open_keys.discard(key)
+                        self._engine_loop.abort(key)
+                case wire.Compile():
+                    compile_task = asyncio.create_task(self._compile(message))
+                    self._compile_tasks.add(compile_task)
+                    compile_task.add_done_callback(self._compile_tasks.discard)
+                case wire.Stop():
+                    self._engine_loop.stop()
+
+    async def _compile(self, message: wire.Compile) -> None:
+        try:
+            parameter_types = await self._engine_loop.compile(message.grammar)
+            answer = wire.Compiled(message.key, parameter_types=parameter_types)
+        except GrammarError as error:
+            answer = wire.Compiled(message.key, (error.message, error.place, error.code))
+        if self._client_of(message.key) is not None:
+            self._send(message.key // wire.KEYS_PER_CLIENT, answer)
+
+    def _client_of(self, key: int) -> ConnectedClient | None:
+        return self._clients_by_number.get(key // wire.KEYS_PER_CLIENT)
+
+    def _emit(self, outputs: StepOutputs, stats: EngineStats | None) -> None:
+        outputs_by_client = split_by_client(outputs)
+        for key in (entry.key for entry in (*outputs.finishes, *outputs.failures)):
+            if (client := self._client_of(key)) is not None:
+                client.open_keys.discard(key)
+        for client_number in tuple(self._clients_by_number):
+            if client_number in outputs_by_client or stats is not None:
+                self._send(client_number, wire.Step(outputs_by_client.get(client_number, StepOutputs()), stats))
+
+    def _send(self, client_number: int, message: wire.ToClient) -> None:
+        client = self._clients_by_number[client_number]
+        # The high-water mark is off, so the future is done at once or has failed.
+        sent = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
+        if sent.done() and isinstance(error := sent.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+            # The client has disconnected: abort its requests.
+            for key in self._clients_by_number.pop(client_number).open_keys:
+                self._engine_loop.abort(key)
+
+
+def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
+    """Split a step's outputs by client number. Clients without outputs are left out."""
+    token_clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
+    # Entries of requests that may have no token in the step.
+    tokenless_entries = (*outputs.failures, *outputs.prompt_logprobs)
+    client_numbers = set(token_clients).union(key // wire.KEYS_PER_CLIENT for key, _ in tokenless_entries)
+    if len(client_numbers) <= 1:
+        return dict.fromkeys(client_numbers, outputs)
+    parts = {client_number: StepOutputs() for client_number in client_numbers}
+    for client_number, key, token in zip(token_clients, outputs.keys, outputs.tokens, strict=True):
+        part = parts[client_number]
+        part.keys.append(key)
+        part.tokens.append(token)
+    for name in ("logprobs", "starts", "finishes", "failures", "prompt_logprobs"):
+        for entry in getattr(outputs, name):
+            getattr(parts[entry[0] // wire.KEYS_PER_CLIENT], name).append(entry)
+    return parts

@@ -1,0 +1,139 @@
+"""The forward pass of a step: from the table rows of its requests to hidden states and logits."""
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from nanovllm_core.cache.memory import CacheMemory
+from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.execution.inputs import DeviceRows
+from nanovllm_core.execution.request_table import RequestTable
+from nanovllm_core.model import CausalLM, ForwardContext, LaunchAttention, MLASpec
+from nanovllm_core.scheduling.plan import StepPlan
+from nanovllm_kernels.attention import AttentionBatch, plan_batch
+from nanovllm_kernels.attention.mla import plan_latent_batch
+from nanovllm_kernels.linear_attention import StateBatch, plan_states
+from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs
+
+
+class BatchBounds(NamedTuple):
+    """Bounds of a batch's lengths that the host knows, see `plan_batch`.
+
+    num_tokens: tokens of the step, including padding.
+    num_decodes: leading requests with one token in the step; None if the host does not know the number.
+    max_query_len: maximum number of tokens of one request in the step.
+    max_seq_len: maximum context length after the step, in tokens.
+    whole: see `BatchShape`.
+    """
+
+    num_tokens: int
+    num_decodes: int | None
+    max_query_len: int
+    max_seq_len: int
+    whole: bool
+
+    @classmethod
+    def from_plan(cls, plan: StepPlan) -> "BatchBounds":
+        """The bounds of a step without padding."""
+        lengths, shape = plan.scheduled.num_tokens, plan.shape
+        num_decodes = int(np.count_nonzero(lengths == 1))
+        return cls(shape.num_tokens, num_decodes, int(lengths.max()), plan.max_seq_len, shape.whole)
+
+
+class ForwardOutput(NamedTuple):
+    """The result of a forward pass.
+
+    logits: [num_reqs, vocab], of each request's last token; empty if the step samples no token.
+    seq_lens: int32 [num_reqs], context lengths. The sampled token has this position.
+    block_tables: int32 [num_reqs, width].
+    """
+
+    logits: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+
+
+class ForwardPass:
+    """Runs the model on rows of the request table, reading and writing the caches."""
+
+    def __init__(self, model: CausalLM, table: RequestTable, cache: CacheMemory, config: ResolvedConfig):
+        self._model = model
+        self._table = table
+        self._cache = cache
+        self._config = config
+        attention = cache.layout.attention_specs[0]
+        self._num_heads = attention.num_heads
+        self._plan_batch = plan_latent_batch if isinstance(attention, MLASpec) else plan_batch
+
+    def run(
+        self, rows: DeviceRows, bounds: BatchBounds, launch_attention: LaunchAttention | None = None
+    ) -> tuple[Tensor, BatchInputs]:
+        """Run the model. Returns the hidden states [num_tokens, hidden] and the inputs of the batch."""
+        table, cache, block_size = self._table, self._cache, self._cache.layout.block_size
+        batch = build_inputs(
+            rows.table_rows,
+            rows.query_start_loc,
+            TokenTables(table.tokens, table.num_computed),
+            table.block_table,
+            block_size,
+            bounds.num_tokens,
+            -(-bounds.max_seq_len // block_size),
+        )
+        # Attention between graph pieces is planned at each replay, so the graph plans as little as possible.
+        planned = bounds if launch_attention is None else bounds._replace(num_decodes=0)
+        attention = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned)
+        states = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None
+        context = ForwardContext(
+            attention,
+            batch.slot_mapping,
+            cache.kv_caches,
+            cache.kv_scales,
+            launch_attention,
+            cache.state_caches,
+            states,
+        )
+        return self._model.forward(batch.input_ids, batch.positions, context), batch
+
+    def last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
+        """Logits [num_reqs, vocab] of each request's last token."""
+        return self._model.compute_logits(hidden.index_select(0, batch.last_token_indices))
+
+    def plan_attention(
+        self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: BatchBounds
+    ) -> AttentionBatch:
+        """Plan the attention of a batch, once for all layers."""
+        return self._plan_batch(
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            num_decodes=bounds.num_decodes,
+            max_query_len=bounds.max_query_len,
+            max_seq_len=bounds.max_seq_len,
+            num_heads=self._num_heads,
+            kv_cache=self._cache.kv_caches[0],
+            backend=self._config.attention_backend,
+            dtype=self._config.torch_dtype,
+            num_tokens=bounds.num_tokens,
+            has_only_whole_prompts=bounds.whole,
+        )
+
+    def replan_attention(self, output: ForwardOutput, rows: DeviceRows, plan: StepPlan) -> AttentionBatch:
+        """Plan the attention between the pieces of a replayed step, whose forward pass leaves `output`."""
+        # Piecewise graphs do not keep the keys and values that whole prompts would be read from.
+        bounds = BatchBounds.from_plan(plan)._replace(whole=False)
+        count, width = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)
+        lengths = (output.seq_lens[:count], rows.query_start_loc)
+        return self.plan_attention(output.block_tables[:count, :width], *lengths, bounds)
+
+    def _plan_states(self, rows: DeviceRows, seq_lens: Tensor, bounds: BatchBounds) -> StateBatch:
+        return plan_states(
+            self._table.state_slots.index_select(0, rows.table_rows),
+            self._table.checkpoints.index_select(0, rows.table_rows),
+            seq_lens,
+            rows.query_start_loc,
+            num_decodes=bounds.num_decodes,
+            max_query_len=bounds.max_query_len,
+            num_tokens=bounds.num_tokens,
+            backend="torch" if self._config.attention_backend == "torch" else "triton",
+        )

@@ -1,0 +1,45 @@
+"""Log-probabilities of prompt tokens, computed on the device."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.sampling import compute_logprobs, compute_ranks
+
+# Maximum number of prompt tokens whose logits exist at once. For a vocabulary of 150,000 in float32 these logits take
+# 80 MB.
+MAX_SCORED_TOKENS = 128
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of n tokens of a prompt, on the device or copied to the host.
+
+    logprobs: float32 [n]. ranks: int32 [n], see `PromptTokenLogprobs`.
+    top_ids, top_logprobs: int32 and float32 [n, num_top].
+    """
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+def score_prompt_tokens(
+    hidden: Tensor, tokens: Tensor, num_top: int, compute_logits: Callable[[Tensor], Tensor]
+) -> PromptScores:
+    """Log-probabilities of prompt tokens, and of the `num_top` likeliest tokens at their positions.
+
+    hidden: [n, hidden], hidden states at the positions before the tokens.
+    tokens: int32 [n].
+    Logits are computed for MAX_SCORED_TOKENS tokens at a time, to bound memory.
+    """
+
+    def score_chunk(hidden: Tensor, tokens: Tensor) -> PromptScores:
+        logits = compute_logits(hidden)
+        result = compute_logprobs(logits, tokens, num_top)
+        return PromptScores(result.chosen, compute_ranks(logits, tokens), result.top_ids, result.top_logprobs)
+
+    chunks = map(score_chunk, hidden.split(MAX_SCORED_TOKENS), tokens.split(MAX_SCORED_TOKENS))
+    return PromptScores(*map(torch.cat, zip(*chunks, strict=True)))

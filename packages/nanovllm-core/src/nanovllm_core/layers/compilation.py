@@ -1,0 +1,59 @@
+"""torch.compile for the code between attention operators: one compiled function for all layers and row counts."""
+
+import os
+from collections.abc import Callable
+from types import FunctionType
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.gemm import MAX_OWN_ROWS
+from nanovllm_kernels.platform import make_cache_directory
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+BACKEND = "inductor"
+# For fewer rows our own kernels, which fuse norm, gate and residual with the product, are faster.
+MIN_COMPILED_ROWS = MAX_OWN_ROWS + 1
+
+
+def compile_for_rows(
+    function: Callable[Concatenate[Tensor, P], R], min_rows: int
+) -> Callable[Concatenate[Tensor, P], R]:
+    """Compile `function` for calls with at least `min_rows` rows; calls with fewer rows run it uncompiled.
+
+    All tensor arguments have the same number of rows, which may change between calls. Other arguments (modules, tuples)
+    may differ only in the contents of their tensors. Compilation happens at the first call with several rows, and if
+    `min_rows` is 1 also at the first call with one row. Make these calls before serving.
+    """
+    _set_cache_directory()
+    # torch.compile caches by code object. A copy of the code object keeps models separate.
+    plain = cast(FunctionType, function)
+    own = FunctionType(plain.__code__.replace(), plain.__globals__)
+    fast = torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
+    is_marked = False
+
+    def call(rows: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal is_marked
+        if rows.shape[0] < min_rows:
+            return function(rows, *args, **kwargs)
+        if not is_marked and rows.shape[0] > 1:
+            for argument in (rows, *args):
+                if isinstance(argument, Tensor):
+                    torch._dynamo.mark_dynamic(argument, 0)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+            is_marked = True
+        return fast(rows, *args, **kwargs)
+
+    return call
+
+
+def _set_cache_directory() -> None:
+    """Let Inductor keep its results in our cache directory; if that does not exist, it uses a temporary one."""
+    directory = make_cache_directory("inductor")
+    if directory is None:
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
+    # A few kernels do not need a pool of processes, each of which would import torch.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -1,0 +1,111 @@
+"""The engine's state of a request."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm_core.grammar_types import CompiledGrammar
+from nanovllm_core.request import Request
+from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.token_ids import TokenIds
+
+BlockHash = int | bytes
+# Maximum number of checkpoints that one prompt saves.
+MAX_CHECKPOINTS = 16
+
+
+class Checkpoint(NamedTuple):
+    """The state slot in which a recurrent model's state after the first `position` tokens is saved."""
+
+    position: int
+    slot: int
+
+
+class RequestStatus(Enum):
+    """The status of a request. Preemption leads back to WAITING."""
+
+    WAITING_GRAMMAR = "waiting for its grammar"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request in the engine, from its arrival until it is finished and its blocks are released.
+
+    Numbers that change in every step are kept in the scheduler's `RowTable`.
+
+    key: the engine's id of the request; no key is used twice in an engine.
+    client_request: what the client sent.
+    compiled_grammar: set by the engine before the request is scheduled; None without a grammar.
+
+    The scheduler and the cache set the other fields:
+    output_ids: ids of the output tokens that have reached the host.
+    stop_ids: token ids that end the output.
+    seed: seed of the random numbers; the engine draws it if the client sets none.
+    max_total_tokens: number of prompt and output tokens at which the request finishes.
+    num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    num_scored_tokens: prompt tokens for whose log-probabilities steps were launched.
+    row: row in the scheduler's and the device's tables; -1 without a row.
+    block_ids: the request's cache blocks, in order.
+    block_hashes: hashes of the full blocks, in order; each hash covers all tokens before the block too.
+    num_committed_blocks: number of leading blocks that are in the prefix cache.
+    state_slot: the state slot of a recurrent model; 0 without one.
+    source_state_slot: the slot that `state_slot` is copied from at the start; 0 for zeros.
+    checkpoints: checkpoints that are still to be saved, by rising position.
+    """
+
+    key: int
+    client_request: Request
+    compiled_grammar: CompiledGrammar | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    output_ids: list[int] = field(default_factory=list[int])
+    stop_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    max_total_tokens: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_scored_tokens: int = 0
+    row: int = -1
+    block_ids: list[int] = field(default_factory=list[int])
+    block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
+    num_committed_blocks: int = 0
+    state_slot: int = 0
+    source_state_slot: int = 0
+    checkpoints: list[Checkpoint] = field(default_factory=list[Checkpoint])
+
+    @property
+    def prompt_ids(self) -> TokenIds:
+        """The tokens of the prompt."""
+        return self.client_request.prompt_ids
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The options for sampling."""
+        return self.client_request.sampling
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.client_request.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt tokens, and of output tokens that have reached the host."""
+        return len(self.client_request.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Prompt tokens whose log-probabilities still have to be computed."""
+        if self.sampling.prompt_logprobs is None:
+            return 0
+        return self.num_prompt_tokens - 1 - self.num_scored_tokens
+
+    def token_ids(self) -> TokenIds:
+        """The prompt and the outputs in one array; without outputs the prompt's own array."""
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate((self.prompt_ids, np.array(self.output_ids, np.int32)))

@@ -1,0 +1,141 @@
+"""Options for sampling the tokens of one request."""
+
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+
+from nanovllm_core.errors import RequestError
+from nanovllm_core.grammar_types import GrammarSpec
+
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKENS = 64
+MAX_REASONING_END_TOKENS = 64
+MAX_FORBIDDEN_SEQUENCES = 256
+MAX_FORBIDDEN_SEQUENCE_TOKENS = 16
+# Lower bound of parameters that must be above zero.
+_MIN_POSITIVE = 1e-6
+
+
+class ReasoningBudget(msgspec.Struct, frozen=True):
+    """A limit on the first part of an output, which is its reasoning.
+
+    num_tokens: if `end` has not occurred within this many tokens, the engine forces `end`. If the last tokens are a
+        beginning of `end`, the engine forces only the missing tokens.
+    end: the token ids that close the reasoning.
+    """
+
+    num_tokens: int
+    end: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Options for sampling the tokens of one request.
+
+    max_tokens: maximum number of output tokens; None for as many as the context holds.
+    temperature: 0 for greedy sampling.
+    top_k: 0 for off. Filters apply in the order top-k, top-p, min-p.
+    top_p: Holtzman et al. 2020; 1 for off. It applies to the tokens that top-k keeps.
+    min_p: Nguyen et al. 2024, relative to the likeliest token; 0 for off.
+    seed: the same seed, prompt and model give the same tokens; None for a seed that the engine draws.
+    presence_penalty, frequency_penalty: over the output, as OpenAI defines them; 0 for off.
+    repetition_penalty: over prompt and output (Keskar et al. 2019); 1 for off.
+    logit_bias: number to add to a token's logit, by token id.
+    min_tokens: no end-of-sequence or stop token is sampled before this many output tokens.
+    ignore_eos: do not stop at the model's end-of-sequence tokens.
+    stop_token_ids: further token ids that stop the request. Like end-of-sequence tokens, they are part of the output.
+    forbidden_sequences: sequences of token ids that the output may not contain.
+    logprobs: number of likeliest tokens to report per output token (0..20); None for no log-probabilities. They are
+        computed from the model's distribution before penalties and temperature.
+    prompt_logprobs: the same for all prompt tokens except the first. The whole prompt is then computed, even if cached.
+    grammar: a grammar that the output must match. The grammar takes precedence over all other options. If it allows
+        only tokens that min_tokens or logit_bias suppress, one of these is sampled. A complete grammar ends the request
+        even with ignore_eos. stop_token_ids stop the request only where the grammar allows them.
+    reasoning_budget: closes the reasoning when it is too long. The engine drops the budget if the grammar does not
+        allow that.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict[int, float])
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    forbidden_sequences: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
+    reasoning_budget: ReasoningBudget | None = None
+
+    def validate(self, vocab_size: int) -> None:
+        """Check all values. Raises RequestError, which names the invalid field."""
+        self._validate_numbers()
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError("logit_bias", f"logit_bias may have at most {MAX_LOGIT_BIAS} entries")
+        for token, bias in self.logit_bias.items():
+            _require_int("logit_bias", token, 0, vocab_size - 1)
+            _require_float("logit_bias", bias, -100, 100)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError("stop_token_ids", f"stop_token_ids may have at most {MAX_STOP_TOKENS} entries")
+        for token in self.stop_token_ids:
+            _require_int("stop_token_ids", token, 0, vocab_size - 1)
+        if (budget := self.reasoning_budget) is not None:
+            _require_int("reasoning_budget", budget.num_tokens, 0, None)
+            if not 1 <= len(budget.end) <= MAX_REASONING_END_TOKENS:
+                message = f"the end of a reasoning budget must have 1 to {MAX_REASONING_END_TOKENS} token ids"
+                raise RequestError("reasoning_budget", message)
+            for token in budget.end:
+                _require_int("reasoning_budget", token, 0, vocab_size - 1)
+        self._validate_forbidden_sequences(vocab_size)
+
+    def _validate_forbidden_sequences(self, vocab_size: int) -> None:
+        if len(self.forbidden_sequences) > MAX_FORBIDDEN_SEQUENCES:
+            message = f"at most {MAX_FORBIDDEN_SEQUENCES} token sequences may be forbidden"
+            raise RequestError("forbidden_sequences", message)
+        for tokens in self.forbidden_sequences:
+            if not 0 < len(tokens) <= MAX_FORBIDDEN_SEQUENCE_TOKENS:
+                raise RequestError(
+                    "forbidden_sequences",
+                    f"a forbidden sequence must have 1 to {MAX_FORBIDDEN_SEQUENCE_TOKENS} tokens, but one has "
+                    f"{len(tokens)}: choose shorter words",
+                )
+            for token in tokens:
+                _require_int("forbidden_sequences", token, 0, vocab_size - 1)
+
+    def _validate_numbers(self) -> None:
+        _require_float("temperature", self.temperature, 0, 100)
+        _require_float("top_p", self.top_p, _MIN_POSITIVE, 1)
+        _require_float("min_p", self.min_p, 0, 1)
+        _require_float("presence_penalty", self.presence_penalty, -2, 2)
+        _require_float("frequency_penalty", self.frequency_penalty, -2, 2)
+        _require_float("repetition_penalty", self.repetition_penalty, _MIN_POSITIVE, 100)
+        _require_int("top_k", self.top_k, 0, None)
+        _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 1, None)
+        if self.seed is not None:
+            _require_int("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _require_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+
+
+def _require_float(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise RequestError(name, f"{name} must be a number from {low:g} to {high:g}, not {value}")
+
+
+def _require_int(name: str, value: int, low: int, high: int | None) -> None:
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(name, f"{name} must be an integer {bounds}, not {value}")

@@ -1,0 +1,199 @@
+"""Divides a step's budget among the prompts of requests with a row and of waiting requests."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm_core.cache.manager import BlockShortage
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.scheduling.budget import StepBudget, StepLimits
+from nanovllm_core.scheduling.lifecycle import RequestLifecycle
+from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
+from nanovllm_core.scheduling.request_order import request_class
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
+
+# Maximum number of waiting requests that are considered for a step.
+MAX_WAITING_CANDIDATES = 64
+# Chunks end at multiples of this many tokens, or of the block size if that is smaller. A larger unit adds padding.
+CHUNK_UNIT_TOKENS = 16
+# Requests that lacked blocks are retried after this many steps, as others may have cached blocks that they share.
+RETRY_INTERVAL_STEPS = 16
+# Over a few steps, the oldest prompt gets at least this share of the time spent on prompts.
+MIN_OLDEST_SHARE = 0.25
+# Maximum number of requests that are admitted before a request that lacked free blocks.
+MAX_BYPASSES = 32
+
+
+class PromptChunk(NamedTuple):
+    """The part of a prompt that a step computes: `num_tokens` tokens of a row."""
+
+    row: int
+    num_tokens: int
+
+
+class ScheduledPrompts(NamedTuple):
+    """The chunks of a step, with new rows and blocks of requests that the step admits."""
+
+    chunks: list[PromptChunk]
+    new_rows: list[NewRow]
+    new_blocks: NewBlocks
+
+
+class _Candidate(NamedTuple):
+    """A prompt that the step may compute.
+
+    start: number of computed tokens. For a waiting request an estimate: the cached tokens at the last search.
+    end: number of tokens to compute in total.
+    """
+
+    request: RequestState
+    start: int
+    end: int
+
+
+class PromptScheduler:
+    """Chooses the prompts of each step.
+
+    Within the most urgent class of requests, the prompt with the least remaining work goes first. The oldest prompt of
+    the class always gets a share of the time. Requests overtake one that lacks blocks at most MAX_BYPASSES times.
+    """
+
+    def __init__(self, lifecycle: RequestLifecycle, limits: StepLimits, step_time_model: StepTimeModel):
+        self._lifecycle = lifecycle
+        self._limits = limits
+        self._cache = lifecycle.cache
+        self._rows = lifecycle.rows
+        self._step_time_model = step_time_model
+        # Cached tokens of waiting requests at the last search, by request key.
+        self._num_hits_by_key: dict[int, int] = {}
+        # Free blocks that waiting requests need which lacked blocks, by request key.
+        self._needed_blocks_by_key: dict[int, int] = {}
+        self._num_searches = 0
+        # The first request that lacked blocks, and how many others were admitted since.
+        self._blocked_request: RequestState | None = None
+        self._num_bypasses = 0
+        # Consecutive steps in which the oldest prompt got less than its share.
+        self._num_unfair_steps = 0
+
+    def schedule(self, decodes: StepWork, prompts: ScheduledPrompts, *, may_admit: bool) -> None:
+        """Add chunks to `prompts`, with new rows and blocks for requests that are admitted if `may_admit`.
+
+        decodes: the step's work without prompts.
+        """
+        candidates = self._running_candidates()
+        if may_admit and self._rows.num_free_rows:
+            candidates += self._waiting_candidates()
+        if not candidates:
+            return
+        chunk_unit = min(self._cache.block_size, CHUNK_UNIT_TOKENS)
+        budget = StepBudget(self._limits, self._step_time_model, decodes, chunk_unit)
+        candidates.sort(key=self._service_order)
+        first_class = request_class(candidates[0].request)
+        oldest = min(
+            (candidate for candidate in candidates if request_class(candidate.request) == first_class),
+            key=lambda candidate: candidate.request.client_request.arrival_time,
+        )
+        if self._num_unfair_steps >= 1 / MIN_OLDEST_SHARE - 1:
+            candidates.remove(oldest)
+            candidates.insert(0, oldest)
+        chunk_times_s = [self._schedule_chunk(candidate, budget, prompts) for candidate in candidates]
+        is_served = any(chunk.row == oldest.request.row for chunk in prompts.chunks)
+        is_fair = is_served and chunk_times_s[candidates.index(oldest)] >= MIN_OLDEST_SHARE * sum(chunk_times_s)
+        self._num_unfair_steps = 0 if is_fair else self._num_unfair_steps + 1
+        # A burst of short prompts may have more requests than are considered at once.
+        while may_admit and not budget.is_full and self._rows.num_free_rows:
+            num_admitted = len(prompts.new_rows)
+            for candidate in sorted(self._waiting_candidates(), key=self._service_order):
+                self._schedule_chunk(candidate, budget, prompts)
+            if len(prompts.new_rows) == num_admitted:
+                break
+
+    def _schedule_chunk(self, candidate: _Candidate, budget: StepBudget, prompts: ScheduledPrompts) -> float:
+        """Add a chunk of the candidate within the budget, and return the predicted seconds of the chunk."""
+        num_tokens = budget.size_chunk(candidate.start, candidate.end)
+        if num_tokens == 0:
+            return 0.0
+        if candidate.request.row >= 0:
+            prompts.chunks.append(PromptChunk(candidate.request.row, num_tokens))
+            return budget.add_chunk(candidate.start, candidate.end, num_tokens)
+        if self._rows.num_free_rows and not self._must_wait(candidate.request):
+            return self._admit(candidate.request, budget, prompts)
+        return 0.0
+
+    def _running_candidates(self) -> list[_Candidate]:
+        rows = self._rows
+        # Requests with one token left decode.
+        prefilling_rows = np.flatnonzero(rows.is_running & (rows.num_tokens - rows.num_computed_tokens > 1))
+        starts, ends = rows.num_computed_tokens[prefilling_rows].tolist(), rows.num_tokens[prefilling_rows].tolist()
+        return list(map(_Candidate, rows.requests_of(prefilling_rows), starts, ends))
+
+    def _waiting_candidates(self) -> list[_Candidate]:
+        requests = list(self._lifecycle.waiting.peek(MAX_WAITING_CANDIDATES))
+        if self._blocked_request is not None and self._blocked_request not in self._lifecycle.waiting:
+            self._blocked_request = None
+        last_hits = self._num_hits_by_key
+        hits = {request.key: self._cache.count_hits(request, last_hits.get(request.key)) for request in requests}
+        self._num_searches += 1
+        if self._num_searches % RETRY_INTERVAL_STEPS == 0:
+            self._needed_blocks_by_key.clear()
+        # Forget the needed blocks of requests whose number of hits has changed.
+        self._needed_blocks_by_key = {
+            key: num_blocks
+            for key, num_blocks in self._needed_blocks_by_key.items()
+            if hits.get(key) == last_hits.get(key)
+        }
+        self._num_hits_by_key = hits
+        return [
+            _Candidate(request, hits[request.key], request.num_tokens)
+            for request in requests
+            if not self._must_wait(request)
+        ]
+
+    def _service_order(self, candidate: _Candidate) -> tuple[tuple[int, int], float, int, float]:
+        request, start, end = candidate
+        remaining_s = self._step_time_model.chunk_seconds(start, end - start)
+        return request_class(request), remaining_s, end - start, request.client_request.arrival_time
+
+    def _must_wait(self, request: RequestState) -> bool:
+        """Whether `request` lacked blocks that are still not free, or may not overtake the blocked request again."""
+        num_blocks = self._needed_blocks_by_key.get(request.key, 0)
+        # `num_blocks` includes the watermark, which an idle engine does not keep free.
+        if self._cache.pool.num_free < num_blocks and self._rows.num_running > 0:
+            return True
+        blocked = self._blocked_request
+        if blocked is None or request is blocked or self._num_bypasses < MAX_BYPASSES:
+            return False
+        return request_class(request) >= request_class(blocked)
+
+    def _admit(self, request: RequestState, budget: StepBudget, prompts: ScheduledPrompts) -> float:
+        """Admit a waiting request with its first chunk if possible. Returns the predicted seconds of the chunk."""
+        num_cached_tokens = self._cache.admit(request, keep_watermark=self._rows.num_running > 0)
+        if isinstance(num_cached_tokens, BlockShortage):
+            self._needed_blocks_by_key[request.key] = num_cached_tokens.num_blocks
+            if self._blocked_request is None:
+                self._blocked_request, self._num_bypasses = request, 0
+            return 0.0
+        num_tokens = budget.size_chunk(num_cached_tokens, request.num_tokens)
+        if num_tokens == 0:
+            self._cache.release(request)
+            return 0.0
+        self._num_bypasses += 1
+        self._lifecycle.start(request, num_cached_tokens)
+        prompts.new_rows.append(_new_row(request, num_cached_tokens))
+        prompts.new_blocks.add(request.row, 0, request.block_ids)
+        prompts.chunks.append(PromptChunk(request.row, num_tokens))
+        return budget.add_chunk(num_cached_tokens, request.num_tokens, num_tokens)
+
+
+def _new_row(request: RequestState, num_computed_tokens: int) -> NewRow:
+    return NewRow(
+        row=request.row,
+        token_ids=request.token_ids(),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=num_computed_tokens,
+        sampling=request.sampling,
+        seed=request.seed,
+        stop_ids=tuple(sorted(request.stop_ids)),
+        compiled_grammar=request.compiled_grammar,
+        state=NewState(request.state_slot, request.source_state_slot, tuple(request.checkpoints)),
+    )

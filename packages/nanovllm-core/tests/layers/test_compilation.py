@@ -1,0 +1,65 @@
+"""Compiled functions: once for any number of rows, and apart from one another. Tracing is real, no kernels are made."""
+
+import os
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nanovllm_core.layers import compilation as module
+from nanovllm_core.layers.compilation import compile_for_rows
+
+
+@pytest.fixture(autouse=True)
+def counter(monkeypatch, tmp_path) -> CompileCounterWithBackend:
+    """In place of Inductor; whatever would be compiled a second time by the same function is an error."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(module, "BACKEND", counter)
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        yield counter
+
+
+def mixed(rows, others, weights):
+    return [(rows + others) * weight for weight in weights]
+
+
+def test_one_compilation_serves_any_number_of_rows(counter):
+    weights = (torch.randn(8), torch.randn(1))
+    fast = compile_for_rows(mixed, 9)
+    for num_rows, count in [(8, 0), (64, 1), (8, 1), (9, 1), (16, 1), (1, 1), (1000, 1)]:
+        rows, others = torch.randn(num_rows, 8), torch.randn(num_rows, 8)
+        for found, expected in zip(fast(rows, others, weights), mixed(rows, others, weights), strict=True):
+            torch.testing.assert_close(found, expected)
+        assert counter.frame_count == count
+
+
+def test_a_single_row_is_compiled_where_it_is_wanted(counter):
+    weights = (torch.randn(8),)
+    fast = compile_for_rows(mixed, 1)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for num_rows in (16, 1, 2, 300, 1):
+            rows = torch.randn(num_rows, 8)
+            assert torch.equal(fast(rows, rows, weights)[0], mixed(rows, rows, weights)[0])
+    assert counter.frame_count == 2
+
+
+def test_each_function_is_compiled_separately(counter):
+    made = [(compile_for_rows(mixed, 9), torch.randn(width)) for width in (4, 8, 12)]
+    for _ in range(2):
+        for fast, weight in made:
+            rows = torch.randn(20, len(weight))
+            assert torch.equal(fast(rows, rows, (weight,))[0], 2 * rows * weight)
+    assert counter.frame_count == 3
+
+
+def test_compiled_code_is_cached_if_the_directory_is_writable(tmp_path, monkeypatch):
+    compile_for_rows(mixed, 9)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("NANOVLLM_CACHE", "/proc/nowhere")
+    compile_for_rows(mixed, 9)
+    assert not os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith("/proc")

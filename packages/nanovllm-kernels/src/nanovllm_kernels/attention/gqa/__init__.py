@@ -1,0 +1,302 @@
+"""Grouped-query attention over a paged cache of keys and values: plans a step's batch, and chooses kernels."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.attention.gqa import flash_prefill, gqa_reference
+from nanovllm_kernels.attention.plan import flash_requests, tile_configs
+from nanovllm_kernels.attention.plan.attention_batch import AttentionBatch, Backend, PagedRequests
+from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
+from nanovllm_kernels.attention.plan.rounds import ONE_TOKEN_ROUNDS, AttentionRounds
+from nanovllm_kernels.attention.plan.work_list import WorkList, WorkListFilter, make_work_list, split_query_lens
+from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, runs_in_float32
+
+__all__ = ["best_page_size", "describe_attention_rounds", "min_whole_prompt_tokens", "paged_attention", "plan_batch"]
+
+MIN_PAGE_SIZE = 16
+
+
+def plan_batch(
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    num_decodes: int | None,
+    max_query_len: int,
+    max_seq_len: int,
+    num_heads: int,
+    kv_cache: Tensor,
+    backend: Backend,
+    dtype: torch.dtype | None = None,
+    num_tokens: int | None = None,
+    has_only_whole_prompts: bool = False,
+) -> AttentionBatch:
+    """Prepare a step's attention, once for all its layers.
+
+    block_tables: int32 [B, max_blocks], each request's pages in order; entries past its length are valid page numbers
+        that are not read.
+    seq_lens: int32 [B], tokens of each request, including this step's.
+    query_start_loc: int32 [B + 1], each request's first query. Query i of n of request b has position
+        seq_lens[b] - n + i and sees the tokens up to itself.
+    num_decodes: leading requests with exactly one query. None: unknown to the host (not for "torch"); launches then
+        cover every case, so that a captured graph can be replayed for any lengths within the bounds.
+    max_query_len, max_seq_len: bounds over the batch that determine the launch; need not be tight.
+    num_heads: query heads.
+    kv_cache: of any layer, for its shape and dtype.
+    backend: "torch" runs everywhere, but waits for the device on CUDA. The others need CUDA ("triton": or its
+        interpreter), never wait, and allow requests without a query. "flash" and "cutedsl" need the extras flash-attn
+        and cutedsl. FlashAttention does not read FP8 caches.
+    dtype: of the queries; None: the cache's.
+    num_tokens: bound on the step's tokens, for smaller tables; None: B * max_query_len.
+    has_only_whole_prompts: every request with several queries has all of its tokens in this step. FlashAttention then
+        reads the step's own keys and values, see `AttentionBatch.reads_own_keys`.
+    """
+    query_dtype = dtype or kv_cache.dtype
+    work_element_bytes = tile_configs.tile_element_bytes(query_dtype.itemsize, kv_cache.element_size())
+    tables = (block_tables, seq_lens, query_start_loc)
+    batch = AttentionBatch(*tables, max_query_len, max_seq_len, work_element_bytes)
+    if backend == "torch":
+        is_bf16_on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
+        if num_decodes is not None and is_bf16_on_cpu and runs_in_float32(int(query_start_loc[-1])):
+            return replace(batch, reads_cache_in_place=True)
+        return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)
+    return _plan_work_lists(
+        _plan_cute_decodes(batch, kv_cache, num_heads, num_decodes, backend, query_dtype),
+        kv_cache,
+        num_heads,
+        num_decodes,
+        backend,
+        len(seq_lens) * max_query_len if num_tokens is None else num_tokens,
+        has_only_whole_prompts=has_only_whole_prompts,
+    )
+
+
+def _plan_cute_decodes(
+    batch: AttentionBatch,
+    kv_cache: Tensor,
+    num_heads: int,
+    num_decodes: int | None,
+    backend: Backend,
+    dtype: torch.dtype,
+) -> AttentionBatch:
+    """Return `batch` with single-query requests planned for the CuTe DSL kernel, if it supports the shape."""
+    if num_decodes == 0 or backend not in ("cutedsl", "fastest") or not has_cute():
+        return batch
+    from nanovllm_kernels.attention.gqa import cute_decode
+
+    _, page_size, num_cached, head_dim = kv_cache.shape
+    num_kv_heads, device = num_cached // 2, kv_cache.device
+    group_size = num_heads // num_kv_heads
+    if not cute_decode.supports_decode(head_dim, group_size, page_size, dtype, kv_cache.dtype, device):
+        return batch
+    config = tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, is_wide=False)
+    if num_decodes is None and 1 < batch.max_query_len <= config.block_m // group_size:
+        # The step verifies draft tokens: one work list holds all requests.
+        return batch
+    decode_lens = _decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
+    workspace = cute_decode.allocate_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
+    return replace(batch, cute_decode_lens=decode_lens, cute_workspace=workspace)
+
+
+def _decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | None, max_query_len: int) -> Tensor:
+    """Return the lengths of requests with one query, 0 for others."""
+    if num_decodes is not None:
+        return seq_lens[:num_decodes]
+    if max_query_len == 1:
+        return seq_lens
+    return seq_lens * (query_start_loc.diff() == 1)
+
+
+def _plan_work_lists(
+    batch: AttentionBatch,
+    kv_cache: Tensor,
+    num_heads: int,
+    num_decodes: int | None,
+    backend: Backend,
+    num_tokens: int,
+    *,
+    has_only_whole_prompts: bool,
+) -> AttentionBatch:
+    """Return `batch` with all requests but the CuTe DSL kernel's in work lists or planned for FlashAttention."""
+    num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
+    group_size = num_heads // num_kv_heads
+    configs = [
+        tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, is_wide=is_wide)
+        for is_wide in (False, True)
+    ]
+    tile_queries = [config.block_m // group_size for config in configs]
+    min_query_len = 2 if num_decodes == 0 or batch.cute_decode_lens is not None else 1
+    query_ranges = split_query_lens(*tile_queries, min_query_len, batch.max_query_len)
+    request_filter, excluded_query_lens = WorkListFilter(), None
+    min_flash_queries = flash_prefill.MIN_CAPTURED_TOKENS if num_decodes is None else 2
+    uses_flash = (
+        bool(query_ranges[1])
+        and batch.max_query_len >= min_flash_queries
+        and _supports_flash(head_dim, kv_cache.dtype, backend)
+    )
+    if uses_flash and has_only_whole_prompts:
+        batch = replace(batch, flash_requests=flash_requests.select_whole_prompts(batch.query_start_loc))
+        query_ranges = split_query_lens(*tile_queries, min_query_len, 1)
+    elif uses_flash:
+        request_filter = flash_requests.work_list_filter(num_heads, describe_device(kv_cache.device).num_sms)
+    work_lists: list[WorkList | None] = []
+    for config, block_q, query_lens in zip(configs, tile_queries, query_ranges, strict=True):
+        if not query_lens:
+            work_lists.append(None)
+            continue
+        work, excluded_query_lens = make_work_list(
+            batch.seq_lens,
+            batch.query_start_loc,
+            query_lens,
+            request_filter,
+            config,
+            block_q=block_q,
+            num_head_blocks=num_kv_heads,
+            num_tokens=num_tokens,
+        )
+        # With few requests and contexts shorter than the filter's minimum, the filter excludes all requests with
+        # several queries.
+        may_have_work = (
+            query_lens.start == 1
+            or len(batch.seq_lens) > request_filter.max_excluded
+            or batch.max_seq_len >= request_filter.min_context + query_lens.start
+        )
+        work_lists.append(work if may_have_work else None)
+    batch = replace(batch, narrow_work=work_lists[0], wide_work=work_lists[1])
+    if request_filter == WorkListFilter() or excluded_query_lens is None:
+        return batch
+    tables = (batch.seq_lens, batch.query_start_loc, batch.block_tables)
+    requests = flash_requests.gather_flash_requests(excluded_query_lens, *tables, kv_cache.shape[1])
+    return replace(batch, flash_requests=requests)
+
+
+def _supports_flash(head_dim: int, cache_dtype: torch.dtype, backend: Backend) -> bool:
+    supports_shape = flash_prefill.supports_pages(head_dim, cache_dtype)
+    return backend in ("flash", "fastest") and has_flash_attention() and supports_shape
+
+
+def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) -> int:
+    """Return the page size in tokens with which attention of prompts is fastest."""
+    uses_tma = head_dim in flash_prefill.TMA_HEAD_DIMS and _supports_flash(head_dim, cache_dtype, backend)
+    return flash_prefill.TMA_PAGE_SIZE if uses_tma else MIN_PAGE_SIZE
+
+
+def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
+    """Return the minimum number of tokens of a captured step of whole prompts that attends without the cache.
+
+    None: whole prompts always read the cache, as all latent caches do. See `has_only_whole_prompts` of `plan_batch`.
+    """
+    is_latent = kv_cache.shape[2] == 1
+    uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
+    return flash_prefill.MIN_CAPTURED_TOKENS if uses_flash else None
+
+
+def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
+    """Describe how prompts with these heads share the device's multiprocessors."""
+    num_sms = describe_device(device).num_sms
+    if num_sms < num_kv_heads:
+        return ONE_TOKEN_ROUNDS
+    request_filter = flash_requests.work_list_filter(num_heads, num_sms)
+    tile_tokens = max(1, flash_requests.FLASH_TILE_ROWS * num_kv_heads // num_heads)
+    return AttentionRounds(tile_tokens, num_sms // num_kv_heads, request_filter.query_limit, request_filter.min_context)
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    own_keys_values: Tensor | None = None,
+) -> Tensor:
+    """Causal grouped-query attention (Ainslie et al. 2023) of a batch of requests over their pages.
+
+    q: [T, Hq, D], request after request; heads contiguous, tokens with any stride; float32, float16 or bfloat16.
+    kv_cache: [N, P, 2 Hkv, D], q's dtype or float8_e4m3fn, contiguous, Hq a multiple of Hkv. Each slot holds the key
+        heads, then the value heads. This step's keys and values are already written.
+    batch: from `plan_batch`.
+    scale: factor for the products before the softmax.
+    kv_scales: uint8 [N, 2 Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
+    own_keys_values: [T, 2 Hkv, D], this step's, laid out as in the cache; heads contiguous, tokens with any stride.
+        Required if `batch.reads_own_keys`, otherwise ignored.
+    Returns: contiguous [T, Hq, D] in q's dtype.
+    """
+    if batch.reads_cache_in_place:
+        return _paged_attention_in_place(q, kv_cache, batch, scale)
+    if batch.gather_plan is not None:
+        return gqa_reference.paged_attention(q, kv_cache, kv_scales, batch.gather_plan, scale)
+    batch.check_element_size(q, kv_cache)
+    return _paged_attention_op(
+        q,
+        kv_cache,
+        kv_scales,
+        own_keys_values if batch.reads_own_keys else None,
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        [tensor for tensor in batch.flash_requests or () if tensor is not None],
+        batch.cute_decode_lens,
+        list(batch.cute_workspace),
+        list(batch.narrow_work or ()),
+        list(batch.wide_work or ()),
+        scale,
+        batch.max_query_len,
+    )
+
+
+def _paged_attention_in_place(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    from nanovllm_kernels.attention.gqa import numba_gqa
+
+    queries = q.float()
+    if queries.stride(1) != q.shape[2] or queries.stride(2) != 1:
+        queries = queries.contiguous()
+    out = torch.empty(q.shape)
+    numba_gqa.paged_attention(queries, kv_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc, scale, out)
+    return out.to(q.dtype)
+
+
+@torch.library.custom_op("nanovllm::paged_attention", mutates_args=("cute_workspace",))
+def _paged_attention_op(
+    q: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+    own_keys_values: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    flash_tensors: list[Tensor],
+    cute_decode_lens: Tensor | None,
+    cute_workspace: list[Tensor],
+    narrow_work: list[Tensor],
+    wide_work: list[Tensor],
+    scale: float,
+    max_query_len: int,
+) -> Tensor:
+    """Attend with every kernel that the batch was planned for. Lists are those of named tuples, empty if unused."""
+    from nanovllm_kernels.attention.gqa import triton_gqa
+
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    requests = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
+    if cute_decode_lens is not None:
+        from nanovllm_kernels.attention.gqa import cute_decode
+
+        # Token b is request b's query. Requests with several queries get zeros here, and their results below.
+        num_reqs = min(len(cute_decode_lens), len(q))
+        tables = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
+        workspace = cute_decode.DecodeWorkspace(*cute_workspace)
+        cute_decode.paged_decode(q, kv_cache, kv_scales, *tables, scale, workspace, out)
+    for work, is_wide in ((narrow_work, False), (wide_work, True)):
+        if work:
+            triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, is_wide=is_wide)
+    if flash_tensors and own_keys_values is not None:
+        keys, values = own_keys_values.chunk(2, 1)
+        flash_prefill.attend_to_rows(q, keys, values, FlashRequests(*flash_tensors), scale, max_query_len, out)
+    elif flash_tensors:
+        flash_prefill.attend_to_pages(q, kv_cache, FlashRequests(*flash_tensors), scale, max_query_len, out)
+    return out
+
+
+_paged_attention_op.register_fake(lambda q, *_: q.new_empty(q.shape))

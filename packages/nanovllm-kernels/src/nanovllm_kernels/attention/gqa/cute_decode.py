@@ -1,0 +1,151 @@
+"""Launches the CuTe DSL kernel of paged decode on Hopper: supported shapes, workspace and compilation.
+
+The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any lengths.
+Importing this module imports CUTLASS (the extra `cutedsl`), which takes seconds.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import torch
+from cutlass import BFloat16, Float16, Float32, Int32, Uint8, cute
+from cutlass.cute.runtime import make_ptr
+from torch import Tensor
+
+from nanovllm_kernels import fp8
+from nanovllm_kernels.attention.gqa.cute_decode_kernel import DecodeKernel
+from nanovllm_kernels.attention.gqa.cute_merge import count_slots
+from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, DecodeShape
+from nanovllm_kernels.platform import describe_device
+
+HOPPER = (9, 0)
+LOG2_E = math.log2(math.e)
+PAGE_SIZES = (16, 32, 64, 128)
+CUTLASS_DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
+
+
+class RingSize(NamedTuple):
+    """Warps of a CTA, and steps in the ring of each warp."""
+
+    num_warps: int
+    num_stages: int
+
+
+# By head size: rings of about 192 KiB. The fastest measured on an H200, by up to 10%.
+RING_SIZES = {64: RingSize(16, 3), 128: RingSize(8, 3), 256: RingSize(6, 2)}
+# For FP8 caches, whose slots have half the size. Heads of 64 would not fill a row of shared memory.
+FP8_RING_SIZES = {128: RingSize(12, 4), 256: RingSize(6, 4)}
+
+
+class DecodeWorkspace(NamedTuple):
+    """Global memory through which CTAs exchange results, see `cute_merge.ResultExchange`.
+
+    Counters are zero before and after each launch. Launches that may run at the same time must not share a workspace.
+    """
+
+    partial_out: Tensor
+    partial_stats: Tensor
+    counters: Tensor
+
+
+def supports_decode(
+    head_dim: int, group_size: int, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether `paged_decode` has a kernel for this shape.
+
+    group_size: query heads per key-value head. dtype: of the queries. cache_dtype: of the cache.
+    """
+    is_fp8 = cache_dtype == fp8.DTYPE
+    return (
+        describe_device(device).capability == HOPPER
+        and head_dim in (FP8_RING_SIZES if is_fp8 else RING_SIZES)
+        and 1 <= group_size <= (TILE_ROWS // 2 if is_fp8 else TILE_ROWS)
+        and page_size in PAGE_SIZES
+        and dtype in CUTLASS_DTYPES
+        and (is_fp8 or cache_dtype == dtype)
+    )
+
+
+def allocate_workspace(
+    max_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> DecodeWorkspace:
+    """Allocate a workspace for at most `max_requests` requests: a few megabytes, independent of lengths."""
+    num_part_slots, num_group_slots = count_slots(_num_parts(num_kv_heads, device))
+    num_rows = (num_part_slots + num_group_slots) * num_heads
+    return DecodeWorkspace(
+        partial_out=torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
+        partial_stats=torch.empty(num_rows * 2, dtype=torch.float32, device=device),
+        counters=torch.zeros((num_group_slots + max_requests) * num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def paged_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+) -> None:
+    """Grouped-query attention (Ainslie et al. 2023) of one query per request over its pages, if `supports_decode`.
+
+    q: [>= B, Hq, D], float16 or bfloat16; row b is request b's query; a token's heads are contiguous.
+    kv_cache: contiguous [N, P, 2 * Hkv, D], q's dtype or float8_e4m3fn; each slot holds the key heads, then the value
+        heads. This step's keys and values are already written.
+    kv_scales: see the package's `paged_attention`.
+    block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
+    seq_lens: int32 [B], tokens of each request; a request with 0 tokens gets zeros. scale: positive.
+    workspace: see `allocate_workspace`. out: contiguous [>= B, Hq, D] in q's dtype; B rows are written.
+
+    The first call for a shape compiles, for about a second, and cannot be captured.
+    """
+    num_heads, head_dim = q.shape[1:]
+    num_blocks, page_size, num_cached, _ = kv_cache.shape
+    num_kv_heads = num_cached // 2
+    dtype = CUTLASS_DTYPES[q.dtype]
+    cache_dtype, ring_size = (dtype, RING_SIZES[head_dim]) if kv_scales is None else (Uint8, FP8_RING_SIZES[head_dim])
+    launch = compile_decode(DecodeShape(dtype, cache_dtype, head_dim, num_heads // num_kv_heads, page_size, *ring_size))
+    launch(
+        _make_pointer(dtype, q, 4),
+        _make_pointer(cache_dtype, kv_cache, 128),
+        _make_pointer(Uint8, kv_cache if kv_scales is None else kv_scales, 16),
+        _make_pointer(Int32, block_tables, 4),
+        _make_pointer(Int32, seq_lens, 4),
+        _make_pointer(dtype, out, 16),
+        _make_pointer(Float32, workspace.partial_out, 16),
+        _make_pointer(Float32, workspace.partial_stats, 8),
+        _make_pointer(Int32, workspace.counters, 4),
+        seq_lens.shape[0],
+        num_blocks * page_size,
+        num_kv_heads,
+        q.stride(0),
+        block_tables.stride(0),
+        _num_parts(num_kv_heads, q.device),
+        scale * LOG2_E,
+        cuda.CUstream(torch.cuda.current_stream(q.device).cuda_stream),
+    )
+
+
+@functools.cache
+def compile_decode(shape: DecodeShape, options: str = ""):
+    """Compile the kernel. options: of the compiler; with "--gpu-arch sm_90a" compilation needs no GPU."""
+    pointer_types = [(shape.dtype, 4), (shape.cache_dtype, 128), (Uint8, 16), (Int32, 4), (Int32, 4), (shape.dtype, 16)]
+    pointer_types += [(Float32, 16), (Float32, 8), (Int32, 4)]
+    pointers = [
+        make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=alignment) for dtype, alignment in pointer_types
+    ]
+    integers = [Int32(0)] * 6
+    return cute.compile(DecodeKernel(shape), *pointers, *integers, Float32(0.0), cuda.CUstream(0), options=options)
+
+
+def _num_parts(num_kv_heads: int, device: torch.device) -> int:
+    """Return the number of parts of a key-value head's work: one CTA per SM, so that all CTAs run at once."""
+    return max(1, describe_device(device).num_sms // num_kv_heads)
+
+
+def _make_pointer(dtype, tensor: Tensor, alignment: int):
+    return make_ptr(dtype, tensor.data_ptr(), cute.AddressSpace.gmem, assumed_align=alignment)

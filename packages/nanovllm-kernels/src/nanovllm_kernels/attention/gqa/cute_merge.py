@@ -1,0 +1,303 @@
+"""Merges partial results in the CuTe DSL decode kernel: those of a CTA's warps, and of the CTAs that share a request.
+
+Partial results are weighted by the share of the softmax that each saw (Dao et al. 2023). The last CTA that arrives at a
+request's counter merges the parts and resets the counter, so that graphs can be replayed. Many parts are first merged
+in groups.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute import arch
+
+from nanovllm_kernels.attention.gqa import cute_ptx
+from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, WARP_SIZE
+
+# Parts per group, which are also the partial results that are loaded at once.
+MERGED_PARTS = 8
+
+
+@dataclass(frozen=True)
+class ResultExchange:
+    """Memory through which warps and CTAs exchange results, and the thread's position.
+
+    out: [B, Hq, D].
+    partial_out: float32 [slots, Hkv, group_size, D].
+    partial_stats: float32 [slots, Hkv, group_size, 2], each row's maximum score and sum of weights.
+    counters: int32, (slots of groups of parts + B) * Hkv.
+    row_stats: float32 [warps, 2, 16] in shared memory, the same per warp.
+    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows; then the count of arrived CTAs.
+
+    Part p has slot 2p for the request that began before it, and slot 2p + 1 for the request that begins in it. Group g
+    of MERGED_PARTS parts has slots 2 * num_parts + 2g and 2 * num_parts + 2g + 1 in the same way.
+    """
+
+    out: cute.Pointer
+    partial_out: cute.Pointer
+    partial_stats: cute.Pointer
+    counters: cute.Pointer
+    num_parts: Int32
+    num_kv_heads: Int32
+    kv_head: Int32
+    row_stats: cute.Tensor
+    row_addresses: cute.Tensor
+    thread: Int32
+    warp: Int32
+    lane: Int32
+
+
+def count_slots(num_parts: int) -> tuple[int, int]:
+    """Return the number of slots of parts, and of groups of parts."""
+    return 2 * num_parts, 2 * -(-num_parts // MERGED_PARTS)
+
+
+@cute.jit
+def clear_empty_requests(
+    shape: cutlass.Constexpr, exchange: cutlass.Constexpr, lengths: cute.Tensor, num_reqs: Int32, part: Int32
+):
+    """Zero the outputs of requests without tokens; parts share these requests."""
+    for request in range(part, num_reqs, exchange.num_parts):
+        if lengths[request] == 0:
+            first_element = (request * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
+            for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
+                cute_ptx.store_global_2_words(exchange.out + first_element + quad * 4, Int32(0), Int32(0))
+
+
+@cute.jit
+def merge_request(
+    shape: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    acc: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    spare_address: Int32,
+    request: Int32,
+    is_whole: Boolean,
+    part: Int32,
+    first_part: Int32,
+    last_part: Int32,
+):
+    """Merge the warps' results for one request, then those of its parts unless this part has the whole request.
+
+    spare_address: of the ring slot that is not being filled; the warp's rows are exchanged through this slot.
+    """
+    _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
+    arch.sync_threads()
+    out = exchange.out + (request * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
+    slot = 2 * part + Int32(part == first_part)
+    for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
+        max_score, weight_sum, sums = _merge_warps(shape, exchange, quad)
+        if is_whole:
+            _store_result(shape, out + quad * 4, sums, weight_sum)
+        else:
+            _store_slot(shape, exchange, slot, quad, max_score, weight_sum, sums)
+    if not is_whole:
+        _merge_parts(shape, exchange, out, request, part, first_part, last_part)
+    # The asynchronous proxy fills the spare slots next.
+    arch.fence_proxy("async.shared", space="cta")
+    arch.sync_threads()
+
+
+@cute.jit
+def _merge_parts(
+    shape: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    out: cute.Pointer,
+    request: Int32,
+    part: Int32,
+    first_part: Int32,
+    last_part: Int32,
+):
+    """Merge the parts of a request that spans several; with many parts, merge each group first."""
+    num_group_slots = 2 * ((exchange.num_parts + (MERGED_PARTS - 1)) // MERGED_PARTS)
+    first_slot, first_index, last_index = Int32(0), first_part, last_part
+    is_last = Boolean(True)
+    if last_part - first_part >= 2 * MERGED_PARTS:
+        first_slot, first_index, last_index = (
+            2 * exchange.num_parts,
+            first_part // MERGED_PARTS,
+            last_part // MERGED_PARTS,
+        )
+        part_group = part // MERGED_PARTS
+        group_first_part = cutlass.max(first_part, part_group * MERGED_PARTS)
+        group_last_part = cutlass.min(last_part, part_group * MERGED_PARTS + (MERGED_PARTS - 1))
+        slot = 2 * part_group + Int32(part_group == first_index)
+        is_last = _arrive_last(shape, exchange, slot, group_last_part - group_first_part + 1)
+        if is_last:
+            for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
+                max_score, weight_sum, sum_0, sum_1, sum_2, sum_3 = _merge_slots(
+                    shape, exchange, quad, Int32(0), first_part, group_first_part, group_last_part
+                )
+                _store_slot(
+                    shape, exchange, first_slot + slot, quad, max_score, weight_sum, (sum_0, sum_1, sum_2, sum_3)
+                )
+    if is_last:
+        _merge_last_parts(shape, exchange, out, num_group_slots + request, first_slot, first_index, last_index)
+
+
+@cute.jit
+def _merge_last_parts(
+    shape: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    out: cute.Pointer,
+    counter_index: Int32,
+    first_slot: Int32,
+    first_index: Int32,
+    last_index: Int32,
+):
+    """Merge parts (or groups) first_index..last_index of a request, if this CTA is the last to arrive."""
+    if _arrive_last(shape, exchange, counter_index, last_index - first_index + 1):
+        for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
+            _, weight_sum, sum_0, sum_1, sum_2, sum_3 = _merge_slots(
+                shape, exchange, quad, first_slot, first_index, first_index, last_index
+            )
+            _store_result(shape, out + quad * 4, (sum_0, sum_1, sum_2, sum_3), weight_sum)
+
+
+@cute.jit
+def _arrive_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter_index: Int32, num_arrivals: Int32):
+    """Whether this CTA is the last of `num_arrivals`. It then sees the writes of all, and the counter is zero again."""
+    arch.sync_threads()
+    if exchange.thread == 0:
+        counter_ptr = exchange.counters + (counter_index * exchange.num_kv_heads + exchange.kv_head)
+        # Release this CTA's writes and acquire those of the other CTAs.
+        arrived = arch.atomic_add(counter_ptr, Int32(1), sem="acq_rel", scope="gpu")
+        exchange.row_addresses[shape.num_warps] = arrived
+        if arrived == num_arrivals - 1:
+            cute.make_tensor(counter_ptr, cute.make_layout(1))[0] = Int32(0)
+    arch.sync_threads()
+    return exchange.row_addresses[shape.num_warps] == num_arrivals - 1
+
+
+@cute.jit
+def _share_rows(
+    shape: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    acc: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    spare_address: Int32,
+):
+    """Store a warp's unscaled rows and their statistics in shared memory, for the other threads of the CTA."""
+    row = exchange.lane >> 2
+    for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
+        weight_sum = row_sum[lane_row]
+        for i in cutlass.range_constexpr(2):
+            weight_sum = weight_sum + arch.shuffle_sync_bfly(weight_sum, 1 << i)
+        if row + 8 * lane_row < shape.group_size:
+            for tile in cutlass.range_constexpr(shape.head_dim // 8):
+                offset, first, second = _locate_lane_sums(shape, exchange.lane, row, lane_row, tile)
+                cute_ptx.store_shared_2_floats(spare_address + offset * 4, acc[first], acc[second])
+            if exchange.lane & 3 == 0:
+                exchange.row_stats[(exchange.warp * 2) * TILE_ROWS + row + 8 * lane_row] = row_max[lane_row]
+                exchange.row_stats[(exchange.warp * 2 + 1) * TILE_ROWS + row + 8 * lane_row] = weight_sum
+    if exchange.lane == 0:
+        exchange.row_addresses[exchange.warp] = spare_address
+
+
+def _locate_lane_sums(shape, lane, row, lane_row, tile):
+    """Return the offset of a lane's two neighbouring sums of a tile's row, and their indices in its accumulators."""
+    if not shape.is_fp8:
+        eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
+    else:
+        # The first tile of a pair holds even dimensions, the second odd ones. A lane has two neighbours of each.
+        even, odd = 4 * (tile & ~1), 4 * (tile | 1)
+        eighth, column = (tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (tile & 1) * 2
+        first, second = even + (tile & 1), odd + (tile & 1)
+    # Swizzle a row's eighths, so that neighbouring rows use different banks.
+    return (row + 8 * lane_row) * shape.head_dim + (row ^ eighth) * 8 + column, first, second
+
+
+def _merge_warps(shape, exchange, quad):
+    """Return (maximum score, sum of weights, four sums) of elements 4 * quad to 4 * quad + 3 of the group's output."""
+    row, column = quad // (shape.head_dim // 4), quad % (shape.head_dim // 4)
+    offset = row * shape.head_dim + ((column >> 1) ^ (row & 7)) * 8 + (column & 1) * 4
+    maxima = [exchange.row_stats[(warp * 2) * TILE_ROWS + row] for warp in range(shape.num_warps)]
+    max_score = maxima[0]
+    for warp_max in maxima[1:]:
+        max_score = arch.fmax(max_score, warp_max)
+    weight_sum, sums = Float32(0.0), [Float32(0.0)] * 4
+    for warp in range(shape.num_warps):
+        weight = cute_ptx.exp2(maxima[warp] - max_score)
+        weight_sum = weight_sum + weight * exchange.row_stats[(warp * 2 + 1) * TILE_ROWS + row]
+        values = cute_ptx.load_shared_4_floats(exchange.row_addresses[warp] + offset * 4)
+        sums = [sums[i] + weight * values[i] for i in range(4)]
+    return max_score, weight_sum, sums
+
+
+@cute.jit
+def _merge_slots(
+    shape: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    quad: Int32,
+    first_slot: Int32,
+    first_part: Int32,
+    first_merged: Int32,
+    last_merged: Int32,
+):
+    """Like `_merge_warps`, for parts (or groups) first_merged..last_merged of a request that begins in `first_part`."""
+    max_score, weight_sum = -Float32.inf, Float32(0.0)
+    sum_0, sum_1, sum_2, sum_3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+    for first_loaded in range(first_merged, last_merged + 1, MERGED_PARTS):
+        loaded = []
+        for i in cutlass.range_constexpr(MERGED_PARTS):
+            # Past the end, the last slot is read again with weight 0.
+            part = cutlass.min(first_loaded + i, last_merged)
+            row = _partial_row(shape, exchange, first_slot + 2 * part + Int32(part == first_part), quad)
+            slot_max, slot_sum = cute_ptx.load_global_2_floats(exchange.partial_stats + 2 * row)
+            values = cute_ptx.load_global_4_floats(
+                exchange.partial_out + row * shape.head_dim + quad % (shape.head_dim // 4) * 4
+            )
+            loaded.append((slot_max, slot_sum, values))
+        new_max = max_score
+        for slot_max, _, _ in loaded:
+            new_max = arch.fmax(new_max, slot_max)
+        rescale = cute_ptx.exp2(max_score - new_max)
+        weight_sum, sum_0, sum_1, sum_2, sum_3 = (
+            weight_sum * rescale,
+            sum_0 * rescale,
+            sum_1 * rescale,
+            sum_2 * rescale,
+            sum_3 * rescale,
+        )
+        for i in cutlass.range_constexpr(MERGED_PARTS):
+            slot_max, slot_sum, values = loaded[i]
+            weight = cute_ptx.exp2(slot_max - new_max) * Float32(first_loaded + i <= last_merged)
+            weight_sum += weight * slot_sum
+            sum_0 += weight * values[0]
+            sum_1 += weight * values[1]
+            sum_2 += weight * values[2]
+            sum_3 += weight * values[3]
+        max_score = new_max
+    return max_score, weight_sum, sum_0, sum_1, sum_2, sum_3
+
+
+def _partial_row(shape, exchange, slot, quad):
+    """Return the row of the partial results with elements 4 * quad to 4 * quad + 3 of the group's output."""
+    return (slot * exchange.num_kv_heads + exchange.kv_head) * shape.group_size + quad // (shape.head_dim // 4)
+
+
+@cute.jit
+def _store_slot(
+    shape: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    slot: Int32,
+    quad: Int32,
+    max_score: Float32,
+    weight_sum: Float32,
+    sums: cutlass.Constexpr,
+):
+    """Store four partial sums, and the row's statistics once per row."""
+    row, column = _partial_row(shape, exchange, slot, quad), quad % (shape.head_dim // 4)
+    cute_ptx.store_global_4_floats(exchange.partial_out + row * shape.head_dim + column * 4, sums)
+    if column == 0:
+        cute_ptx.store_global_2_words(exchange.partial_stats + 2 * row, max_score, weight_sum)
+
+
+def _store_result(shape, pointer, sums, weight_sum):
+    """Store four outputs: the sums divided by the sum of weights, rounded."""
+    inverse_sum = arch.rcp_approx(weight_sum)
+    low_pair = cute_ptx.round_pair(shape.dtype, sums[0] * inverse_sum, sums[1] * inverse_sum)
+    high_pair = cute_ptx.round_pair(shape.dtype, sums[2] * inverse_sum, sums[3] * inverse_sum)
+    cute_ptx.store_global_2_words(pointer, low_pair, high_pair)

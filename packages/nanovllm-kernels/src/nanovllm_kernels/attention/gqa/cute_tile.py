@@ -1,0 +1,191 @@
+"""One warp's tile of the CuTe DSL decode kernel: scores, online softmax and weighted values of one step.
+
+The query heads of a key-value head are rows of `mma.m16n8k16`, so that keys and values are read once per group. The
+softmax is online (Milakov and Gimelshein 2018), in base 2.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, Uint8, cute
+from cutlass.cute import arch
+
+from nanovllm_kernels.attention.gqa import cute_ptx
+
+WARP_SIZE = 32
+# Tokens of a step: the smallest page, and the depth of one multiply-add with the values.
+STEP_TOKENS = 16
+# Rows of a tile, which are query heads: those of one multiply-add.
+TILE_ROWS = 16
+# Bytes of a row of shared memory under the 128-byte swizzle.
+ROW_BYTES = 128
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """Compile-time parameters of a kernel. One CTA runs per SM.
+
+    dtype: CUTLASS type of the queries.
+    cache_dtype: CUTLASS type of the cache: `dtype`, or Uint8 for e4m3.
+    group_size: query heads per key-value head, at most 16, or 8 with an FP8 cache.
+    num_warps: per CTA.
+    num_stages: steps in each warp's ring in shared memory.
+    """
+
+    dtype: type
+    cache_dtype: type
+    head_dim: int
+    group_size: int
+    page_size: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache is FP8."""
+        return self.cache_dtype is Uint8
+
+    @property
+    def row_elements(self) -> int:
+        """Elements in a row of shared memory."""
+        return ROW_BYTES * 8 // self.cache_dtype.width
+
+    @property
+    def rows_per_token(self) -> int:
+        """Rows of shared memory per token and head."""
+        return self.head_dim // self.row_elements
+
+    @property
+    def keys_bytes(self) -> int:
+        """Bytes of a step's keys, which precede its values. All tokens' first rows precede their second rows."""
+        return STEP_TOKENS * self.rows_per_token * ROW_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a step's keys and values; also of a tile's float32 accumulators (FP8: of half a tile's)."""
+        return 2 * self.keys_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a step's scales: the keys', then the values'."""
+        return 2 * STEP_TOKENS if self.is_fp8 else 0
+
+    @property
+    def rows_per_lane(self) -> int:
+        """Rows of a tile per lane; with a small group a lane's second row is unused."""
+        return 1 if self.group_size <= TILE_ROWS // 2 else 2
+
+
+@cute.jit
+def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
+    """Load a group's queries, at element `offset` of `q`, as A fragments; rows beyond the group are zero."""
+    words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
+    queries.fill(0)
+    for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
+        row = (lane >> 2) + 8 * lane_row
+        if row < shape.group_size:
+            first_word = ((offset + row * shape.head_dim) >> 1) + (lane & 3)
+            for k in cutlass.range_constexpr(shape.head_dim // 16):
+                queries[4 * k + lane_row] = words[first_word + 8 * k]
+                queries[4 * k + lane_row + 2] = words[first_word + 8 * k + 4]
+
+
+@cute.jit
+def attend(
+    shape: cutlass.Constexpr,
+    queries: cute.Tensor,
+    acc: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    slot_address: Int32,
+    num_valid: Int32,
+    lane: Int32,
+    scale_log2: Float32,
+):
+    """Accumulate the step at `slot_address` in shared memory into the running softmax. num_valid: its valid tokens."""
+    scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
+    addresses = lane_addresses(slot_address, lane)
+    if num_valid < STEP_TOKENS:
+        clear_values(shape, slot_address + shape.keys_bytes, num_valid, lane)
+    _multiply_keys(shape, queries, scores, addresses)
+    if num_valid < STEP_TOKENS:
+        for i in cutlass.range_constexpr(STEP_TOKENS // 2):
+            if (i // 4) * 8 + (lane & 3) * 2 + i % 2 >= num_valid:
+                scores[i] = -Float32.inf
+    for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
+        _update_softmax(shape, scores, acc, row_max, row_sum, lane_row, scale_log2)
+    _multiply_values(shape, scores, acc, addresses)
+
+
+def lane_addresses(slot_address, lane):
+    """Return the addresses from which a lane loads matrices of a row, for each pair of chunks of 16 bytes.
+
+    Lane l addresses token l % 16, and chunk l // 16 of a pair. The swizzle puts chunk c of token t at c ^ (t % 8).
+    """
+    token = lane & 15
+    offset = token * ROW_BYTES + (((lane >> 4) ^ (token & 7)) << 4)
+    return [slot_address + (offset ^ (32 * i)) for i in range(4)]
+
+
+@cute.jit
+def clear_values(shape: cutlass.Constexpr, values_address: Int32, num_valid: Int32, lane: Int32):
+    """Zero the values past the request's end: they may be NaN, which a weight of zero would not cancel."""
+    for i in cutlass.range_constexpr(shape.keys_bytes // 16 // WARP_SIZE):
+        chunk = lane + WARP_SIZE * i
+        if (chunk >> 3) & (STEP_TOKENS - 1) >= num_valid:
+            cute_ptx.clear_shared_16_bytes(values_address + chunk * 16)
+    # The asynchronous proxy fills the slot next.
+    arch.fence_proxy("async.shared", space="cta")
+    arch.sync_warp()
+
+
+def _multiply_keys(shape, queries, scores, addresses):
+    """Compute the step's scores as two adjacent tiles of 8 tokens."""
+    low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+    for k in range(shape.head_dim // 16):
+        keys = cute_ptx.load_matrices(addresses[k % 4] + (k // 4) * STEP_TOKENS * ROW_BYTES, transpose=False)
+        query = [queries[4 * k + i] for i in range(4)]
+        low = cute_ptx.multiply_add(shape.dtype, query, (keys[0], keys[2]), low)
+        high = cute_ptx.multiply_add(shape.dtype, query, (keys[1], keys[3]), high)
+    for i in range(4):
+        scores[i] = low[i]
+        scores[4 + i] = high[i]
+
+
+def _update_softmax(shape, scores, acc, row_max, row_sum, lane_row: int, scale_log2):
+    """Turn the scores of one of a lane's rows into weights, and rescale the previous sums."""
+    own_scores = [i for i in range(STEP_TOKENS // 2) if i % 4 // 2 == lane_row]
+    block_max = scores[own_scores[0]]
+    for i in own_scores[1:]:
+        block_max = arch.fmax(block_max, scores[i])
+    for i in range(2):
+        block_max = arch.fmax(block_max, arch.shuffle_sync_bfly(block_max, 1 << i))
+    new_max = arch.fmax(row_max[lane_row], block_max * scale_log2)
+    rescale = cute_ptx.exp2(row_max[lane_row] - new_max)
+    new_sum = row_sum[lane_row] * rescale
+    for i in own_scores:
+        scores[i] = cute_ptx.exp2(scores[i] * scale_log2 - new_max)
+        new_sum = new_sum + scores[i]
+    row_sum[lane_row] = new_sum
+    row_max[lane_row] = new_max
+    for tile in range(shape.head_dim // 8):
+        for i in range(2):
+            acc[4 * tile + 2 * lane_row + i] = acc[4 * tile + 2 * lane_row + i] * rescale
+
+
+def _multiply_values(shape, scores, acc, addresses):
+    """Add the step's weighted values. The scores' registers already have the layout of A fragments."""
+    weights = [Int32(0)] * 4
+    for i in range(2):
+        for lane_row in range(shape.rows_per_lane):
+            first_score = 4 * i + 2 * lane_row
+            weights[2 * i + lane_row] = cute_ptx.round_pair(shape.dtype, scores[first_score], scores[first_score + 1])
+    for k in range(shape.head_dim // 16):
+        address = addresses[k % 4] + (shape.keys_bytes + (k // 4) * STEP_TOKENS * ROW_BYTES)
+        values = cute_ptx.load_matrices(address, transpose=True)
+        for i in range(2):
+            tile = 8 * k + 4 * i
+            sums = [acc[tile + j] for j in range(4)]
+            sums = cute_ptx.multiply_add(shape.dtype, weights, values[2 * i : 2 * i + 2], sums)
+            for j in range(4):
+                acc[tile + j] = sums[j]

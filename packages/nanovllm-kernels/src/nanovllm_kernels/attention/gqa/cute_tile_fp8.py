@@ -1,0 +1,163 @@
+"""The tile of `cute_tile` for an FP8 cache: e4m3 keys and values, with a scale per token and head (see `fp8`).
+
+As in `triton_softmax`, operands are float16, queries are divided by a power of two, and log2 of each value scale is
+added to the score in base 2. A group has at most 8 query heads, half a tile, so that a step's slot can hold the sums.
+Fragments permute every 16 dimensions: lane l holds 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and output sums.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float16, Float32, Int32, cute
+from cutlass.cute import arch
+
+from nanovllm_kernels.attention.gqa import cute_ptx
+from nanovllm_kernels.attention.gqa.cute_tile import ROW_BYTES, STEP_TOKENS, clear_values, lane_addresses
+
+
+class LaneScore(NamedTuple):
+    """A score of lane l: its index in the fragment; its token is 2 (l % 4) + `token_offset`."""
+
+    index: int
+    token_offset: int
+
+
+LANE_SCORES = (LaneScore(0, 0), LaneScore(1, 1), LaneScore(4, 8), LaneScore(5, 9))
+# Weights reach 2^15, so that the small weights of a long context are not subnormal in float16.
+MAX_WEIGHT_LOG2 = 15.0
+# Mask of a float32's exponent bits, and twice the exponent's bias.
+EXPONENT_MASK = 0x7F800000
+TWICE_EXPONENT_BIAS = 254
+
+
+@cute.jit
+def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
+    """Load a group's queries like `cute_tile.load_queries`, divided by a power of two. Return the power."""
+    words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
+    queries.fill(0)
+    row = lane >> 2
+    if row < shape.group_size:
+        first_word = ((offset + row * shape.head_dim) >> 1) + (lane & 3) * 2
+        for k in cutlass.range_constexpr(shape.head_dim // 16):
+            queries[4 * k] = words[first_word + 8 * k]
+            queries[4 * k + 2] = words[first_word + 8 * k + 1]
+    max_element = Float32(0.0)
+    for k in cutlass.range_constexpr(shape.head_dim // 8):
+        low, high = cute_ptx.unpack_pair(shape.dtype, queries[2 * k])
+        max_element = arch.fmax(max_element, arch.fmax(arch.fmax(low, -low), arch.fmax(high, -high)))
+    for i in cutlass.range_constexpr(2):
+        max_element = arch.fmax(max_element, arch.shuffle_sync_bfly(max_element, 1 << i))
+    # Keep only the exponent, at least that of the smallest normal number.
+    exponent = cutlass.max((cute_ptx.float_bits(max_element) & EXPONENT_MASK) >> 23, Int32(1))
+    inverse = cute_ptx.power_of_2(TWICE_EXPONENT_BIAS - exponent)
+    for k in cutlass.range_constexpr(shape.head_dim // 8):
+        low, high = cute_ptx.unpack_pair(shape.dtype, queries[2 * k])
+        queries[2 * k] = cute_ptx.round_pair(Float16, low * inverse, high * inverse)
+    return cute_ptx.power_of_2(exponent)
+
+
+@cute.jit
+def attend(
+    shape: cutlass.Constexpr,
+    queries: cute.Tensor,
+    acc: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    slot_address: Int32,
+    scales_address: Int32,
+    num_valid: Int32,
+    lane: Int32,
+    scale_log2: Float32,
+):
+    """Accumulate a step like `cute_tile.attend`. scales_address: of the step's scales, in shared memory.
+
+    row_max: reference point of the weights, MAX_WEIGHT_LOG2 below the maximum.
+    row_sum: sum of the weights without value scales.
+    """
+    scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
+    exponents = cute.make_rmem_tensor(len(LANE_SCORES), Int32)
+    addresses = lane_addresses(slot_address, lane)
+    if num_valid < STEP_TOKENS:
+        clear_values(shape, slot_address + shape.keys_bytes, num_valid, lane)
+    _multiply_keys(shape, queries, scores, addresses)
+    _apply_scales(scores, exponents, scales_address + (lane & 3) * 2, scale_log2)
+    if num_valid < STEP_TOKENS:
+        for n in cutlass.range_constexpr(len(LANE_SCORES)):
+            if LANE_SCORES[n].token_offset + (lane & 3) * 2 >= num_valid:
+                scores[LANE_SCORES[n].index] = -Float32.inf
+                exponents[n] = Int32(0)
+    _update_softmax(shape, scores, exponents, acc, row_max, row_sum)
+    _multiply_values(shape, scores, acc, addresses)
+
+
+def _multiply_keys(shape, queries, scores, addresses):
+    """Compute the step's scores as two adjacent tiles of 8 tokens. One MMA multiplies 16 dimensions, 16 bytes."""
+    low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+    for dim_pair in range(shape.head_dim // 32):
+        keys = cute_ptx.load_matrices(
+            addresses[dim_pair % 4] + (dim_pair // 4) * STEP_TOKENS * ROW_BYTES, transpose=False
+        )
+        for i in range(2):
+            first_register = 4 * (2 * dim_pair + i)
+            query = [queries[first_register + j] for j in range(4)]
+            low = cute_ptx.multiply_add(Float16, query, cute_ptx.e4m3_to_float16(keys[2 * i]), low)
+            high = cute_ptx.multiply_add(Float16, query, cute_ptx.e4m3_to_float16(keys[2 * i + 1]), high)
+    for i in range(4):
+        scores[i] = low[i]
+        scores[4 + i] = high[i]
+
+
+def _apply_scales(scores, exponents, scales_address, scale_log2):
+    """Multiply scores by key scales and add log2 of value scales. exponents: filled with those of 1 / value scale."""
+    for half in range(2):
+        keys = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
+        values = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)
+        for i in range(2):
+            key, value = (keys >> (8 * i)) & 0xFF, (values >> (8 * i)) & 0xFF
+            index = LANE_SCORES[2 * half + i].index
+            scores[index] = scores[index] * (scale_log2 * cute_ptx.power_of_2(key)) + Float32(
+                value - TWICE_EXPONENT_BIAS // 2
+            )
+            exponents[2 * half + i] = TWICE_EXPONENT_BIAS - value
+
+
+def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
+    """Turn a lane's scores into weights, and rescale the previous sums."""
+    step_max = scores[LANE_SCORES[0].index]
+    for score in LANE_SCORES[1:]:
+        step_max = arch.fmax(step_max, scores[score.index])
+    for i in range(2):
+        step_max = arch.fmax(step_max, arch.shuffle_sync_bfly(step_max, 1 << i))
+    new_max = arch.fmax(row_max[0], step_max - MAX_WEIGHT_LOG2)
+    rescale = cute_ptx.exp2(row_max[0] - new_max)
+    new_sum = row_sum[0] * rescale
+    for n in range(len(LANE_SCORES)):
+        index = LANE_SCORES[n].index
+        scores[index] = cute_ptx.exp2(scores[index] - new_max)
+        new_sum = new_sum + scores[index] * cute_ptx.power_of_2(exponents[n])
+    row_sum[0] = new_sum
+    row_max[0] = new_max
+    for tile in range(shape.head_dim // 8):
+        for i in range(2):
+            acc[4 * tile + i] = acc[4 * tile + i] * rescale
+
+
+def _multiply_values(shape, scores, acc, addresses):
+    """Add the step's weighted values. Even dimensions of each 16 go to one tile, odd dimensions to the next tile.
+
+    ldmatrix transposes 16-bit units of two dimensions, which are separated here into one register per dimension.
+    """
+    weights = [cute_ptx.round_pair(Float16, scores[0], scores[1]), Int32(0)]
+    weights += [cute_ptx.round_pair(Float16, scores[4], scores[5]), Int32(0)]
+    for dim_pair in range(shape.head_dim // 32):
+        address = addresses[dim_pair % 4] + (shape.keys_bytes + (dim_pair // 4) * STEP_TOKENS * ROW_BYTES)
+        values = cute_ptx.load_matrices(address, transpose=True)
+        for i in range(2):
+            low_tokens = cute_ptx.e4m3_to_float16(cute_ptx.swap_middle_bytes(values[2 * i]))
+            high_tokens = cute_ptx.e4m3_to_float16(cute_ptx.swap_middle_bytes(values[2 * i + 1]))
+            for parity in range(2):
+                tile = 4 * (2 * (2 * dim_pair + i) + parity)
+                sums = [acc[tile + j] for j in range(4)]
+                sums = cute_ptx.multiply_add(Float16, weights, (low_tokens[parity], high_tokens[parity]), sums)
+                for j in range(4):
+                    acc[tile + j] = sums[j]

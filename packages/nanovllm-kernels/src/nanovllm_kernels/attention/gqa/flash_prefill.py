@@ -1,0 +1,93 @@
+"""Attention of requests with several queries by FlashAttention's CuTe build (Shah et al. 2024), on Hopper."""
+
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
+from nanovllm_kernels.platform import make_cache_directory
+
+PAGED_HEAD_DIMS = (64, 96, 128, 256)
+# (key size, value size) of a head, for keys and values in rows instead of pages.
+ROW_HEAD_DIMS = ((192, 128),)
+# Minimum bound on query lengths given to FlashAttention. It would compile another kernel, on first use, for batches
+# that fit one tile. Bounds need not be tight, so a bound above a tile's rows keeps one kernel for all batches.
+MIN_QUERY_LEN_BOUND = 256
+# Captured steps with fewer tokens do not use FlashAttention: their chunks would leave most of the device idle.
+MIN_CAPTURED_TOKENS = 512
+# FlashAttention copies pages of this size, its tile of keys, by the bulk copy engine (TMA). It copies smaller pages
+# token by token, at 0.83 to 0.92 of that rate.
+TMA_PAGE_SIZE = 128
+TMA_HEAD_DIMS = (64, 96, 128)
+
+
+def supports_pages(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `attend_to_pages` supports this head size and dtype."""
+    return head_dim in PAGED_HEAD_DIMS and dtype in (torch.bfloat16, torch.float16)
+
+
+def supports_rows(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `attend_to_rows` is used for keys and values of these sizes."""
+    return (key_dim, value_dim) in ROW_HEAD_DIMS and dtype in (torch.bfloat16, torch.float16)
+
+
+def attend_to_pages(
+    q: Tensor, kv_cache: Tensor, requests: FlashRequests, scale: float, max_query_len: int, out: Tensor
+) -> None:
+    """Attend for `requests` over their pages, and write their rows of `out`.
+
+    The launch depends only on shapes and `max_query_len`, so that a captured graph can be replayed for any lengths.
+    """
+    k_cache, v_cache = kv_cache.chunk(2, 2)
+    _import_forward()(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q=requests.query_starts,
+        seqused_q=requests.query_lens,
+        seqused_k=requests.seq_lens,
+        page_table=requests.block_tables,
+        max_seqlen_q=max(max_query_len, MIN_QUERY_LEN_BOUND),
+        softmax_scale=scale,
+        causal=True,
+        out=out,
+    )
+
+
+def attend_to_rows(
+    q: Tensor, keys: Tensor, values: Tensor, requests: FlashRequests, scale: float, max_query_len: int, out: Tensor
+) -> None:
+    """Attend for `requests` whose tokens are all in this step, and write their rows of `out`.
+
+    q: [T, H, D], keys: [T, Hkv, D], values: [T, Hkv, V], the last dimension contiguous. Others: see `attend_to_pages`.
+    """
+    query_len_bound = max(max_query_len, MIN_QUERY_LEN_BOUND)
+    _import_forward()(
+        q,
+        keys,
+        values,
+        cu_seqlens_q=requests.query_starts,
+        cu_seqlens_k=requests.query_starts,
+        seqused_q=requests.query_lens,
+        max_seqlen_q=query_len_bound,
+        max_seqlen_k=query_len_bound,
+        softmax_scale=scale,
+        causal=True,
+        out=out,
+    )
+
+
+@functools.cache
+def _import_forward() -> Callable[..., object]:
+    """Import FlashAttention's forward function. The public one takes no `out`, and costs twice the host time."""
+    # FlashAttention reads these variables once, at import.
+    directory = make_cache_directory("flash_attention")
+    if directory is not None:
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(directory))
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    return _flash_attn_fwd

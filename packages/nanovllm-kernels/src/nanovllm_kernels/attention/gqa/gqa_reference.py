@@ -1,0 +1,102 @@
+"""Grouped-query attention in plain torch: the reference for the kernels' tests, and the CPU path.
+
+Decodes are computed together, as many as one gather holds; prefills one request at a time. `plan.gathers` plans both.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_kernels import fp8
+from nanovllm_kernels.attention.plan.gathers import DecodeGather, GatherPlan, PrefillGather
+
+
+def paged_attention(
+    q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather_plan: GatherPlan, scale: float
+) -> Tensor:
+    """See the package's `paged_attention`."""
+    decodes, prefills = gather_plan
+    if len(decodes) == 1 and not prefills:
+        return _attend_decodes(q, kv_cache, kv_scales, decodes[0], scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for gather in decodes:
+        queries = q[gather.begin : gather.end]
+        out[gather.begin : gather.end] = _attend_decodes(queries, kv_cache, kv_scales, gather, scale)
+    for gather in prefills:
+        queries = q[gather.begin : gather.end]
+        out[gather.begin : gather.end] = _attend_prefill(queries, kv_cache, kv_scales, gather, scale)
+    return out
+
+
+def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGather, dtype: torch.dtype) -> Tensor:
+    """Return the tokens of decodes as [tokens, cached heads, D], dequantised to `dtype` if FP8.
+
+    Without a mask, each request has as many tokens as its pages hold, which may be more than `max_len`.
+    """
+    if gather.mask is None:
+        return gather_pages(kv_cache, kv_scales, gather.index, dtype)
+    _, page_size, num_cached, head_dim = kv_cache.shape
+    slots = gather.index
+    tokens = kv_cache.view(-1, num_cached * head_dim).index_select(0, slots).view(-1, num_cached, head_dim)
+    if kv_scales is None:
+        return tokens
+    return fp8.dequantize(tokens, kv_scales[slots // page_size, :, slots % page_size], dtype)
+
+
+def gather_pages(kv_cache: Tensor, kv_scales: Tensor | None, pages: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """Return the tokens of pages as [tokens, cached heads, D], dequantised to `dtype` if FP8."""
+    _, _, num_cached, head_dim = kv_cache.shape
+    tokens = _select(kv_cache, pages).view(-1, num_cached, head_dim)
+    if kv_scales is None:
+        return tokens
+    return fp8.dequantize(tokens, _select(kv_scales, pages).transpose(1, 2).reshape(-1, num_cached), dtype)
+
+
+def _select(cache: Tensor, pages: Tensor | slice) -> Tensor:
+    return cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+
+
+def convert_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Convert a mask to the dtype of the queries."""
+    return None if mask is None else mask.to(dtype)
+
+
+def _attend_decodes(
+    q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGather, scale: float
+) -> Tensor:
+    """Attend for one query per request: q [n, Hq, D] to [n, Hq, D]."""
+    num_reqs, num_heads, head_dim = q.shape
+    num_cached = kv_cache.shape[2]
+    num_kv_heads = num_cached // 2
+    kv = gather_decodes(kv_cache, kv_scales, gather, q.dtype)
+    # Two calls instead of the five of `view`, slicing, `transpose` and `chunk`.
+    shape = (num_reqs, num_kv_heads, gather.max_len, head_dim)
+    strides = (kv.numel() // num_reqs, head_dim, num_cached * head_dim, 1)
+    offset = kv.storage_offset()
+    k = kv.as_strided(shape, strides, offset)
+    v = kv.as_strided(shape, strides, offset + num_kv_heads * head_dim)
+    # Folding a group's heads into the query length is at least 2x faster than explicit products on two cores in bf16.
+    grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    mask = convert_mask(gather.mask, q.dtype)
+    out = functional.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)
+    return out.reshape(num_reqs, num_heads, head_dim)
+
+
+def _attend_prefill(
+    q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather: PrefillGather, scale: float
+) -> Tensor:
+    """Attend for all queries of one request: q [n, Hq, D] to [n, Hq, D]."""
+    _, num_heads, head_dim = q.shape
+    _, _, num_cached, _ = kv_cache.shape
+    kv = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(1, -1, num_cached, head_dim)
+    k, v = kv[:, : gather.length].transpose(1, 2).chunk(2, 1)
+    out = functional.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k,
+        v,
+        convert_mask(gather.mask, q.dtype),
+        is_causal=gather.mask is None,
+        scale=scale,
+        enable_gqa=2 * num_heads != num_cached,
+    )
+    return out.squeeze(0).transpose(0, 1)

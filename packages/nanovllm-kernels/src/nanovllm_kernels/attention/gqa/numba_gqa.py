@@ -1,0 +1,392 @@
+"""Grouped-query attention over a paged bf16 cache on a CPU, in float32. The cache is read in place.
+
+Blocks of keys are visited in order with an online softmax (Milakov and Gimelshein 2018,
+https://arxiv.org/abs/1805.02867). A query's result does not depend on the other queries.
+"""
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.numba_jit import (
+    OPENMP,
+    compile_region,
+    exp,
+    fetch_and_increment,
+    from_bf16,
+    keep_alive,
+    kernel,
+    ordered_kernel,
+    pointer,
+    run_region,
+)
+from nanovllm_kernels.numba_tiles import (
+    GROUP,
+    LINE,
+    PANEL,
+    TILE_ROWS,
+    TRANSPOSED_SIZE,
+    UNROLL,
+    exp_and_sum,
+    largest,
+    make_tile,
+    transpose_keys,
+    widen_group,
+)
+
+# Keys per block: their float32 copies fit the first-level cache beside a tile of queries.
+BLOCK_KEYS = 64
+# Maximum number of rows in a tile: tokens times query heads per key-value head. A tile has at least one token.
+MAX_TILE_ROWS = 96
+
+_ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)
+
+# Positions of the region's arguments in an int64 array. _SCALE_PTR: address of a float64.
+_OPENMP, _Q_PTR, _Q_STRIDE, _CACHE_PTR, _TABLES_PTR, _TABLE_STRIDE, _SEQ_LENS_PTR, _QUERY_STARTS_PTR = range(8)
+_OUT_PTR, _SCALE_PTR, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _PAGE_SIZE, _TILES_PTR, _NUM_TILES = range(8, 16)
+_TILE_TOKENS, _NEXT_ITEM, _NUM_ARGS = range(16, 19)
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Compute attention of float32 `q` over a bf16 cache into `out`, contiguous float32 [T, Hq, D]."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, page_size, num_cached, _ = kv_cache.shape
+    _attend(
+        OPENMP,
+        _REGION,
+        q.data_ptr(),
+        q.stride(0),
+        kv_cache.data_ptr(),
+        block_tables.data_ptr(),
+        block_tables.stride(0),
+        seq_lens.data_ptr(),
+        query_start_loc.data_ptr(),
+        out.data_ptr(),
+        len(seq_lens),
+        num_tokens,
+        num_heads,
+        num_cached // 2,
+        head_dim,
+        page_size,
+        scale,
+        torch.get_num_threads(),
+    )
+
+
+@kernel
+def _attend(
+    openmp,
+    region_address,
+    q_ptr,
+    q_stride,
+    cache_ptr,
+    tables_ptr,
+    table_stride,
+    seq_lens_ptr,
+    query_starts_ptr,
+    out_ptr,
+    num_requests,
+    num_tokens,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    page_size,
+    scale,
+    num_threads,
+):
+    """Cut queries into tiles, and run the region on all threads."""
+    query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
+    tile_tokens = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
+    # Request and first token of each tile. A request's last tile comes first, because it sees the most keys.
+    tiles = np.empty((num_tokens // tile_tokens + num_requests, 2), np.int64)
+    num_tiles = 0
+    for request in range(num_requests - 1, -1, -1):
+        query_len = query_starts[request + 1] - query_starts[request]
+        for tile in range(-(-query_len // tile_tokens) - 1, -1, -1):
+            tiles[num_tiles, 0], tiles[num_tiles, 1] = request, query_starts[request] + tile * tile_tokens
+            num_tiles += 1
+    scales = np.empty(1, np.float64)
+    scales[0] = scale
+    args = np.empty(_NUM_ARGS, np.int64)
+    args[_OPENMP] = openmp
+    args[_Q_PTR], args[_Q_STRIDE] = q_ptr, q_stride
+    args[_CACHE_PTR], args[_TABLES_PTR], args[_TABLE_STRIDE] = cache_ptr, tables_ptr, table_stride
+    args[_SEQ_LENS_PTR], args[_QUERY_STARTS_PTR], args[_OUT_PTR] = seq_lens_ptr, query_starts_ptr, out_ptr
+    args[_NUM_HEADS], args[_NUM_KV_HEADS], args[_HEAD_DIM] = num_heads, num_kv_heads, head_dim
+    args[_PAGE_SIZE], args[_NUM_TILES], args[_TILE_TOKENS] = page_size, num_tiles, tile_tokens
+    args[_SCALE_PTR], args[_TILES_PTR] = np.int64(scales.ctypes.data), np.int64(tiles.ctypes.data)
+    args[_NEXT_ITEM] = 0
+    run_region(region_address, np.int64(args.ctypes.data), num_threads)
+    keep_alive(args)
+    keep_alive(tiles)
+    keep_alive(scales)
+
+
+def _attend_items(args_ptr):
+    """Attend for items until none remains; each thread runs this. An item is a tile and a key-value head."""
+    args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
+    scale = np.float32(numba.carray(pointer(args[_SCALE_PTR]), (1,), np.float64)[0])
+    num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
+    num_tiles, tile_tokens = args[_NUM_TILES], args[_TILE_TOKENS]
+    group_size = args[_NUM_HEADS] // num_kv_heads
+    seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)
+    query_starts = numba.carray(pointer(args[_QUERY_STARTS_PTR]), (1 << 30,), np.int32)
+    tiles = numba.carray(pointer(args[_TILES_PTR]), (num_tiles, 2), np.int64)
+    key_dim, value_dim = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL
+    num_rows = tile_tokens * group_size
+    # Scratch: queries, keys, values, scores, outputs, and per row the largest score and the sum of weights.
+    scratch_size = num_rows * key_dim + BLOCK_KEYS * (key_dim + value_dim) + num_rows * (BLOCK_KEYS + value_dim + 2)
+    scratch = np.empty(scratch_size + LINE // 4, np.float32)
+    scratch_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
+    while True:
+        item = fetch_and_increment(args_ptr + 8 * _NEXT_ITEM)
+        if item >= num_tiles * num_kv_heads:
+            break
+        request, token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
+        num_tokens = min(tile_tokens, query_starts[request + 1] - token)
+        first_num_keys = seq_lens[request] - query_starts[request + 1] + token + 1
+        kv_head, dims = item % num_kv_heads, (key_dim, value_dim)
+        _attend_tile(args, kv_head, request, token, num_tokens, first_num_keys, dims, scale, scratch_ptr)
+    keep_alive(scratch)
+
+
+@kernel
+def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, dims, scale, scratch_ptr):
+    """Attend for `num_tokens` tokens from `first_token` on, for the query heads of one key-value head.
+
+    first_num_keys: number of keys that the first token sees.
+    dims: (key_dim, value_dim), the head size rounded up to a multiple of UNROLL and of PANEL.
+    """
+    num_heads, num_kv_heads = args[_NUM_HEADS], args[_NUM_KV_HEADS]
+    head_dim, page_size = args[_HEAD_DIM], args[_PAGE_SIZE]
+    key_dim, value_dim = dims
+    group_size = num_heads // num_kv_heads
+    num_rows, max_num_keys = num_tokens * group_size, first_num_keys + num_tokens - 1
+    table = numba.carray(pointer(args[_TABLES_PTR] + 4 * request * args[_TABLE_STRIDE]), (max_num_keys,), np.int32)
+    queries_ptr = scratch_ptr
+    keys_ptr = queries_ptr + 4 * num_rows * key_dim
+    values_ptr = keys_ptr + 4 * BLOCK_KEYS * key_dim
+    scores_ptr = values_ptr + 4 * BLOCK_KEYS * value_dim
+    acc_ptr = scores_ptr + 4 * num_rows * BLOCK_KEYS
+    acc = numba.carray(pointer(acc_ptr), (value_dim // PANEL, num_rows, PANEL), np.float32)
+    softmax_ptr = acc_ptr + 4 * num_rows * value_dim
+    softmax = numba.carray(pointer(softmax_ptr), (num_rows, 2), np.float32)
+    q_ptr = args[_Q_PTR] + 4 * (first_token * args[_Q_STRIDE] + kv_head * group_size * head_dim)
+    _pack_queries(q_ptr, args[_Q_STRIDE], group_size, head_dim, key_dim, num_rows, scale, queries_ptr)
+    num_row_tiles = -(-num_rows // TILE_ROWS)
+    for start in range(0, max_num_keys, BLOCK_KEYS):
+        num_keys = min(BLOCK_KEYS, max_num_keys - start)
+        _copy_block(
+            args[_CACHE_PTR], table, start, num_keys, page_size, num_kv_heads, kv_head, head_dim, keys_ptr, values_ptr
+        )
+        for row_tile in range(num_row_tiles):
+            begin, end = row_tile * num_rows // num_row_tiles, (row_tile + 1) * num_rows // num_row_tiles
+            # Skip rows that see no key of this block: their weights would all be 0.
+            if first_num_keys + (end - 1) // group_size <= start:
+                continue
+            for key in range(0, num_keys, GROUP):
+                panel_ptr, score_ptr = keys_ptr + 4 * key * key_dim, scores_ptr + 4 * (begin * BLOCK_KEYS + key)
+                _score(end - begin, queries_ptr + 4 * begin * key_dim, panel_ptr, key_dim, score_ptr)
+            for row in range(begin, end):
+                num_visible = min(max(first_num_keys + row // group_size - start, 0), num_keys)
+                _weigh(
+                    scores_ptr + 4 * row * BLOCK_KEYS,
+                    num_visible,
+                    softmax_ptr + 8 * row,
+                    acc_ptr + 4 * row * PANEL,
+                    num_rows,
+                    value_dim,
+                    start == 0,
+                )
+            for column in range(0, value_dim, GROUP):
+                _add_values(
+                    end - begin,
+                    scores_ptr + 4 * begin * BLOCK_KEYS,
+                    values_ptr + 4 * column * BLOCK_KEYS,
+                    -(-num_keys // UNROLL) * UNROLL,
+                    acc_ptr + 4 * (column // PANEL * num_rows * PANEL + begin * PANEL + column % PANEL),
+                )
+    for row in range(num_rows):
+        head = kv_head * group_size + row % group_size
+        out_ptr = args[_OUT_PTR] + 4 * ((first_token + row // group_size) * num_heads + head) * head_dim
+        _divide(acc, row, softmax[row, 1], numba.carray(pointer(out_ptr), (head_dim,), np.float32))
+
+
+@ordered_kernel
+def _pack_queries(q_ptr, q_stride, group_size, head_dim, key_dim, num_rows, scale, out_ptr):
+    """Write scaled queries in tiles of rows. Each tile is [key_dim, rows], with zeros past head_dim."""
+    num_row_tiles = -(-num_rows // TILE_ROWS)
+    for row_tile in range(num_row_tiles):
+        begin, end = row_tile * num_rows // num_row_tiles, (row_tile + 1) * num_rows // num_row_tiles
+        packed = numba.carray(pointer(out_ptr + 4 * begin * key_dim), (key_dim, end - begin), np.float32)
+        packed[head_dim:] = _ZERO
+        for row in range(begin, end):
+            row_ptr = q_ptr + 4 * (row // group_size * q_stride + row % group_size * head_dim)
+            q = numba.carray(pointer(row_ptr), (head_dim,), np.float32)
+            for k in range(head_dim):
+                packed[k, row - begin] = q[k] * scale
+
+
+@kernel
+def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_head, head_dim, keys_ptr, values_ptr):
+    """Copy keys as [BLOCK_KEYS / GROUP, key_dim, GROUP], values as [value_dim / GROUP, BLOCK_KEYS, GROUP], in float32.
+
+    Values past `num_keys` and elements past `head_dim` become 0. Keys past `num_keys` stay undefined.
+    """
+    key_dim, num_value_groups = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL // GROUP
+    keys = numba.carray(pointer(keys_ptr), (BLOCK_KEYS // GROUP, key_dim, GROUP), np.float32)
+    values = numba.carray(pointer(values_ptr), (num_value_groups, BLOCK_KEYS, GROUP), np.float32)
+    # Bytes from a token's key to its value, half of a slot's bytes.
+    kv_bytes = 2 * num_kv_heads * head_dim
+    i = 0
+    while i < num_keys:
+        slot = table[(start + i) // page_size] * page_size + (start + i) % page_size
+        key_ptr = cache_ptr + slot * 2 * kv_bytes + 2 * kv_head * head_dim
+        num_copied = 1
+        if (
+            head_dim % TRANSPOSED_SIZE == 0
+            and i % TRANSPOSED_SIZE == 0
+            and page_size % TRANSPOSED_SIZE == 0
+            and i + TRANSPOSED_SIZE <= num_keys
+        ):
+            num_copied = TRANSPOSED_SIZE
+            for k in range(0, head_dim, TRANSPOSED_SIZE):
+                target_ptr = keys_ptr + 4 * ((i // GROUP * key_dim + k) * GROUP + i % GROUP)
+                transpose_keys(key_ptr + 2 * k, 2 * kv_bytes, target_ptr)
+        else:
+            key = numba.carray(pointer(key_ptr), (head_dim,), np.uint16)
+            for k in range(head_dim):
+                keys[i // GROUP, k, i % GROUP] = from_bf16(key[k])
+            for k in range(head_dim, key_dim):
+                keys[i // GROUP, k, i % GROUP] = _ZERO
+        for j in range(num_copied):
+            _copy_value(values, i + j, key_ptr + j * 2 * kv_bytes + kv_bytes, head_dim)
+        i += num_copied
+    while i % UNROLL:
+        values[:, i] = _ZERO
+        i += 1
+
+
+@kernel
+def _copy_value(values, index, value_ptr, head_dim):
+    """Copy the value of one token, key `index` of the block."""
+    value = numba.carray(pointer(value_ptr), (head_dim,), np.uint16)
+    num_full_groups = head_dim // GROUP
+    values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP
+    for group in range(num_full_groups):
+        widen_group(value_ptr + 2 * group * GROUP, values_ptr + 4 * group * BLOCK_KEYS * GROUP)
+    for group in range(num_full_groups, values.shape[0]):
+        for k in range(GROUP):
+            element = group * GROUP + k
+            values[group, index, k] = from_bf16(value[element]) if element < head_dim else _ZERO
+
+
+@ordered_kernel
+def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, is_first):
+    """Turn a row's scores into weights, 0 from key `num_visible` on; rescale its outputs if its largest score grows.
+
+    softmax_ptr: the row's largest score and sum of weights. is_first: whether this is the first block.
+    """
+    softmax = numba.carray(pointer(softmax_ptr), (2,), np.float32)
+    if num_visible < BLOCK_KEYS:
+        # Scores from key `num_visible` on are undefined.
+        _fill(scores_ptr, num_visible, _MASKED_SCORE)
+    max_score = largest(scores_ptr, BLOCK_KEYS)
+    if is_first:
+        softmax[1] = _ZERO
+        _rescale(acc_ptr, num_rows, value_dim, _ZERO)
+    elif max_score > softmax[0]:
+        factor = exp(softmax[0] - max_score)
+        softmax[1] *= factor
+        _rescale(acc_ptr, num_rows, value_dim, factor)
+    else:
+        max_score = softmax[0]
+    softmax[0] = max_score
+    # exp makes about 1e-38 of masked scores, which does not change a sum of at least 1.
+    softmax[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, max_score)
+    if num_visible < BLOCK_KEYS:
+        _fill(scores_ptr, num_visible, _ZERO)
+
+
+@ordered_kernel
+def _fill(scores_ptr, begin, number):
+    """Set the scores of a row from key `begin` on."""
+    scores = numba.carray(pointer(scores_ptr), (BLOCK_KEYS,), np.float32)
+    for i in range(begin, BLOCK_KEYS):
+        scores[i] = number
+
+
+@ordered_kernel
+def _rescale(acc_ptr, num_rows, value_dim, factor):
+    """Multiply one row's outputs, PANEL elements of which lie together."""
+    for panel in range(value_dim // PANEL):
+        acc = numba.carray(pointer(acc_ptr + 4 * panel * num_rows * PANEL), (PANEL,), np.float32)
+        for k in range(PANEL):
+            # Before the first block, memory may hold NaN, which a factor of 0 would keep.
+            acc[k] = acc[k] * factor if factor != _ZERO else _ZERO
+
+
+@ordered_kernel
+def _divide(acc, row, weight_sum, out):
+    for k in range(out.shape[0]):
+        out[k] = acc[k // PANEL, row, k % PANEL] / weight_sum
+
+
+_score_1 = make_tile(1, sums_stride=BLOCK_KEYS)
+_score_2 = make_tile(2, sums_stride=BLOCK_KEYS)
+_score_3 = make_tile(3, sums_stride=BLOCK_KEYS)
+_score_4 = make_tile(4, sums_stride=BLOCK_KEYS)
+_score_5 = make_tile(5, sums_stride=BLOCK_KEYS)
+_score_6 = make_tile(6, sums_stride=BLOCK_KEYS)
+_add_1 = make_tile(1, row_stride=BLOCK_KEYS)
+_add_2 = make_tile(2, row_stride=BLOCK_KEYS)
+_add_3 = make_tile(3, row_stride=BLOCK_KEYS)
+_add_4 = make_tile(4, row_stride=BLOCK_KEYS)
+_add_5 = make_tile(5, row_stride=BLOCK_KEYS)
+_add_6 = make_tile(6, row_stride=BLOCK_KEYS)
+
+
+@kernel
+def _score(num_rows, queries_ptr, keys_ptr, key_dim, scores_ptr):
+    """Multiply the queries of up to TILE_ROWS rows by GROUP keys."""
+    if num_rows == 6:
+        _score_6(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
+    elif num_rows == 5:
+        _score_5(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
+    elif num_rows == 4:
+        _score_4(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
+    elif num_rows == 3:
+        _score_3(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
+    elif num_rows == 2:
+        _score_2(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
+    else:
+        _score_1(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
+
+
+@kernel
+def _add_values(num_rows, weights_ptr, values_ptr, num_keys, acc_ptr):
+    """Add weighted values to GROUP elements of the outputs of up to TILE_ROWS rows."""
+    if num_rows == 6:
+        _add_6(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+    elif num_rows == 5:
+        _add_5(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+    elif num_rows == 4:
+        _add_4(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+    elif num_rows == 3:
+        _add_3(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+    elif num_rows == 2:
+        _add_2(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+    else:
+        _add_1(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+
+
+_REGION = compile_region(_attend_items)

@@ -1,0 +1,200 @@
+"""Paged grouped-query attention in Triton from a work list, for requests with any number of queries.
+
+A tile holds some query positions of one request times the query heads of one key-value head, so that keys and values
+are read once per group of query heads. A program attends for one part of the list.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.attention.gqa.triton_gqa_tile import attend_range
+from nanovllm_kernels.attention.gqa.triton_gqa_tile_fp8 import attend_fp8_range
+from nanovllm_kernels.attention.plan import tile_configs
+from nanovllm_kernels.attention.plan.attention_batch import PagedRequests
+from nanovllm_kernels.attention.plan.work_list import WorkList
+from nanovllm_kernels.attention.triton_softmax import LOG2_E
+from nanovllm_kernels.attention.triton_split_kv import (
+    allocate_partial_results,
+    load_part,
+    load_segment,
+    load_tile,
+    merge_parts,
+    store_tile,
+)
+from nanovllm_kernels.platform import can_overlap_launches
+
+
+def attend_to_pages(
+    q: Tensor, requests: PagedRequests, work: WorkList, scale: float, out: Tensor, *, is_wide: bool
+) -> None:
+    """Attend for the requests of `work` and write their rows of `out`.
+
+    is_wide: the list was planned with `tile_configs.gqa_tile_config(..., is_wide=is_wide)`.
+    """
+    _, num_heads, head_dim = q.shape
+    kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
+    page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
+    group_size = num_heads // num_kv_heads
+    element_bytes = tile_configs.tile_element_bytes(q.element_size(), kv_cache.element_size())
+    config = tile_configs.gqa_tile_config(head_dim, element_bytes, group_size, is_wide=is_wide)
+    block_q = config.block_m // group_size
+    overlap = can_overlap_launches(q.device)
+    partial = allocate_partial_results(work, num_kv_heads, config.block_m, head_dim, q.device)
+    _attend[(num_kv_heads, work.num_parts)](
+        q,
+        kv_cache,
+        kv_cache if kv_scales is None else kv_scales,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        *work,
+        out,
+        *partial,
+        scale * LOG2_E,
+        q.stride(0),
+        block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=tile_configs.next_power_of_2(head_dim),
+        PAGE_SIZE=page_size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_Q=block_q,
+        UNMASKED_LOOP=is_wide,
+        QUANTIZED=kv_scales is not None,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.max_registers,
+        launch_pdl=overlap,
+    )
+    merge_parts(partial, query_start_loc, work, group_size, block_q, out)
+
+
+# Arguments that change between steps are not specialised on: a step must never cause a compilation.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _attend(
+    q_ptr,
+    kv_ptr,
+    scales_ptr,
+    block_tables_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    tile_starts_ptr,
+    tiles_ptr,
+    parts_ptr,
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    scale_log2,
+    q_stride_token,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    UNMASKED_LOOP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Attend for one part of the work list and the query heads of one key-value head.
+
+    UNMASKED_LOOP: see `attend_range`. For a decode's few blocks one loop is faster.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
+    part_start, part_end, first_tile, end_tile = load_part(tile_starts_ptr, parts_ptr, part)
+    rows = tl.arange(0, BLOCK_M)
+    heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+    dims = tl.arange(0, PADDED_DIM)
+    dim_mask = dims < HEAD_DIM
+    # disable_licm: addresses kept across tiles would take registers from the products.
+    for tile in tl.range(first_tile, end_tile, disable_licm=True):
+        first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_start, part_end)
+        request, first_query, query_start, query_len, context = load_tile(
+            tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile
+        )
+        queries = first_query + rows // GROUP_SIZE
+        row_mask = (rows < BLOCK_Q * GROUP_SIZE) & (queries < query_len)
+        mask = row_mask[:, None] & dim_mask[None, :]
+        tokens = (query_start + queries).to(tl.int64)
+        q_ptrs = q_ptr + tokens[:, None] * q_stride_token + heads[:, None] * HEAD_DIM + dims[None, :]
+        q = tl.load(q_ptrs, mask=mask, other=0.0)
+        begin = first_block * BLOCK_N
+        # A tile sees the tokens up to its last query.
+        end = tl.minimum(end_block * BLOCK_N, context + tl.minimum(first_query + BLOCK_Q, query_len))
+        unmasked_end = tl.minimum(end, (context + first_query + 1) // BLOCK_N * BLOCK_N)
+        table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
+        if QUANTIZED:
+            acc, running_max, running_sum = attend_fp8_range(
+                q,
+                kv_ptr + kv_head * HEAD_DIM,
+                scales_ptr + kv_head * PAGE_SIZE,
+                table_ptr,
+                context + queries,
+                dims,
+                dim_mask,
+                begin,
+                unmasked_end,
+                end,
+                scale_log2,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                PADDED_DIM,
+                PAGE_SIZE,
+                BLOCK_M,
+                BLOCK_N,
+                UNMASKED_LOOP,
+            )
+        else:
+            acc, running_max, running_sum = attend_range(
+                q,
+                kv_ptr + kv_head * HEAD_DIM,
+                table_ptr,
+                context + queries,
+                dims,
+                dim_mask,
+                begin,
+                unmasked_end,
+                end,
+                scale_log2,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                PADDED_DIM,
+                PAGE_SIZE,
+                BLOCK_M,
+                BLOCK_N,
+                UNMASKED_LOOP,
+            )
+        store_tile(
+            out_ptr,
+            partial_out_ptr,
+            partial_lse_ptr,
+            acc,
+            running_max,
+            running_sum,
+            slot,
+            kv_head,
+            tokens * (NUM_KV_HEADS * GROUP_SIZE) + heads,
+            row_mask,
+            dims,
+            mask,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            BLOCK_M,
+        )

@@ -1,0 +1,387 @@
+"""Absorbed latent attention with many heads on Hopper by specialised warps, in Gluon, for decodes and prompt chunks.
+
+A program takes one part of a work list (see `gluon_work_list`). One warp copies queries and latents and runs ahead into
+the next token. Four warps compute scores and weights. They and four other warps each compute half of the 64 x 512
+results, which exceed the registers of four. `triton_absorbed._supports_gluon` gives the supported shapes.
+"""
+
+# ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
+# ruff: noqa: RUF005, SIM113 - kernels know neither unpacking into tuples nor `enumerate`
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.attention.mla.gluon_work_list import load_program_tiles, load_tile_share, partial_rows
+from nanovllm_kernels.attention.plan.attention_batch import PagedRequests
+from nanovllm_kernels.attention.plan.tile_configs import GLUON_TILE_HEADS
+from nanovllm_kernels.attention.plan.work_list import WorkList
+from nanovllm_kernels.attention.triton_softmax import LOG2_E
+from nanovllm_kernels.attention.triton_split_kv import PartialResults
+from nanovllm_kernels.platform import can_overlap_launches
+
+# Tiles of latents in shared memory: as many as fit beside the queries.
+STAGES = 2
+# Shared memory layout that the tensor cores require, with 64 elements per row.
+SHARED_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
+BOX_COLUMNS = 64
+# Registers per thread: at launch, in the copying warp, and in the multiplying warps (128 of which hold results).
+LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 32, 232
+
+
+def attend(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    requests: PagedRequests,
+    work: WorkList,
+    scale: float,
+    out: Tensor,
+    partial: PartialResults,
+) -> None:
+    """Attend for each part of `work`; write whole tiles to `out`, parts of tiles to `partial`.
+
+    q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of a contiguous tensor.
+    requests: with a cache [N, P, 1, 576]. work: planned for tiles of one token and blocks of 64 latents.
+    """
+    kv_cache, _, block_tables, seq_lens, query_start_loc = requests
+    num_heads, num_tokens, latent_dim = q_latent.shape
+    page_size, width = kv_cache.shape[1], kv_cache.shape[3]
+    overlap = can_overlap_launches(q_latent.device)
+    rope_rows = q_rope.as_strided((num_tokens * num_heads, q_rope.shape[2]), (q_rope.stride(1), 1))
+    num_programs = work.num_parts * (num_heads // GLUON_TILE_HEADS)
+    _attend_parts[(num_programs,)](
+        TensorDescriptor.from_tensor(q_latent.view(num_heads, -1), [GLUON_TILE_HEADS, BOX_COLUMNS], SHARED_LAYOUT),
+        TensorDescriptor.from_tensor(rope_rows, [GLUON_TILE_HEADS, BOX_COLUMNS], SHARED_LAYOUT),
+        TensorDescriptor.from_tensor(kv_cache.view(-1, width), [page_size, BOX_COLUMNS], SHARED_LAYOUT),
+        TensorDescriptor.from_tensor(out.view(-1, latent_dim), [GLUON_TILE_HEADS, BOX_COLUMNS], SHARED_LAYOUT),
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        *work,
+        *partial,
+        scale * LOG2_E,
+        block_tables.stride(0),
+        NUM_HEADS=num_heads,
+        PAGE_SIZE=page_size,
+        STAGES=STAGES,
+        MULTIPLY_REGISTERS=MULTIPLY_REGISTERS,
+        COPY_REGISTERS=COPY_REGISTERS,
+        OVERLAP=overlap,
+        maxnreg=LAUNCH_REGISTERS,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _attend_parts(
+    q_desc,
+    rope_desc,
+    kv_desc,
+    out_desc,
+    block_tables_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    tile_starts_ptr,
+    tiles_ptr,
+    parts_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    scale_log2,
+    table_stride,
+    NUM_HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """Attend for one part of the work list and 64 query heads, token by token."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: gl.constexpr = out_desc.dtype
+    STAGE_PAGES: gl.constexpr = 64 // PAGE_SIZE
+    query_blocks = gl.allocate_shared_memory(dtype, [9, 64, 64], q_desc.layout)
+    # Each stage has eight blocks of 64 columns of latents, stored page by page, and one block of rotated key parts.
+    latents = gl.allocate_shared_memory(dtype, [STAGES * 8 * STAGE_PAGES, PAGE_SIZE, 64], kv_desc.layout)
+    rope_keys = gl.allocate_shared_memory(dtype, [STAGES * STAGE_PAGES, PAGE_SIZE, 64], kv_desc.layout)
+    weights = gl.allocate_shared_memory(dtype, [64, 64], q_desc.layout)
+    row_factors = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Four signals: queries are loaded, queries may be replaced, weights are stored, weights may be replaced.
+    signals = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(stage_full.index(stage), count=1)
+        mbarrier.init(stage_empty.index(stage), count=2)
+    for signal in gl.static_range(4):
+        mbarrier.init(signals.index(signal), count=1)
+    fence_async_shared()
+    # A stage's pages are laid out like 64 consecutive rows, and its eight blocks like two halves of 256 columns.
+    latent_blocks = latents._reinterpret(dtype, [STAGES * 8, 64, 64], q_desc.layout)  # noqa: SLF001 - no public name
+    latent_halves = latents._reinterpret(dtype, [STAGES * 2, 64, 256], q_desc.layout)  # noqa: SLF001
+    rope_blocks = rope_keys._reinterpret(dtype, [STAGES, 64, 64], q_desc.layout)  # noqa: SLF001
+    barriers = (stage_full, stage_empty, signals)
+    plan = (tile_starts_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr)
+    results = (out_desc, partial_out_ptr)
+    sources = (q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride)
+    gl.warp_specialize(
+        [
+            (
+                _score_and_sum,
+                (
+                    query_blocks,
+                    rope_blocks,
+                    latent_blocks,
+                    latent_halves,
+                    weights,
+                    row_factors,
+                    barriers,
+                    plan,
+                    results,
+                    partial_lse_ptr,
+                    scale_log2,
+                )
+                + (NUM_HEADS, STAGES),
+            ),
+            (
+                _sum_second_half,
+                (latent_blocks, latent_halves, weights, row_factors, barriers, plan, results, NUM_HEADS, STAGES),
+            ),
+            (_copy_inputs, (query_blocks, latents, rope_keys, barriers, plan, sources, NUM_HEADS, PAGE_SIZE, STAGES)),
+        ],
+        [4, 1],
+        [MULTIPLY_REGISTERS, COPY_REGISTERS],
+    )
+
+
+@gluon.jit
+def _copy_inputs(
+    query_blocks,
+    latents,
+    rope_keys,
+    barriers,
+    plan,
+    sources,
+    NUM_HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Copying warp: for each tile, copy the queries, then the latents into the stages."""
+    stage_full, stage_empty, signals = barriers
+    q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride = sources
+    STAGE_PAGES: gl.constexpr = 64 // PAGE_SIZE
+    queries_ready, queries_free = signals.index(0), signals.index(1)
+    num_blocks_done = 0
+    num_tiles_done = 0
+    first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
+    for tile in range(first_tile, end_tile):
+        request, token, begin, end, _slot = load_tile_share(plan, tile, NUM_HEADS)
+        # For the first tile this wait returns at once.
+        mbarrier.wait(queries_free, (num_tiles_done + 1) & 1)
+        mbarrier.expect(queries_ready, 9 * 64 * 64 * 2)
+        for block in gl.static_range(8):
+            tma.async_copy_global_to_shared(
+                q_desc, [head, token * 512 + 64 * block], queries_ready, query_blocks.index(block)
+            )
+        tma.async_copy_global_to_shared(rope_desc, [token * NUM_HEADS + head, 0], queries_ready, query_blocks.index(8))
+        num_tiles_done += 1
+        table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
+        for start in range(begin, end, 64):
+            stage = num_blocks_done % STAGES
+            latents_ready = stage_full.index(stage)
+            pages = ()
+            for page in gl.static_range(STAGE_PAGES):
+                # Past the last page, load the last page again.
+                pages = pages + (gl.load(table_ptr + gl.minimum(start + page * PAGE_SIZE, end - 1) // PAGE_SIZE),)
+            mbarrier.wait(stage_empty.index(stage), (num_blocks_done // STAGES + 1) & 1)
+            mbarrier.expect(latents_ready, 9 * 64 * 64 * 2)
+            for page in gl.static_range(STAGE_PAGES):
+                row = pages[page] * PAGE_SIZE
+                for block in gl.static_range(8):
+                    target = latents.index((stage * 8 + block) * STAGE_PAGES + page)
+                    tma.async_copy_global_to_shared(kv_desc, [row, 64 * block], latents_ready, target)
+                tma.async_copy_global_to_shared(
+                    kv_desc, [row, 512], latents_ready, rope_keys.index(stage * STAGE_PAGES + page)
+                )
+            num_blocks_done += 1
+
+
+@gluon.jit
+def _clear_rows(latent_blocks, first_block, num_rows):
+    """Zero the rows from `num_rows` on of four blocks of latents: they may hold NaN, which a weight of 0 keeps."""
+    ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    is_kept = gl.arange(0, 64, gl.SliceLayout(1, ROW_LAYOUT)) < num_rows
+    for block in gl.static_range(4):
+        numbers = latent_blocks.index(first_block + block).load(ROW_LAYOUT)
+        latent_blocks.index(first_block + block).store(gl.where(is_kept[:, None], numbers, gl.zeros_like(numbers)))
+
+
+@gluon.jit
+def _score_and_sum(
+    query_blocks,
+    rope_blocks,
+    latent_blocks,
+    latent_halves,
+    weights,
+    row_factors,
+    barriers,
+    plan,
+    results,
+    partial_lse_ptr,
+    scale_log2,
+    NUM_HEADS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Four warps: compute scores and weights, and the first 256 columns of the results."""
+    stage_full, stage_empty, signals = barriers
+    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    queries_ready, queries_free, weights_ready, weights_free = (
+        signals.index(0),
+        signals.index(1),
+        signals.index(2),
+        signals.index(3),
+    )
+    columns = gl.arange(0, 64, gl.SliceLayout(0, SCORE_LAYOUT))
+    num_blocks_done = 0
+    num_tiles_done = 0
+    num_exchanges = 0
+    first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
+    for tile in range(first_tile, end_tile):
+        _request, token, begin, end, slot = load_tile_share(plan, tile, NUM_HEADS)
+        mbarrier.wait(queries_ready, num_tiles_done & 1)
+        num_tiles_done += 1
+        running_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+        running_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+        sums = gl.zeros([64, 256], gl.float32, SUM_LAYOUT)
+        for start in range(begin, end, 64):
+            stage = num_blocks_done % STAGES
+            mbarrier.wait(stage_full.index(stage), (num_blocks_done // STAGES) & 1)
+            scores = gl.zeros([64, 64], gl.float32, SCORE_LAYOUT)
+            rope_key = rope_blocks.index(stage).permute((1, 0))
+            scores = warpgroup_mma(query_blocks.index(8), rope_key, scores, use_acc=False, is_async=True)
+            for block in gl.static_range(8):
+                latent = latent_blocks.index(stage * 8 + block).permute((1, 0))
+                scores = warpgroup_mma(query_blocks.index(block), latent, scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(queries_free, pred=start + 64 >= end)
+            scores = gl.where((start + columns < end)[None, :], scores * scale_log2, float("-inf"))
+            new_max = gl.maximum(running_max, gl.max(scores, 1))
+            scores = gl.exp2(scores - new_max[:, None])
+            rescale = gl.exp2(running_max - new_max)
+            running_sum = running_sum * rescale + gl.sum(scores, 1)
+            running_max = new_max
+            mbarrier.wait(weights_free, (num_exchanges + 1) & 1)
+            num_exchanges += 1
+            weights.store(scores.to(weights.dtype))
+            row_factors.store(rescale)
+            if start + 64 > end:
+                _clear_rows(latent_blocks, stage * 8, end - start)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(weights_ready)
+            sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUM_LAYOUT))[:, None]
+            sums = warpgroup_mma(weights, latent_halves.index(stage * 2), sums, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            # The tile's last stage is released later: results are stored through its memory.
+            mbarrier.arrive(stage_empty.index(stage), pred=start + 64 < end)
+            num_blocks_done += 1
+        mbarrier.wait(weights_free, (num_exchanges + 1) & 1)
+        num_exchanges += 1
+        inverse_sum = 1 / running_sum
+        row_factors.store(inverse_sum)
+        gl.thread_barrier()
+        mbarrier.arrive(weights_ready)
+        if slot >= 0:
+            rows = gl.arange(0, 64, gl.SliceLayout(1, SCORE_LAYOUT))
+            out_rows = partial_rows(slot, head, rows, NUM_HEADS)
+            gl.store(partial_lse_ptr + out_rows, running_max + gl.log2(running_sum))
+        sums = sums * gl.convert_layout(inverse_sum, gl.SliceLayout(1, SUM_LAYOUT))[:, None]
+        stage = (num_blocks_done - 1) % STAGES
+        _store_half(sums, latent_halves, latent_blocks, stage * 2, results, token, head, slot, NUM_HEADS)
+        mbarrier.arrive(stage_empty.index(stage))
+
+
+@gluon.jit
+def _sum_second_half(
+    latent_blocks,
+    latent_halves,
+    weights,
+    row_factors,
+    barriers,
+    plan,
+    results,
+    NUM_HEADS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Four warps: compute the other 256 columns of the results from the weights."""
+    stage_full, stage_empty, signals = barriers
+    SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    weights_ready, weights_free = signals.index(2), signals.index(3)
+    num_blocks_done = 0
+    num_exchanges = 0
+    first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
+    for tile in range(first_tile, end_tile):
+        _request, token, begin, end, slot = load_tile_share(plan, tile, NUM_HEADS)
+        sums = gl.zeros([64, 256], gl.float32, SUM_LAYOUT)
+        for start in range(begin, end, 64):
+            stage = num_blocks_done % STAGES
+            mbarrier.wait(stage_full.index(stage), (num_blocks_done // STAGES) & 1)
+            if start + 64 > end:
+                _clear_rows(latent_blocks, stage * 8 + 4, end - start)
+                fence_async_shared()
+                gl.thread_barrier()
+            mbarrier.wait(weights_ready, num_exchanges & 1)
+            num_exchanges += 1
+            sums = sums * row_factors.load(gl.SliceLayout(1, SUM_LAYOUT))[:, None]
+            sums = warpgroup_mma(weights, latent_halves.index(stage * 2 + 1), sums, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            mbarrier.arrive(weights_free)
+            mbarrier.arrive(stage_empty.index(stage), pred=start + 64 < end)
+            num_blocks_done += 1
+        mbarrier.wait(weights_ready, num_exchanges & 1)
+        num_exchanges += 1
+        sums = sums * row_factors.load(gl.SliceLayout(1, SUM_LAYOUT))[:, None]
+        gl.thread_barrier()
+        mbarrier.arrive(weights_free)
+        stage = (num_blocks_done - 1) % STAGES
+        _store_half(sums, latent_halves, latent_blocks, stage * 2 + 1, results, token, head, slot, NUM_HEADS)
+        mbarrier.arrive(stage_empty.index(stage))
+
+
+@gluon.jit
+def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, slot, NUM_HEADS: gl.constexpr):
+    """Store half of the results of 64 heads from `head` on, as partial results if `slot` >= 0.
+
+    half: index in `latent_halves` through which final results are stored. If odd, these are the last 256 columns.
+    """
+    out_desc, partial_out_ptr = results
+    first_column = (half % 2) * 256
+    if slot < 0:
+        latent_halves.index(half).store(sums.to(latent_halves.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        for block in gl.static_range(4):
+            position = [token * NUM_HEADS + head, first_column + 64 * block]
+            tma.async_copy_shared_to_global(out_desc, position, latent_blocks.index(half * 4 + block))
+        tma.store_wait(0)
+        gl.thread_barrier()
+    else:
+        rows = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
+        out_rows = partial_rows(slot, head, rows, NUM_HEADS)
+        columns = first_column + gl.arange(0, 256, gl.SliceLayout(0, sums.type.layout))
+        gl.store(partial_out_ptr + out_rows[:, None] * 512 + columns[None, :], sums)

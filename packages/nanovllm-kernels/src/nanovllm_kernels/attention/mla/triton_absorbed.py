@@ -1,0 +1,232 @@
+"""Absorbed latent attention over pages on CUDA from a work list, for requests with any number of queries.
+
+A tile holds some query positions of one request times as many heads as fit, because all heads read the same latents.
+`gluon_absorbed` computes the same lists with many heads on Hopper.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.attention.mla.triton_absorbed_tile import attend_range, load_queries
+from nanovllm_kernels.attention.plan import tile_configs
+from nanovllm_kernels.attention.plan.attention_batch import PagedRequests
+from nanovllm_kernels.attention.plan.work_list import WorkList
+from nanovllm_kernels.attention.triton_softmax import LOG2_E
+from nanovllm_kernels.attention.triton_split_kv import (
+    PartialResults,
+    allocate_partial_results,
+    load_part,
+    load_segment,
+    load_tile,
+    merge_parts,
+    store_tile,
+)
+from nanovllm_kernels.platform import can_overlap_launches, describe_device
+
+
+def attend_to_latents(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    requests: PagedRequests,
+    work: WorkList,
+    scale: float,
+    out: Tensor,
+    *,
+    is_wide: bool,
+) -> None:
+    """Attend for the requests of `work` and write their rows of `out`.
+
+    q_latent, q_rope, out: see `mla._latent_attention_op`.
+    is_wide: the list was planned with `tile_configs.latent_tile_config(..., is_wide=is_wide)`.
+    """
+    num_heads, _, latent_dim = q_latent.shape
+    element_bytes = tile_configs.tile_element_bytes(q_latent.element_size(), requests.kv_cache.element_size())
+    config = tile_configs.latent_tile_config(num_heads, element_bytes, is_wide=is_wide)
+    tile_heads = tile_configs.latent_tile_heads(num_heads, config)
+    num_head_blocks = triton.cdiv(num_heads, tile_heads)
+    partial = allocate_partial_results(work, num_head_blocks, config.block_m, latent_dim, q_latent.device)
+    if _supports_gluon(q_latent, q_rope, requests.kv_cache):
+        from nanovllm_kernels.attention.mla import gluon_absorbed
+
+        gluon_absorbed.attend(q_latent, q_rope, requests, work, scale, out, partial)
+    else:
+        _attend(q_latent, q_rope, requests, work, scale, out, partial, config)
+    merge_parts(partial, requests.query_start_loc, work, tile_heads, config.block_m // tile_heads, out)
+
+
+def _supports_gluon(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor) -> bool:
+    """Whether `gluon_absorbed` supports queries [H, T, L], rotated parts [T, H, R] and a cache [N, P, 1, L + R]."""
+    num_heads, _, latent_dim = q_latent.shape
+    return (
+        num_heads % tile_configs.GLUON_TILE_HEADS == 0
+        and (latent_dim, q_rope.shape[2]) == (512, 64)
+        and (q_latent.element_size(), kv_cache.element_size()) == (2, 2)
+        and kv_cache.shape[1] in (16, 32, 64)
+        and describe_device(q_latent.device).capability == (9, 0)
+    )
+
+
+def _attend(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    requests: PagedRequests,
+    work: WorkList,
+    scale: float,
+    out: Tensor,
+    partial: PartialResults,
+    config: tile_configs.TileConfig,
+) -> None:
+    """Attend for each part of `work`; write whole tiles to `out`, parts of tiles to `partial`."""
+    kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
+    num_heads, num_tokens, latent_dim = q_latent.shape
+    rope_dim, tile_heads = q_rope.shape[2], tile_configs.latent_tile_heads(num_heads, config)
+    overlap = can_overlap_launches(q_latent.device)
+    _attend_latents[(triton.cdiv(num_heads, tile_heads), work.num_parts)](
+        q_latent,
+        q_rope,
+        kv_cache,
+        kv_cache if kv_scales is None else kv_scales,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        *work,
+        out,
+        *partial,
+        scale * LOG2_E,
+        num_tokens,
+        q_rope.stride(0),
+        q_rope.stride(1),
+        block_tables.stride(0),
+        NUM_HEADS=num_heads,
+        LATENT_DIM=latent_dim,
+        PADDED_LATENT_DIM=max(16, tile_configs.next_power_of_2(latent_dim)),
+        ROPE_DIM=rope_dim,
+        PADDED_ROPE_DIM=max(16, tile_configs.next_power_of_2(rope_dim)),
+        PAGE_SIZE=kv_cache.shape[1],
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        TILE_HEADS=tile_heads,
+        BLOCK_Q=config.block_m // tile_heads,
+        QUANTIZED=kv_scales is not None,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.max_registers,
+        launch_pdl=overlap,
+    )
+
+
+# Arguments that change between steps are not specialised on: a step must never cause a compilation.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _attend_latents(
+    q_latent_ptr,
+    q_rope_ptr,
+    kv_ptr,
+    scales_ptr,
+    block_tables_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    tile_starts_ptr,
+    tiles_ptr,
+    parts_ptr,
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    scale_log2,
+    num_tokens,
+    rope_stride_token,
+    rope_stride_head,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
+    PADDED_LATENT_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    PADDED_ROPE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Attend for one part of the work list and one block of TILE_HEADS heads."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    head_block = tl.program_id(0)
+    part = tl.program_id(1)
+    part_start, part_end, first_tile, end_tile = load_part(tile_starts_ptr, parts_ptr, part)
+    rows = tl.arange(0, BLOCK_M)
+    heads = head_block * TILE_HEADS + rows % TILE_HEADS
+    dims = tl.arange(0, PADDED_LATENT_DIM)
+    # disable_licm: addresses kept across tiles would take registers from the products.
+    for tile in tl.range(first_tile, end_tile, disable_licm=True):
+        first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_start, part_end)
+        request, first_query, query_start, query_len, context = load_tile(
+            tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile
+        )
+        queries = first_query + rows // TILE_HEADS
+        row_mask = (queries < query_len) & (heads < NUM_HEADS)
+        tokens = (query_start + queries).to(tl.int64)
+        q_latent, q_rope, tile_scale_log2 = load_queries(
+            q_latent_ptr,
+            q_rope_ptr,
+            tokens,
+            heads,
+            row_mask,
+            num_tokens,
+            rope_stride_token,
+            rope_stride_head,
+            scale_log2,
+            LATENT_DIM,
+            PADDED_LATENT_DIM,
+            ROPE_DIM,
+            PADDED_ROPE_DIM,
+            QUANTIZED,
+        )
+        # A tile sees the tokens up to its last query.
+        end = tl.minimum(end_block * BLOCK_N, context + tl.minimum(first_query + BLOCK_Q, query_len))
+        acc, running_max, running_sum = attend_range(
+            q_latent,
+            q_rope,
+            kv_ptr,
+            scales_ptr,
+            block_tables_ptr + request.to(tl.int64) * table_stride,
+            context + queries,
+            first_block * BLOCK_N,
+            end,
+            tile_scale_log2,
+            LATENT_DIM,
+            PADDED_LATENT_DIM,
+            ROPE_DIM,
+            PADDED_ROPE_DIM,
+            PAGE_SIZE,
+            BLOCK_M,
+            BLOCK_N,
+            QUANTIZED,
+        )
+        store_tile(
+            out_ptr,
+            partial_out_ptr,
+            partial_lse_ptr,
+            acc,
+            running_max,
+            running_sum,
+            slot,
+            head_block,
+            tokens * NUM_HEADS + heads,
+            row_mask,
+            dims,
+            row_mask[:, None] & (dims < LATENT_DIM)[None, :],
+            tl.num_programs(0),
+            LATENT_DIM,
+            BLOCK_M,
+        )

@@ -1,0 +1,123 @@
+"""Device functions of absorbed latent attention: a tile of queries against blocks of paged latents.
+
+A block is read once, as keys and as values. In an FP8 cache a latent and its key part share one scale.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+
+from nanovllm_kernels.attention.triton_softmax import (
+    floor_to_power_of_2,
+    load_pages,
+    scale_scores,
+    weigh_scaled_scores,
+    weigh_scores,
+)
+
+
+@triton.jit
+def load_queries(
+    latent_ptr,
+    rope_ptr,
+    tokens,
+    heads,
+    row_mask,
+    num_tokens,
+    rope_stride_token,
+    rope_stride_head,
+    scale_log2,
+    LATENT_DIM: tl.constexpr,
+    PADDED_LATENT_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    PADDED_ROPE_DIM: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    """Return (latent parts, rotated parts, `scale_log2`) of queries, one row per entry of `tokens` and `heads`.
+
+    latent_ptr: [H, T, L], contiguous. rope_ptr: [T, H, R], with the given strides.
+    With QUANTIZED, 16-bit queries are divided by a power of two as float16, and `scale_log2` is multiplied by it.
+    """
+    dims = tl.arange(0, PADDED_LATENT_DIM)
+    rope_dims = tl.arange(0, PADDED_ROPE_DIM)
+    latent_offsets = (heads.to(tl.int64) * num_tokens + tokens) * LATENT_DIM
+    rope_offsets = tokens * rope_stride_token + heads * rope_stride_head
+    latent = tl.load(
+        latent_ptr + latent_offsets[:, None] + dims[None, :],
+        mask=row_mask[:, None] & (dims < LATENT_DIM)[None, :],
+        other=0.0,
+    )
+    rope = tl.load(
+        rope_ptr + rope_offsets[:, None] + rope_dims[None, :],
+        mask=row_mask[:, None] & (rope_dims < ROPE_DIM)[None, :],
+        other=0.0,
+    )
+    if QUANTIZED and latent.dtype != tl.float32:
+        latent_float32 = latent.to(tl.float32)
+        rope_float32 = rope.to(tl.float32)
+        row_max = tl.maximum(tl.max(tl.abs(latent_float32), 1), tl.max(tl.abs(rope_float32), 1))
+        power = floor_to_power_of_2(tl.max(row_max, 0))
+        latent = (latent_float32 / power).to(tl.float16)
+        rope = (rope_float32 / power).to(tl.float16)
+        scale_log2 *= power
+    return latent, rope, scale_log2
+
+
+@triton.jit
+def attend_range(
+    q_latent,
+    q_rope,
+    kv_ptr,
+    scales_ptr,
+    table_ptr,
+    query_positions,
+    begin,
+    end,
+    scale_log2,
+    LATENT_DIM: tl.constexpr,
+    PADDED_LATENT_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    PADDED_ROPE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    """Return (sums of weighted latents, maximum, sum of weights) over the latents of [begin, end), BLOCK_N at a time.
+
+    q_latent, q_rope, scale_log2: from `load_queries`. The maximum and the sum of weights are those of
+    `triton_softmax.weigh_scores` or, with QUANTIZED, `weigh_scaled_scores`.
+    """
+    # All blocks are masked, because a second loop without masks would need too many registers.
+    acc = tl.zeros([BLOCK_M, PADDED_LATENT_DIM], dtype=tl.float32)
+    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    dims = tl.arange(0, PADDED_LATENT_DIM)
+    rope_dims = tl.arange(0, PADDED_ROPE_DIM)
+    for start in tl.range(begin, end, BLOCK_N):
+        key_positions = start + tl.arange(0, BLOCK_N)
+        key_mask = key_positions < end
+        pages = load_pages(table_ptr, key_positions, end, PAGE_SIZE, True)
+        slots = pages * PAGE_SIZE + key_positions % PAGE_SIZE
+        slot_ptrs = kv_ptr + slots[:, None] * (LATENT_DIM + ROPE_DIM)
+        latent_mask = key_mask[:, None] & (dims < LATENT_DIM)[None, :]
+        latent = tl.load(slot_ptrs + dims[None, :], mask=latent_mask, other=0.0)
+        rope_mask = key_mask[:, None] & (rope_dims < ROPE_DIM)[None, :]
+        k_rope = tl.load(slot_ptrs + LATENT_DIM + rope_dims[None, :], mask=rope_mask, other=0.0)
+        latent = latent.to(q_latent.dtype)
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(k_rope.to(q_rope.dtype)), scores, input_precision="ieee") * scale_log2
+        if QUANTIZED:
+            exponents = tl.load(scales_ptr + slots, mask=key_mask, other=0).to(tl.int32)
+            scores = scale_scores(scores, exponents, exponents)
+        # No query sees a token after its own, so none sees a token from `end` on.
+        scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
+        if QUANTIZED:
+            weights, rescale, running_max, running_sum = weigh_scaled_scores(
+                scores, running_max, running_sum, exponents
+            )
+        else:
+            weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, True)
+        acc = tl.dot(weights.to(latent.dtype), latent, acc * rescale[:, None], input_precision="ieee")
+    return acc, running_max, running_sum

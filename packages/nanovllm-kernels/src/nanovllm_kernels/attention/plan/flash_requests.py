@@ -1,0 +1,96 @@
+"""Selects the requests for which FlashAttention attends.
+
+FlashAttention does not split keys, so that a chunk of few tokens over a long context would leave most of the device
+idle: `work_list_filter` selects such chunks for work lists.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.attention.plan.work_list import WorkListFilter
+
+# Rows of FlashAttention's tile: query positions times query heads per key-value head.
+FLASH_TILE_ROWS = 128
+# FlashAttention's tiles are faster than ours once chunks fill this share of the device. On an H200 with 32/8 heads over
+# 32,768 tokens, 100 queries take 293 us by lists and 423 by FlashAttention; 256 take 541 and 432.
+MIN_FILLED_SHARE = 0.35
+# Below this context a chunk takes so little time that another launch costs more than idle multiprocessors.
+MIN_WORK_LIST_CONTEXT = 1024
+# Maximum number of requests in a launch: unused entries cost time (46 us for 256 on an H200 with 32/8 heads). If a step
+# has more requests, their chunks are short.
+MAX_FLASH_REQUESTS = 32
+
+
+class FlashRequests(NamedTuple):
+    """The requests of one launch, one per entry. An entry may be unused.
+
+    query_starts: int32 [E + 1], token at which each entry's queries begin; the last element is not read.
+    query_lens: int32 [E], 0 for an unused entry.
+    seq_lens: int32 [E]. None: the keys and values are the step's own, one row per query.
+    block_tables: int32 [E, max_blocks]. None: as for `seq_lens`.
+    """
+
+    query_starts: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor | None = None
+    block_tables: Tensor | None = None
+
+
+def work_list_filter(num_heads: int, num_sms: int) -> WorkListFilter:
+    """Return the filter of the requests with several queries that stay in work lists, on a device with `num_sms`."""
+    query_limit = int(MIN_FILLED_SHARE * FLASH_TILE_ROWS * num_sms / num_heads)
+    return WorkListFilter(query_limit, MIN_WORK_LIST_CONTEXT, MAX_FLASH_REQUESTS)
+
+
+def select_whole_prompts(query_start_loc: Tensor) -> FlashRequests:
+    """Return all requests with several queries, which must be whole prompts. query_start_loc: int32 [B + 1]."""
+    query_lens = query_start_loc.diff()
+    return FlashRequests(query_start_loc, query_lens * (query_lens > 1))
+
+
+def gather_flash_requests(
+    query_lens: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_tables: Tensor, page_size: int
+) -> FlashRequests:
+    """Return the requests with `query_lens` int32 [B] > 0, at most MAX_FLASH_REQUESTS, in their order.
+
+    Other arguments: see `plan_batch`.
+    """
+    num_entries = min(len(query_lens), MAX_FLASH_REQUESTS)
+    tensors = _gather_requests_op(query_lens, seq_lens, query_start_loc, block_tables, num_entries, page_size)
+    return FlashRequests(*tensors)
+
+
+@torch.library.custom_op("nanovllm::gather_requests", mutates_args=())
+def _gather_requests_op(
+    query_lens: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    block_tables: Tensor,
+    num_entries: int,
+    page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of `FlashRequests`. Only the pages up to a request's length are copied."""
+    from nanovllm_kernels.attention.plan import triton_flash_requests
+
+    return triton_flash_requests.gather_requests(
+        query_lens, seq_lens, query_start_loc, block_tables, num_entries, page_size
+    )
+
+
+@_gather_requests_op.register_fake
+def _(
+    query_lens: Tensor,
+    _seq_lens: Tensor,
+    _query_start_loc: Tensor,
+    block_tables: Tensor,
+    num_entries: int,
+    _page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        query_lens.new_empty((num_entries + 1,)),
+        query_lens.new_empty((num_entries,)),
+        query_lens.new_empty((num_entries,)),
+        block_tables.new_empty((num_entries, block_tables.shape[1])),
+    )

@@ -1,0 +1,119 @@
+"""Plans which cached tokens plain torch gathers, for grouped-query and latent attention.
+
+A step is planned once, because the planning code is slow in each layer: weights evict it from the caches.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Maximum number of tokens gathered at once: beyond a few megabytes of keys, fresh memory pages take most of the time.
+MAX_GATHER_TOKENS = 8192
+
+
+class DecodeGather(NamedTuple):
+    """Decodes whose keys are gathered together: requests begin..end with one query each. Token i is request i's query.
+
+    index: cached tokens to gather, request after request: page numbers if all lengths are equal, otherwise slot
+        numbers. A slice if they are consecutive and need no gathering.
+    max_len: length in tokens of the longest request.
+    mask: [n, 1, 1, max_len], 0 for tokens that a query attends to and -inf for others. None: all lengths are equal.
+    """
+
+    begin: int
+    end: int
+    index: Tensor | slice
+    max_len: int
+    mask: Tensor | None
+
+
+class PrefillGather(NamedTuple):
+    """One request with queries begin..end, which are the last of its `length` tokens in `pages`.
+
+    mask: [end - begin, length], 0 for tokens that a query attends to and -inf for others. None: every token of the
+        request is a query.
+    """
+
+    begin: int
+    end: int
+    pages: Tensor | slice
+    length: int
+    mask: Tensor | None
+
+
+class GatherPlan(NamedTuple):
+    """The gathers of a step."""
+
+    decodes: list[DecodeGather]
+    prefills: list[PrefillGather]
+
+
+def plan_gathers(
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_decodes: int,
+    page_size: int,
+    dtype: torch.dtype | None = None,
+) -> GatherPlan:
+    """Plan the gathers of a batch, see `plan_batch`. A slot past a request's length is read only if a mask covers it.
+
+    dtype: of the masks, best that of the queries; None: float32. Masks are not bools, because torch would convert
+        bools in each layer.
+    """
+    dtype = dtype or torch.float32
+    lengths: list[int] = seq_lens.tolist()
+    decodes = [
+        _plan_decodes(begin, end, block_tables[begin:end], seq_lens[begin:end], lengths[begin:end], page_size, dtype)
+        for begin, end in _split_decodes(lengths[:num_decodes])
+    ]
+    prefills: list[PrefillGather] = []
+    if num_decodes < len(lengths):
+        starts: list[int] = query_start_loc.tolist()
+        for request in range(num_decodes, len(lengths)):
+            begin, end, length = starts[request], starts[request + 1], lengths[request]
+            mask = None
+            if end - begin != length:
+                mask = torch.full((end - begin, length), -torch.inf, dtype=dtype, device=seq_lens.device)
+                mask.triu_(length - (end - begin) + 1)
+            pages = _slice_if_consecutive(block_tables[request, : -(-length // page_size)])
+            prefills.append(PrefillGather(begin, end, pages, length, mask))
+    return GatherPlan(decodes, prefills)
+
+
+def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Split decodes into ranges that gather at most MAX_GATHER_TOKENS tokens when padded, or that have one request."""
+    begin = max_len = 0
+    for index, length in enumerate(lengths):
+        if index > begin and max(max_len, length) * (index + 1 - begin) > MAX_GATHER_TOKENS:
+            yield begin, index
+            begin, max_len = index, length
+        max_len = max(max_len, length)
+    if lengths:
+        yield begin, len(lengths)
+
+
+def _plan_decodes(
+    begin: int, end: int, block_tables: Tensor, seq_lens: Tensor, lengths: list[int], page_size: int, dtype: torch.dtype
+) -> DecodeGather:
+    max_len = max(lengths)
+    tables = block_tables[:, : -(-max_len // page_size)]
+    if min(lengths) == max_len:
+        return DecodeGather(begin, end, _slice_if_consecutive(tables.reshape(-1)), max_len, None)
+    # An unfilled slot may hold an infinity or NaN, which would survive the mask: read the request's first slot instead.
+    # This costs 10% more than gathering whole pages.
+    offsets = torch.arange(max_len, dtype=torch.int32, device=seq_lens.device)
+    is_filled = offsets < seq_lens.unsqueeze(1)
+    slots = tables.repeat_interleave(page_size, 1)[:, :max_len] * page_size + offsets % page_size
+    slots = torch.where(is_filled, slots, slots[:, :1])
+    mask = torch.zeros(is_filled.shape, dtype=dtype, device=is_filled.device).masked_fill_(~is_filled, -torch.inf)
+    return DecodeGather(begin, end, slots.view(-1), max_len, mask[:, None, None])
+
+
+def _slice_if_consecutive(page_numbers: Tensor) -> Tensor | slice:
+    """Return the page numbers, or a slice if they are consecutive, so that the pages are read in place."""
+    numbers: list[int] = page_numbers.tolist()
+    first, num_pages = numbers[0], len(numbers)
+    return slice(first, first + num_pages) if numbers == list(range(first, first + num_pages)) else page_numbers

@@ -1,0 +1,128 @@
+"""Launch configurations of the attention kernels, looked up by shape: nothing is tuned at run time."""
+
+from typing import NamedTuple
+
+# Merging shorter parts of a work list takes longer than computing them in parallel saves.
+MIN_PART_TOKENS = 128
+# Rows of a narrow tile: the fewest that tensor cores multiply without wgmma.
+NARROW_TILE_ROWS = 16
+# Multiprocessors assumed by the interpreter, which has no device: those of a small device.
+INTERPRETER_SMS = 8
+# Registers of an SM, on every architecture from Ampere to Hopper.
+SM_REGISTERS = 65536
+
+
+class TileConfig(NamedTuple):
+    """Tile of a launch: rows (queries x heads), keys per block, warps, pipeline stages, and programs per SM."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+
+    @property
+    def max_registers(self) -> int:
+        """Maximum registers per thread with which an SM holds `ctas_per_sm` programs, as work lists assume."""
+        return min(255, SM_REGISTERS // (32 * self.num_warps * self.ctas_per_sm) // 8 * 8)
+
+
+# Grouped-query attention, by padded head size. Two stages hide the look-up of pages; with five, two blocks of keys and
+# values are in flight, in 72 KiB of shared memory.
+NARROW_16_BIT = {
+    64: TileConfig(16, 128, 4, 5, 3),
+    128: TileConfig(16, 128, 4, 3, 2),
+    256: TileConfig(16, 32, 4, 5, 3),
+}
+WIDE_16_BIT = {
+    64: TileConfig(128, 64, 4, 3, 2),
+    128: TileConfig(128, 64, 8, 3, 1),
+    256: TileConfig(64, 32, 4, 2, 1),
+}
+# Elements of one byte, which are multiplied as float16.
+NARROW_8_BIT = {
+    64: TileConfig(16, 128, 4, 5, 3),
+    128: TileConfig(16, 128, 4, 4, 3),
+    256: TileConfig(16, 64, 4, 4, 3),
+}
+WIDE_8_BIT = {
+    # With 64 or 128 keys per block, Triton 3.6 generates kernels that fault or give wrong results.
+    64: TileConfig(128, 32, 4, 3, 2),
+    128: TileConfig(128, 64, 8, 3, 1),
+    256: TileConfig(64, 32, 4, 2, 1),
+}
+# float32 products run without tensor cores: small tiles, chosen for correctness and not for speed.
+NARROW_32_BIT = {
+    64: TileConfig(16, 32, 4, 2, 2),
+    128: TileConfig(16, 32, 4, 2, 2),
+    256: TileConfig(16, 16, 4, 2, 2),
+}
+WIDE_32_BIT = {
+    64: TileConfig(32, 32, 4, 2, 2),
+    128: TileConfig(32, 32, 4, 2, 2),
+    256: TileConfig(32, 16, 4, 2, 1),
+}
+# By element size in bytes.
+NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
+WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
+
+# Absorbed latent attention, by rows of the tile. Not timed: chosen by Hopper's registers and shared memory, so that
+# decodes in 16 bits do not spill.
+LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
+LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
+LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
+LATENT_TILES = {1: LATENT_8_BIT, 2: LATENT_16_BIT, 4: LATENT_32_BIT}
+# Query heads in a tile of `gluon_absorbed`.
+GLUON_TILE_HEADS = 64
+# Latent attention over expanded keys of 192 elements and values of 128, by element size in bytes.
+EXPANDED_TILES = {2: TileConfig(128, 64, 8, 3, 1), 4: TileConfig(32, 16, 4, 2, 1)}
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the least power of two >= `number`, which is at least 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def choose_num_parts(num_head_blocks: int, num_programs: int) -> int:
+    """Return the number of parts of a work list, so that the programs of all parts and head blocks run at once.
+
+    num_programs: programs that the device holds at once.
+    """
+    return max(1, num_programs // num_head_blocks)
+
+
+def min_part_blocks(config: TileConfig) -> int:
+    """Return the minimum number of key blocks in a part of a work list."""
+    return -(-MIN_PART_TOKENS // config.block_n)
+
+
+def tile_element_bytes(query_element_bytes: int, cache_element_bytes: int) -> int:
+    """Return the element size in bytes that selects a tile: 4 for float32 queries, otherwise that of the cache."""
+    return 4 if query_element_bytes == 4 else cache_element_bytes
+
+
+def gqa_tile_config(head_dim: int, element_bytes: int, group_size: int, *, is_wide: bool) -> TileConfig:
+    """Return the tile for heads of `head_dim`, with `group_size` query heads per key-value head.
+
+    element_bytes: see `tile_element_bytes`. is_wide: for many queries per request instead of one or a few.
+    Raises: ValueError if no kernel supports the head size.
+    """
+    padded_dim = max(64, next_power_of_2(head_dim))
+    config_by_dim = (WIDE_TILES if is_wide else NARROW_TILES)[element_bytes]
+    if padded_dim not in config_by_dim:
+        raise ValueError(f"no attention kernel for heads of {head_dim}: at most 256")
+    config = config_by_dim[padded_dim]
+    return config._replace(block_m=max(config.block_m, next_power_of_2(group_size)))
+
+
+def latent_tile_config(num_heads: int, element_bytes: int, *, is_wide: bool) -> TileConfig:
+    """Return the tile of absorbed latent attention with `num_heads` heads and latents of up to 512 elements.
+
+    element_bytes: see `tile_element_bytes`. is_wide: for many queries per request instead of one.
+    """
+    return LATENT_TILES[element_bytes][64 if is_wide or num_heads > NARROW_TILE_ROWS else NARROW_TILE_ROWS]
+
+
+def latent_tile_heads(num_heads: int, config: TileConfig) -> int:
+    """Return the number of query heads in a tile of absorbed latent attention."""
+    return min(next_power_of_2(num_heads), config.block_m)

@@ -1,0 +1,172 @@
+"""Plans work lists on the device, in one program. `work_list.WorkList` describes the result."""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Requests, tiles or parts that the program processes at once.
+PLAN_BLOCK = 512
+
+
+def plan_work(
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_tiles: int,
+    num_parts: int,
+    block_q: int,
+    block_n: int,
+    min_part_blocks: int,
+    min_query_len: int,
+    max_query_len: int,
+    query_limit: int,
+    min_context: int,
+    max_excluded: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `work_list._plan_work_op`."""
+    num_reqs = seq_lens.shape[0]
+    tile_ends = seq_lens.new_empty((num_reqs,))
+    outputs = (
+        seq_lens.new_empty((max_tiles + 1,), dtype=torch.int64),
+        seq_lens.new_empty((max_tiles, 2)),
+        seq_lens.new_empty((num_parts + 1, 2), dtype=torch.int64),
+        seq_lens.new_empty((num_reqs,)),
+    )
+    _plan_work[(1,)](
+        seq_lens,
+        query_start_loc,
+        tile_ends,
+        *outputs,
+        num_reqs,
+        num_parts,
+        num_reqs.bit_length(),
+        max_tiles.bit_length(),
+        min_query_len,
+        max_query_len,
+        query_limit,
+        min_context,
+        max_excluded,
+        min_part_blocks,
+        BLOCK_Q=block_q,
+        BLOCK_N=block_n,
+        BLOCK=PLAN_BLOCK,
+        num_warps=4,
+    )
+    return outputs
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs",
+        "num_parts",
+        "request_search_steps",
+        "tile_search_steps",
+        "min_query_len",
+        "max_query_len",
+        "query_limit",
+        "min_context",
+        "max_excluded",
+        "min_part_blocks",
+    ],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _plan_work(
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    tile_ends_ptr,
+    tile_starts_ptr,
+    tiles_ptr,
+    parts_ptr,
+    excluded_query_lens_ptr,
+    num_reqs,
+    num_parts,
+    request_search_steps,
+    tile_search_steps,
+    min_query_len,
+    max_query_len,
+    query_limit,
+    min_context,
+    max_excluded,
+    min_part_blocks,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the list. request_search_steps, tile_search_steps: steps of a binary search over requests, over tiles."""
+    lanes = tl.arange(0, BLOCK)
+    # If the requests that may stay have many queries together, they fill the device without cuts: exclude them.
+    num_short_queries = 0
+    for first in tl.range(0, num_reqs, BLOCK):
+        query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, first + lanes, first + lanes < num_reqs)
+        is_short = (query_lens > 1) & (query_lens < query_limit) & (contexts >= min_context)
+        num_short_queries += tl.sum(tl.where(is_short, query_lens, 0), 0)
+    query_limit = tl.where(num_short_queries < query_limit, query_limit, 0)
+
+    # Count the tiles up to each request.
+    num_tiles = 0
+    num_excluded = 0
+    for first in tl.range(0, num_reqs, BLOCK):
+        requests = first + lanes
+        in_range = requests < num_reqs
+        query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, in_range)
+        is_excluded = (query_lens > 1) & ((query_lens >= query_limit) | (contexts < min_context))
+        ranks = num_excluded + tl.cumsum(is_excluded.to(tl.int32), 0)
+        num_excluded += tl.sum(is_excluded.to(tl.int32), 0)
+        is_excluded &= ranks <= max_excluded
+        is_listed = (is_excluded == 0) & (query_lens >= min_query_len) & (query_lens <= max_query_len)
+        request_tiles = tl.where(is_listed, tl.cdiv(query_lens, BLOCK_Q), 0)
+        tl.store(tile_ends_ptr + requests, num_tiles + tl.cumsum(request_tiles, 0), mask=in_range)
+        tl.store(excluded_query_lens_ptr + requests, tl.where(is_excluded, query_lens, 0), mask=in_range)
+        num_tiles += tl.sum(request_tiles, 0)
+    tl.debug_barrier()
+
+    # Find each tile's request and first query, and count the key blocks up to each tile.
+    num_blocks = tl.zeros((), tl.int64)
+    tl.store(tile_starts_ptr, num_blocks)
+    for first in tl.range(0, num_tiles, BLOCK):
+        tiles = first + lanes
+        in_range = tiles < num_tiles
+        low = tl.zeros([BLOCK], tl.int32)
+        high = tl.zeros([BLOCK], tl.int32) + (num_reqs - 1)
+        for _ in tl.range(0, request_search_steps):
+            middle = (low + high) // 2
+            is_before = tl.load(tile_ends_ptr + middle, mask=in_range, other=0) <= tiles
+            low = tl.where(is_before & in_range, middle + 1, low)
+            high = tl.where(is_before, high, middle)
+        first_tiles = tl.load(tile_ends_ptr + low - 1, mask=in_range & (low > 0), other=0)
+        first_queries = (tiles - first_tiles) * BLOCK_Q
+        query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, low, in_range)
+        tile_blocks = tl.cdiv(contexts + tl.minimum(first_queries + BLOCK_Q, query_lens), BLOCK_N)
+        tile_blocks = tl.where(in_range, tile_blocks, 0).to(tl.int64)
+        tl.store(tile_starts_ptr + tiles + 1, num_blocks + tl.cumsum(tile_blocks, 0), mask=in_range)
+        tl.store(tiles_ptr + 2 * tiles, low, mask=in_range)
+        tl.store(tiles_ptr + 2 * tiles + 1, first_queries, mask=in_range)
+        num_blocks += tl.sum(tile_blocks, 0)
+    tl.debug_barrier()
+
+    # Find the block and the tile at which each part begins.
+    part_blocks = tl.maximum(tl.cdiv(num_blocks, num_parts), min_part_blocks)
+    for first in tl.range(0, num_parts + 1, BLOCK):
+        parts = first + lanes
+        in_range = parts <= num_parts
+        part_starts = tl.minimum(parts.to(tl.int64) * part_blocks, num_blocks)
+        low = tl.zeros([BLOCK], tl.int32)
+        high = tl.zeros([BLOCK], tl.int32) + num_tiles
+        for _ in tl.range(0, tile_search_steps):
+            middle = (low + high) // 2
+            is_searching = in_range & (low < high)
+            is_before = tl.load(tile_starts_ptr + middle + 1, mask=is_searching, other=0) <= part_starts
+            low = tl.where(is_before & is_searching, middle + 1, low)
+            high = tl.where(is_before, high, middle)
+        tl.store(parts_ptr + 2 * parts, part_starts, mask=in_range)
+        tl.store(parts_ptr + 2 * parts + 1, low.to(tl.int64), mask=in_range)
+
+
+@triton.jit
+def _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, mask):
+    """Return the numbers of queries of `requests`, and of tokens before these queries."""
+    query_starts = tl.load(query_start_loc_ptr + requests, mask=mask, other=0)
+    query_lens = tl.load(query_start_loc_ptr + requests + 1, mask=mask, other=0) - query_starts
+    return query_lens, tl.load(seq_lens_ptr + requests, mask=mask, other=0) - query_lens

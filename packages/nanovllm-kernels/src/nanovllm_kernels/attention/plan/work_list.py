@@ -1,0 +1,157 @@
+"""Work lists: the attention work of a step, cut on the device into parts of equal length.
+
+The host gives only bounds on lengths, so that one captured graph serves requests of any lengths.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.attention.plan import tile_configs
+from nanovllm_kernels.platform import describe_device
+
+__all__ = ["NO_LIMIT", "WorkList", "WorkListFilter", "make_work_list", "split_query_lens"]
+
+NO_LIMIT = 2**31 - 1
+
+
+class WorkList(NamedTuple):
+    """The work of one attention launch.
+
+    A tile is up to BLOCK_Q consecutive queries of one request. The work of a tile is the blocks of BLOCK_N keys that
+    its queries see. The blocks of all tiles are cut into parts of equal length (Osama et al. 2023). One program
+    computes one part for one block of heads. A part may hold many tiles, and a tile may span many parts.
+
+    tile_starts: int64 [max_tiles + 1], number of blocks before each tile, then the total number of blocks.
+    tiles: int32 [max_tiles, 2], each tile's request, and its first query within the request.
+    parts: int64 [num_parts + 1, 2], the block at which each part begins, at most the total, and the tile of this block.
+        For parts after the last block, this tile is the number of tiles.
+    """
+
+    tile_starts: Tensor
+    tiles: Tensor
+    parts: Tensor
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts per block of heads."""
+        return self.parts.shape[0] - 1
+
+
+class WorkListFilter(NamedTuple):
+    """Selects the requests with several queries that stay in work lists; another kernel takes the excluded ones.
+
+    A request stays if it has fewer than `query_limit` queries and a context of at least `min_context` tokens, and if
+    all such requests together have fewer than `query_limit` queries. The context is the tokens before the first query.
+    max_excluded: maximum number of excluded requests; later requests stay in work lists.
+    """
+
+    query_limit: int = NO_LIMIT
+    min_context: int = 0
+    max_excluded: int = NO_LIMIT
+
+
+def split_query_lens(
+    narrow_queries: int, wide_queries: int, min_query_len: int, max_query_len: int
+) -> tuple[range, range]:
+    """Return the ranges of query lengths for narrow and for wide tiles; a range may be empty.
+
+    narrow_queries, wide_queries: query positions per tile of each kind.
+    min_query_len: 1, or 2 if another kernel takes decodes.
+    max_query_len: the host's bound on query lengths.
+    """
+    if max_query_len <= narrow_queries and wide_queries != narrow_queries:
+        return range(min_query_len, max_query_len + 1), range(0)
+    # Next to another kernel for decodes, a launch for a few queries would be mostly idle: wide tiles take them too.
+    uses_narrow = min_query_len == 1 and wide_queries != narrow_queries
+    narrow = range(min_query_len, narrow_queries + 1) if uses_narrow else range(0)
+    return narrow, range(narrow.stop or min_query_len, max_query_len + 1)
+
+
+def make_work_list(
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    query_lens: range,
+    request_filter: WorkListFilter,
+    config: tile_configs.TileConfig,
+    *,
+    block_q: int,
+    num_head_blocks: int,
+    num_tokens: int,
+) -> tuple[WorkList, Tensor]:
+    """Plan the work of the requests that stay in work lists and whose number of queries is in `query_lens`.
+
+    seq_lens, query_start_loc: see `plan_batch`.
+    config, block_q: tile of the launch, and its query positions.
+    num_head_blocks: programs that compute the same part for different heads.
+    num_tokens: bound on the tokens of the step.
+    Returns: the list, and int32 [B], the number of queries of excluded requests, 0 for others.
+    """
+    num_reqs = seq_lens.shape[0]
+    max_query_len = query_lens.stop - 1
+    # Each request begins a new tile, which adds less than one tile per request.
+    max_tiles = min(num_tokens // block_q + num_reqs, num_reqs * -(-max_query_len // block_q))
+    num_programs = (describe_device(seq_lens.device).num_sms or tile_configs.INTERPRETER_SMS) * config.ctas_per_sm
+    *work, excluded_query_lens = _plan_work_op(
+        seq_lens,
+        query_start_loc,
+        max_tiles,
+        tile_configs.choose_num_parts(num_head_blocks, num_programs),
+        block_q,
+        config.block_n,
+        tile_configs.min_part_blocks(config),
+        query_lens.start,
+        max_query_len,
+        *request_filter,
+    )
+    return WorkList(*work), excluded_query_lens
+
+
+@torch.library.custom_op("nanovllm::plan_work", mutates_args=())
+def _plan_work_op(
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_tiles: int,
+    num_parts: int,
+    block_q: int,
+    block_n: int,
+    min_part_blocks: int,
+    min_query_len: int,
+    max_query_len: int,
+    query_limit: int,
+    min_context: int,
+    max_excluded: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of a `WorkList`, then the second result of `make_work_list`.
+
+    min_part_blocks: minimum number of blocks in a part. Other arguments: see `make_work_list` and `WorkListFilter`.
+    """
+    from nanovllm_kernels.attention.plan import triton_work_list
+
+    return triton_work_list.plan_work(
+        seq_lens,
+        query_start_loc,
+        max_tiles,
+        num_parts,
+        block_q,
+        block_n,
+        min_part_blocks,
+        min_query_len,
+        max_query_len,
+        query_limit,
+        min_context,
+        max_excluded,
+    )
+
+
+@_plan_work_op.register_fake
+def _(
+    seq_lens: Tensor, _query_start_loc: Tensor, max_tiles: int, num_parts: int, *_: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        seq_lens.new_empty((max_tiles + 1,), dtype=torch.int64),
+        seq_lens.new_empty((max_tiles, 2)),
+        seq_lens.new_empty((num_parts + 1, 2), dtype=torch.int64),
+        seq_lens.new_empty((seq_lens.shape[0],)),
+    )

@@ -1,0 +1,237 @@
+"""Device functions that read a work list and store a tile's result, and the merge of tiles that span several parts.
+
+`plan.work_list.WorkList` describes the list. Partial results are merged as in split-KV attention (Dao et al. 2023).
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from nanovllm_kernels.attention.plan import tile_configs
+from nanovllm_kernels.attention.plan.work_list import WorkList
+from nanovllm_kernels.platform import can_overlap_launches
+
+# Approximate number of programs of a merge launch: all fit on the device at once, so that an empty launch is short.
+MERGE_PROGRAMS = 2048
+# Elements of partial results that a merging program loads at once.
+MERGE_ELEMENTS = 4096
+
+
+class PartialResults(NamedTuple):
+    """Results of tiles that span several parts. Each part has two slots: for a tile that began before, or begins in it.
+
+    out: float32 [slots, head blocks, rows, D], the softmax results of one part of a tile. Row r of head block b holds
+        query r // block_heads of the tile and head b * block_heads + r % block_heads.
+    lse: float32 [slots, head blocks, rows], log2 of the softmax's normalizer; -inf for rows that saw no key.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def allocate_partial_results(
+    work: WorkList, num_head_blocks: int, num_rows: int, head_dim: int, device: torch.device
+) -> PartialResults:
+    """Allocate undefined results. num_rows: rows of a tile."""
+    shape = (2 * work.num_parts, num_head_blocks, num_rows)
+    return PartialResults(
+        torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def merge_parts(
+    partial: PartialResults, query_start_loc: Tensor, work: WorkList, block_heads: int, block_q: int, out: Tensor
+) -> None:
+    """Merge the parts of each tile that spans several parts into its rows of `out` [T, H, D].
+
+    block_heads: query heads per head block. block_q: query positions per tile.
+    """
+    num_parts = work.num_parts
+    if num_parts == 1:
+        return
+    _, num_head_blocks, num_rows, head_dim = partial.out.shape
+    padded_dim = tile_configs.next_power_of_2(head_dim)
+    # Wide tiles rarely have more than a few parts.
+    merged_slots = max(16, MERGE_ELEMENTS // padded_dim) if num_rows <= 64 else 4
+    merged_rows = max(1, MERGE_ELEMENTS // merged_slots // padded_dim)
+    row_programs = max(1, min(num_rows // merged_rows, MERGE_PROGRAMS // ((num_parts - 1) * num_head_blocks)))
+    overlap = can_overlap_launches(out.device)
+    _merge_parts[(num_parts - 1, num_head_blocks, row_programs)](
+        *partial,
+        query_start_loc,
+        *work,
+        out,
+        num_parts,
+        NUM_HEADS=out.shape[1],
+        BLOCK_HEADS=block_heads,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        BLOCK_M=num_rows,
+        BLOCK_Q=block_q,
+        MERGED_SLOTS=merged_slots,
+        MERGED_ROWS=merged_rows,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit
+def load_part(tile_starts_ptr, parts_ptr, part):
+    """Return (first block of part `part`, block after its last, its first tile, tile after its last)."""
+    part_start = tl.load(parts_ptr + 2 * part)
+    first_tile = tl.load(parts_ptr + 2 * part + 1).to(tl.int32)
+    part_end = tl.load(parts_ptr + 2 * part + 2)
+    last_tile = tl.load(parts_ptr + 2 * part + 3).to(tl.int32)
+    # The part may end exactly at the beginning of its last tile.
+    return part_start, part_end, first_tile, last_tile + (tl.load(tile_starts_ptr + last_tile) < part_end).to(tl.int32)
+
+
+@triton.jit
+def load_segment(tile_starts_ptr, tile, part, part_start, part_end):
+    """Return (first block, block after the last, slot) of the blocks of `tile` that part `part` computes.
+
+    Blocks are counted from the tile's first. slot: of the partial results, -1 if the part computes the whole tile.
+    """
+    tile_start = tl.load(tile_starts_ptr + tile)
+    tile_end = tl.load(tile_starts_ptr + tile + 1)
+    start = tl.maximum(tile_start, part_start)
+    end = tl.minimum(tile_end, part_end)
+    is_whole = (start == tile_start) & (end == tile_end)
+    slot = tl.where(is_whole, -1, 2 * part + (start == tile_start).to(tl.int32))
+    return (start - tile_start).to(tl.int32), (end - tile_start).to(tl.int32), slot
+
+
+@triton.jit
+def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
+    """Return a tile's (request, first query), and the request's (first token in the step, queries, context)."""
+    request = tl.load(tiles_ptr + 2 * tile)
+    first_query = tl.load(tiles_ptr + 2 * tile + 1)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    return request, first_query, query_start, query_len, tl.load(seq_lens_ptr + request) - query_len
+
+
+@triton.jit
+def store_tile(
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    acc,
+    running_max,
+    running_sum,
+    slot,
+    head_block,
+    out_rows,
+    row_mask,
+    dims,
+    mask,
+    num_head_blocks,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Store a tile's rows, divided by their sums of weights, in `out`, or as partial results if `slot` >= 0.
+
+    out_rows: row of `out` for each row of the tile. row_mask: valid rows. mask: valid elements of `acc`.
+    """
+    # Early queries of a tile may see no key of a later part.
+    safe_sum = tl.where(running_sum > 0, running_sum, 1.0)
+    acc = acc / safe_sum[:, None]
+    if slot < 0:
+        out_ptrs = out_ptr + (out_rows * HEAD_DIM)[:, None] + dims[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        partial_rows = (slot.to(tl.int64) * num_head_blocks + head_block) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(partial_out_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        lse = tl.where(running_sum > 0, running_max + tl.log2(safe_sum), float("-inf"))
+        tl.store(partial_lse_ptr + partial_rows, lse, mask=row_mask)
+
+
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["query_start_loc_ptr"])
+def _merge_parts(
+    partial_out_ptr,
+    partial_lse_ptr,
+    query_start_loc_ptr,
+    tile_starts_ptr,
+    tiles_ptr,
+    parts_ptr,
+    out_ptr,
+    num_parts,
+    NUM_HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    MERGED_SLOTS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Merge the parts of the tile that spans a cut, weighted by the share of the softmax that each part saw.
+
+    A cut is the boundary between two parts. The programs of all cuts through one tile share its rows.
+    """
+    if OVERLAP:
+        # Followers start only now: an early projection's weight loads would slow down attention's loads.
+        gdc_wait()
+    cut = tl.program_id(0) + 1
+    cut_block = tl.load(parts_ptr + 2 * cut)
+    if cut_block == tl.load(parts_ptr + 2 * num_parts):
+        return
+    tile = tl.load(parts_ptr + 2 * cut + 1)
+    tile_start = tl.load(tile_starts_ptr + tile)
+    if tile_start == cut_block:
+        return
+    part_blocks = tl.load(parts_ptr + 2)
+    first_part = (tile_start // part_blocks).to(tl.int32)
+    last_part = ((tl.load(tile_starts_ptr + tile + 1) - 1) // part_blocks).to(tl.int32)
+    request = tl.load(tiles_ptr + 2 * tile)
+    first_query = tl.load(tiles_ptr + 2 * tile + 1)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    head_block = tl.program_id(1)
+    num_head_blocks = tl.num_programs(1)
+    num_rows = tl.minimum(BLOCK_Q, query_len - first_query) * BLOCK_HEADS
+    dims = tl.arange(0, PADDED_DIM)
+    share = (cut - 1 - first_part) * tl.num_programs(2) + tl.program_id(2)
+    num_shares = (last_part - first_part) * tl.num_programs(2)
+    for first_row in tl.range(share * MERGED_ROWS, num_rows, num_shares * MERGED_ROWS):
+        rows = first_row + tl.arange(0, MERGED_ROWS)
+        heads = head_block * BLOCK_HEADS + rows % BLOCK_HEADS
+        row_mask = (rows < num_rows) & (heads < NUM_HEADS)
+        acc = tl.zeros([MERGED_ROWS, PADDED_DIM], dtype=tl.float32)
+        running_max = tl.full([MERGED_ROWS], float("-inf"), dtype=tl.float32)
+        running_sum = tl.zeros([MERGED_ROWS], dtype=tl.float32)
+        for first in tl.range(first_part, last_part + 1, MERGED_SLOTS):
+            parts = first + tl.arange(0, MERGED_SLOTS)
+            # The tile begins in the first part, and began before the others.
+            slots = (2 * parts + (parts == first_part).to(tl.int32)).to(tl.int64)
+            partial_rows = (slots[:, None] * num_head_blocks + head_block) * BLOCK_M + rows[None, :]
+            mask = (parts <= last_part)[:, None] & row_mask[None, :]
+            lse = tl.load(partial_lse_ptr + partial_rows, mask=mask, other=float("-inf"))
+            partial_out = tl.load(
+                partial_out_ptr + partial_rows[:, :, None] * HEAD_DIM + dims[None, None, :],
+                mask=mask[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+                other=0.0,
+            )
+            new_max = tl.maximum(running_max, tl.max(lse, 0))
+            # Avoid infinity minus infinity in rows that have seen no key yet.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(lse - shift[None, :])
+            rescale = tl.exp2(running_max - shift)
+            running_sum = running_sum * rescale + tl.sum(weights, 0)
+            acc = acc * rescale[:, None] + tl.sum(partial_out * weights[:, :, None], 0)
+            running_max = new_max
+        # Rows past the tile's last have a sum of 0, and are not stored.
+        acc = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
+        tokens = (query_start + first_query + rows // BLOCK_HEADS).to(tl.int64)
+        out_ptrs = out_ptr + ((tokens * NUM_HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :]
+        mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,24 @@
+"""A linear layer's weight in block FP8."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+# Columns of a group of a row, and rows and columns of a block of a weight, that share a scale.
+GROUP = 128
+
+
+class BlockFP8Weight(NamedTuple):
+    """A quantised weight [N, K]: e4m3 values times scales.
+
+    data: float8_e4m3fn [N, K], contiguous.
+    scales: float32 [ceil(N / block_rows), ceil(K / 128)], one per block of `block_rows` rows and 128 columns.
+    block_rows: 128, or less if weights with partial blocks were concatenated.
+    counters: int32 zeros if a kernel may split the weight. Each launch leaves them zero; concurrent launches may not
+        share them.
+    """
+
+    data: Tensor
+    scales: Tensor
+    block_rows: int = GROUP
+    counters: Tensor | None = None

@@ -1,0 +1,365 @@
+"""Computes, for all chunks of all requests at once on CUDA, what does not depend on the recurrent states.
+
+These are convolution, gates, and a triangular system per chunk and value head (see `reference`). A tile is a whole
+chunk: rows before the request's first token or after its last are masked.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm_kernels.linear_attention.layer_inputs import CHECKPOINT_INTERVAL, DeltaWeights, LayerSizes, StateBatch
+from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, silu
+
+CHUNK = tl.constexpr(CHECKPOINT_INTERVAL)
+# Rows of the diagonal blocks of a triangular matrix, which are inverted row by row.
+BLOCK = tl.constexpr(16)
+# Minimum side of a tile of a matrix product. With 16, Triton 3.6 miscompiles `_solve_chunks` of 16-bit elements for
+# Hopper.
+MIN_TILE_SIDE = 32
+CHANNEL_BLOCK = 1024
+
+
+class Chunks(NamedTuple):
+    """Results for every chunk that do not depend on states: T tokens, Hv value heads of dimension V, keys of K.
+
+    All but `log_decays` have the dtype of the projections.
+
+    convolved: [T, channels], convolved queries, keys and values.
+    key_solutions: [T, Hv, K], solutions of the triangular system.
+    value_solutions: [T, Hv, V], likewise: a state S changes by value_solutions - key_solutions S^T.
+    scores: [T, Hv, CHECKPOINT_INTERVAL], weights with which a token reads its chunk's changes.
+    log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.
+    """
+
+    convolved: Tensor
+    key_solutions: Tensor
+    value_solutions: Tensor
+    scores: Tensor
+    log_decays: Tensor
+
+
+def padded_side(dim: int) -> int:
+    """Return the side of the smallest tile of a matrix product that holds `dim`."""
+    return max(MIN_TILE_SIDE, triton.next_power_of_2(dim))
+
+
+def max_chunk_tiles(num_tokens: int, num_reqs: int) -> int:
+    """Return the number of tile numbers of `find_chunk`: at least the number of chunks, for requests of any length."""
+    return num_tokens // CHECKPOINT_INTERVAL + 2 * num_reqs
+
+
+def compute_chunks(
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv: Tensor, batch: StateBatch, sizes: LayerSizes
+) -> Chunks:
+    """Compute `Chunks`, and store the convolution's last inputs in the requests' slots and in slots of saved states."""
+    num_tokens, num_reqs = len(qkvz), len(batch.slots)
+    num_tiles = max_chunk_tiles(num_tokens, num_reqs)
+    padded_k, padded_v = padded_side(sizes.k_dim), padded_side(sizes.v_dim)
+    convolved = qkvz.new_empty((num_tokens, sizes.num_channels))
+    key_solutions = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.k_dim))
+    value_solutions = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.v_dim))
+    scores = qkvz.new_empty((num_tokens, sizes.num_v_heads, CHECKPOINT_INTERVAL))
+    log_decays = qkvz.new_empty((num_tokens, sizes.num_v_heads), dtype=torch.float32)
+    _convolve_chunks[(num_tiles, 2 * sizes.num_k_heads + sizes.num_v_heads)](
+        qkvz,
+        weights.conv,
+        conv,
+        batch.slots,
+        batch.seq_lens,
+        batch.query_start_loc,
+        convolved,
+        num_reqs,
+        qkvz.stride(0),
+        GROUP_SIZE=sizes.group_size,
+        K_DIM=sizes.k_dim,
+        V_DIM=sizes.v_dim,
+        PADDED=max(padded_k, padded_v),
+        NUM_CHANNELS=sizes.num_channels,
+        NUM_TAPS=sizes.num_taps,
+        num_warps=8,
+    )
+    _save_conv_inputs[(num_reqs, triton.cdiv(sizes.num_channels, CHANNEL_BLOCK))](
+        qkvz,
+        conv,
+        batch.slots,
+        batch.saves,
+        batch.seq_lens,
+        batch.query_start_loc,
+        qkvz.stride(0),
+        batch.saves.shape[1],
+        PER_KEY=2 * sizes.k_dim + sizes.group_size * sizes.v_dim,
+        GATES=sizes.group_size * sizes.v_dim,
+        NUM_CHANNELS=sizes.num_channels,
+        NUM_TAPS=sizes.num_taps,
+        CHANNEL_BLOCK=CHANNEL_BLOCK,
+        num_warps=4,
+    )
+    _solve_chunks[(num_tiles, sizes.num_v_heads)](
+        convolved,
+        ba,
+        weights.decay,
+        weights.dt_bias,
+        batch.seq_lens,
+        batch.query_start_loc,
+        key_solutions,
+        value_solutions,
+        scores,
+        log_decays,
+        num_reqs,
+        ba.stride(0),
+        HEADS=sizes.num_v_heads,
+        GROUP_SIZE=sizes.group_size,
+        K_DIM=sizes.k_dim,
+        V_DIM=sizes.v_dim,
+        PADDED_K=padded_k,
+        PADDED_V=padded_v,
+        NUM_CHANNELS=sizes.num_channels,
+        num_warps=4,
+    )
+    return Chunks(convolved, key_solutions, value_solutions, scores, log_decays)
+
+
+@triton.jit
+def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tile):
+    """Find the chunk with number `tile`.
+
+    Returns the request; the row and the position of the request's first token in this step; the request's length (0 if
+    no chunk has this number); the position at which the chunk begins.
+
+    The chunks of request r have the numbers from first_row_r // CHUNK + 2 r on, which leaves numbers for an incomplete
+    first and last chunk. A binary search finds the last request whose first number is at most `tile`.
+    """
+    low = 0
+    high = num_reqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        first_tile = tl.load(query_start_loc_ptr + middle) // CHUNK + 2 * middle
+        low = tl.where(first_tile <= tile, middle, low)
+        high = tl.where(first_tile <= tile, high, middle - 1)
+    first_row = tl.load(query_start_loc_ptr + low)
+    num_new = tl.load(query_start_loc_ptr + low + 1) - first_row
+    seq_len = tl.load(seq_lens_ptr + low)
+    first_position = seq_len - num_new
+    chunk_position = (first_position // CHUNK + tile - (first_row // CHUNK + 2 * low)) * CHUNK
+    seq_len = tl.where((num_new > 1) & (chunk_position < seq_len), seq_len, 0)
+    return low, first_row, first_position, seq_len, chunk_position
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs"],
+    do_not_specialize_on_alignment=["slots_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _convolve_chunks(
+    qkvz_ptr,
+    weight_ptr,
+    conv_ptr,
+    slots_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    convolved_ptr,
+    num_reqs,
+    qkvz_stride,
+    GROUP_SIZE: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+):
+    """Apply convolution and SiLU to a chunk's query, key or value head; norm queries and keys."""
+    request, first_row, first_position, seq_len, chunk_position = find_chunk(
+        query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
+    )
+    if seq_len == 0:
+        return
+    k_head = tl.program_id(1) // (2 + GROUP_SIZE)
+    head_part = tl.program_id(1) % (2 + GROUP_SIZE)
+    part_offset = tl.where(head_part < 2, head_part * K_DIM, 2 * K_DIM + (head_part - 2) * V_DIM)
+    dim = tl.where(head_part < 2, K_DIM, V_DIM)
+    columns = tl.arange(0, PADDED)
+    channels = k_head * (2 * K_DIM + GROUP_SIZE * V_DIM) + part_offset + columns
+    source_columns = k_head * (2 * K_DIM + 2 * GROUP_SIZE * V_DIM) + part_offset + columns
+    column_mask = columns < dim
+    positions = chunk_position + tl.arange(0, CHUNK)
+    row_mask = (positions >= first_position) & (positions < seq_len)
+    slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS)
+    tokens = (first_row + positions - first_position).to(tl.int64)
+    total = tl.zeros([CHUNK, PADDED], dtype=tl.float32)
+    for lag in tl.static_range(NUM_TAPS):
+        input_positions = positions - lag
+        mask = (row_mask & (input_positions >= first_position))[:, None] & column_mask[None, :]
+        x = tl.load(qkvz_ptr + (tokens - lag)[:, None] * qkvz_stride + source_columns[None, :], mask=mask, other=0.0)
+        x = x.to(conv_ptr.dtype.element_ty)
+        if chunk_position < first_position + lag:
+            mask = (row_mask & (input_positions < first_position) & (input_positions >= 0))[:, None] & column_mask[
+                None, :
+            ]
+            offsets = (input_positions + NUM_TAPS) % NUM_TAPS * NUM_CHANNELS
+            x += tl.load(slot_ptr + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + (NUM_TAPS - 1 - lag) * NUM_CHANNELS + channels, mask=column_mask, other=0.0)
+        total += x.to(tl.float32) * weight[None, :]
+    total = silu(total)
+    if head_part < 2:
+        scale = tl.where(head_part == 0, K_DIM**-0.5, 1.0)
+        total *= (tl.rsqrt(tl.sum(total * total, 1) + L2_EPS) * scale)[:, None]
+    mask = row_mask[:, None] & column_mask[None, :]
+    convolved_ptrs = convolved_ptr + tokens[:, None] * NUM_CHANNELS + channels[None, :]
+    tl.store(convolved_ptrs, total.to(convolved_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_saves"],
+    do_not_specialize_on_alignment=["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _save_conv_inputs(
+    qkvz_ptr,
+    conv_ptr,
+    slots_ptr,
+    saves_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    qkvz_stride,
+    num_saves,
+    PER_KEY: tl.constexpr,
+    GATES: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+    CHANNEL_BLOCK: tl.constexpr,
+):
+    """Store one request's last inputs in its slot, and the inputs before each saved position in that state's slot."""
+    request = tl.program_id(0)
+    first_row = tl.load(query_start_loc_ptr + request)
+    num_new = tl.load(query_start_loc_ptr + request + 1) - first_row
+    if num_new < 2:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_position = seq_len - num_new
+    channels = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
+    mask = channels < NUM_CHANNELS
+    # Offset so that adding a position gives that token's row.
+    source_columns = channels + channels // PER_KEY * GATES
+    row_ptr = qkvz_ptr + (first_row - first_position).to(tl.int64) * qkvz_stride + source_columns
+    slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS) + channels
+    for save_index in range(num_saves):
+        save_ptr = saves_ptr + (request * num_saves + save_index) * 2
+        save_position = tl.load(save_ptr)
+        if (save_position > first_position) & (save_position <= seq_len):
+            save_slot_ptr = conv_ptr + tl.load(save_ptr + 1).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS) + channels
+            for lag in tl.static_range(1, NUM_TAPS):
+                input_position = save_position - lag
+                offset = input_position % NUM_TAPS * NUM_CHANNELS
+                if input_position >= first_position:
+                    x = tl.load(row_ptr + input_position.to(tl.int64) * qkvz_stride, mask=mask, other=0.0)
+                    tl.store(save_slot_ptr + offset, x.to(conv_ptr.dtype.element_ty), mask=mask)
+                else:
+                    tl.store(save_slot_ptr + offset, tl.load(slot_ptr + offset, mask=mask, other=0.0), mask=mask)
+    # If there are fewer than NUM_TAPS - 1 new inputs, the slot already holds the older ones.
+    tl.debug_barrier()
+    for lag in tl.static_range(1, NUM_TAPS):
+        if lag <= num_new:
+            x = tl.load(row_ptr + (seq_len - lag).to(tl.int64) * qkvz_stride, mask=mask, other=0.0)
+            tl.store(slot_ptr + (seq_len - lag) % NUM_TAPS * NUM_CHANNELS, x.to(conv_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _invert_unit_lower(a):
+    """Return (1 + a)^-1 for float32 a [CHUNK, CHUNK] that is 0 on and above its diagonal.
+
+    Diagonal blocks are inverted row by row, all at once. With D the diagonal of their inverses and L the blocks below,
+    n = D L is nilpotent of order 4 (the number of blocks), so the inverse is (1 + n)^-1 D = (1 - n) (1 + n^2) D.
+    """
+    blocks: tl.constexpr = CHUNK // BLOCK
+    tl.static_assert(blocks == 4)
+    rows = tl.arange(0, CHUNK)
+    is_diagonal_block = (rows // BLOCK)[:, None] == (rows // BLOCK)[None, :]
+    inverses = tl.sum(tl.reshape(tl.where(is_diagonal_block, -a, 0.0), [CHUNK, blocks, BLOCK]), 1)
+    inverses = tl.reshape(inverses, [blocks, BLOCK, BLOCK])
+    block_rows = tl.arange(0, BLOCK)
+    for block_row in range(1, BLOCK):
+        is_current_row = (block_rows == block_row)[None, :, None]
+        row = tl.sum(tl.where(is_current_row, inverses, 0.0), 1)
+        row += tl.sum(row[:, :, None] * inverses, 1)
+        inverses = tl.where(is_current_row, row[:, None, :], inverses)
+    repeated = tl.broadcast_to(tl.reshape(inverses, [CHUNK, 1, BLOCK]), [CHUNK, blocks, BLOCK])
+    eye = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+    diagonal = tl.where(is_diagonal_block, tl.reshape(repeated, [CHUNK, CHUNK]), 0.0) + eye
+    n = tl.dot(diagonal, tl.where(is_diagonal_block, 0.0, a), input_precision="tf32x3")
+    series = eye - n
+    series = tl.dot(series, tl.dot(n, n, input_precision="tf32x3"), series, input_precision="tf32x3")
+    return tl.dot(series, diagonal, input_precision="tf32x3")
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _solve_chunks(
+    convolved_ptr,
+    ba_ptr,
+    decay_ptr,
+    dt_bias_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    key_solutions_ptr,
+    value_solutions_ptr,
+    scores_ptr,
+    log_decays_ptr,
+    num_reqs,
+    ba_stride,
+    HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+):
+    """Solve one chunk of one value head, without the state before it; the formulas are in `reference`."""
+    _, first_row, first_position, seq_len, chunk_position = find_chunk(
+        query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
+    )
+    if seq_len == 0:
+        return
+    head = tl.program_id(1)
+    k_head = head // GROUP_SIZE
+    head_in_group = head % GROUP_SIZE
+    rows = tl.arange(0, CHUNK)
+    positions = chunk_position + rows
+    row_mask = (positions >= first_position) & (positions < seq_len)
+    tokens = (first_row + positions - first_position).to(tl.int64)
+    ba_ptrs = ba_ptr + tokens * ba_stride + k_head * (2 * GROUP_SIZE) + head_in_group
+    beta = tl.sigmoid(tl.load(ba_ptrs, mask=row_mask, other=0.0).to(tl.float32))
+    a = tl.load(ba_ptrs + GROUP_SIZE, mask=row_mask, other=0.0).to(tl.float32)
+    token_log_decays = tl.where(row_mask, log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)), 0.0)
+    total = tl.cumsum(token_log_decays, 0)
+    tl.store(log_decays_ptr + tokens * HEADS + head, total, mask=row_mask)
+
+    k_dims = tl.arange(0, PADDED_K)
+    k_mask = row_mask[:, None] & (k_dims < K_DIM)[None, :]
+    head_ptrs = convolved_ptr + tokens[:, None] * NUM_CHANNELS + k_head * (2 * K_DIM + GROUP_SIZE * V_DIM)
+    q = tl.load(head_ptrs + k_dims[None, :], mask=k_mask, other=0.0)
+    k = tl.load(head_ptrs + K_DIM + k_dims[None, :], mask=k_mask, other=0.0)
+    causal = rows[:, None] >= rows[None, :]
+    pair_decay = tl.where(causal, tl.exp(tl.where(causal, total[:, None] - total[None, :], 0.0)), 0.0)
+    scores = tl.dot(q, k.T, input_precision="tf32x3") * pair_decay
+    scores_ptrs = scores_ptr + (tokens * HEADS + head)[:, None] * CHUNK + rows[None, :]
+    tl.store(scores_ptrs, scores.to(scores_ptr.dtype.element_ty), mask=row_mask[:, None])
+    system = tl.dot(k, k.T, input_precision="tf32x3") * pair_decay * beta[:, None]
+    inverse = _invert_unit_lower(tl.where(rows[:, None] > rows[None, :], system, 0.0)).to(k.dtype)
+
+    right_sides = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
+    key_solutions = tl.dot(inverse, right_sides, input_precision="tf32x3")
+    key_solutions_ptrs = key_solutions_ptr + (tokens * HEADS + head)[:, None] * K_DIM + k_dims[None, :]
+    tl.store(key_solutions_ptrs, key_solutions.to(key_solutions_ptr.dtype.element_ty), mask=k_mask)
+    v_dims = tl.arange(0, PADDED_V)
+    v_mask = row_mask[:, None] & (v_dims < V_DIM)[None, :]
+    v = tl.load(head_ptrs + 2 * K_DIM + head_in_group * V_DIM + v_dims[None, :], mask=v_mask, other=0.0)
+    value_solutions = tl.dot(inverse, (v.to(tl.float32) * beta[:, None]).to(v.dtype), input_precision="tf32x3")
+    value_solutions_ptrs = value_solutions_ptr + (tokens * HEADS + head)[:, None] * V_DIM + v_dims[None, :]
+    tl.store(value_solutions_ptrs, value_solutions.to(value_solutions_ptr.dtype.element_ty), mask=v_mask)

@@ -1,0 +1,245 @@
+"""Gated DeltaNet of requests with one token each, on CUDA: from the projections to the gated norm in one kernel.
+
+A program reads and writes the state of one value head: all rows at once if there are few programs, else in pipelined
+blocks. All programs of a key head compute the convolution of its query and key, and one of them stores the inputs: no
+program reads the position that it writes.
+"""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.linear_attention.layer_inputs import DeltaWeights, StateBatch, layer_sizes
+from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, silu
+from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, describe_device
+
+# Elements of a state per warp if a launch has few programs.
+ELEMENTS_PER_WARP = 4096
+# If a launch has several programs per SM, a program loads its state in blocks of rows. BLOCK_ROWS_BY_BYTES: rows of a
+# block by element size in bytes. Chosen on an H200 for Qwen3-Next's layer; other choices were up to 12% slower.
+BLOCK_ROWS_BY_BYTES = {4: 8, 2: 16}
+BLOCKED_ELEMENTS_PER_WARP = 1024
+BLOCKS_IN_FLIGHT = 4
+
+
+def decode(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    recurrent: Tensor,
+    conv: Tensor,
+    batch: StateBatch,
+    out: Tensor,
+) -> None:
+    """Implement the package's `gated_delta_net` for the rows of `out` of requests with one token."""
+    sizes = layer_sizes(recurrent, conv)
+    num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
+    padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
+    overlap = can_overlap_launches(qkvz.device)
+    is_large_launch = sizes.num_v_heads * num_reqs > 2 * (describe_device(qkvz.device).num_sms or INTERPRETER_SMS)
+    block_v = min(BLOCK_ROWS_BY_BYTES[recurrent.element_size()], padded_v) if is_large_launch else padded_v
+    num_warps = padded_k * block_v // (BLOCKED_ELEMENTS_PER_WARP if is_large_launch else ELEMENTS_PER_WARP)
+    _decode_requests[(sizes.num_v_heads, num_reqs)](
+        qkvz,
+        ba,
+        weights.conv,
+        weights.decay,
+        weights.dt_bias,
+        weights.norm,
+        weights.eps,
+        recurrent,
+        conv,
+        batch.slots,
+        batch.saves,
+        batch.seq_lens,
+        batch.query_start_loc,
+        out,
+        qkvz.stride(0),
+        ba.stride(0),
+        batch.saves.shape[1],
+        HEADS=sizes.num_v_heads,
+        GROUP_SIZE=sizes.group_size,
+        K_DIM=sizes.k_dim,
+        V_DIM=sizes.v_dim,
+        PADDED_K=padded_k,
+        PADDED_V=padded_v,
+        BLOCK_V=block_v,
+        NUM_BLOCKS=padded_v // block_v,
+        STAGES=BLOCKS_IN_FLIGHT if block_v < padded_v else 1,
+        NUM_CHANNELS=sizes.num_channels,
+        NUM_TAPS=sizes.num_taps,
+        OVERLAP=overlap,
+        num_warps=max(1, min(8, num_warps)),
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit
+def _convolve(
+    new_input_ptrs,
+    slot_ptr,
+    weight_ptr,
+    channels,
+    mask,
+    write_mask,
+    position,
+    NUM_CHANNELS: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+):
+    """Apply convolution and SiLU to one token's inputs at `new_input_ptrs`.
+
+    write_mask: channels whose inputs are stored in the slot.
+    """
+    new_input = tl.load(new_input_ptrs, mask=mask, other=0.0).to(slot_ptr.dtype.element_ty)
+    total = new_input.to(tl.float32) * tl.load(
+        weight_ptr + (NUM_TAPS - 1) * NUM_CHANNELS + channels, mask=mask, other=0.0
+    )
+    for tap in tl.static_range(NUM_TAPS - 1):
+        tap_position = position - (NUM_TAPS - 1) + tap
+        old_input_ptrs = slot_ptr + (tap_position + NUM_TAPS) % NUM_TAPS * NUM_CHANNELS + channels
+        old_input = tl.load(old_input_ptrs, mask=mask & (tap_position >= 0), other=0.0).to(tl.float32)
+        total += old_input * tl.load(weight_ptr + tap * NUM_CHANNELS + channels, mask=mask, other=0.0)
+    tl.store(slot_ptr + position % NUM_TAPS * NUM_CHANNELS + channels, new_input, mask=write_mask)
+    return silu(total)
+
+
+@triton.jit
+def _copy_conv_inputs(source_ptr, target_ptr, channels, mask, NUM_CHANNELS: tl.constexpr, NUM_TAPS: tl.constexpr):
+    """Copy the convolution's inputs from one slot to another."""
+    for tap in tl.static_range(NUM_TAPS):
+        offsets = tap * NUM_CHANNELS + channels
+        tl.store(target_ptr + offsets, tl.load(source_ptr + offsets, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_saves"],
+    do_not_specialize_on_alignment=["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
+def _decode_requests(
+    qkvz_ptr,
+    ba_ptr,
+    conv_weight_ptr,
+    decay_ptr,
+    dt_bias_ptr,
+    norm_ptr,
+    eps,
+    recurrent_ptr,
+    conv_ptr,
+    slots_ptr,
+    saves_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    out_ptr,
+    qkvz_stride,
+    ba_stride,
+    num_saves,
+    HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0)
+    request = tl.program_id(1)
+    token = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    if tl.load(query_start_loc_ptr + request + 1) - token != 1:
+        return
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    position = tl.load(seq_lens_ptr + request) - 1
+    k_head = head // GROUP_SIZE
+    head_in_group = head % GROUP_SIZE
+
+    k_dims, v_dims = tl.arange(0, PADDED_K), tl.arange(0, PADDED_V)
+    k_mask, v_mask = k_dims < K_DIM, v_dims < V_DIM
+    rows = tl.arange(0, BLOCK_V)
+    state_ptr = recurrent_ptr + slot * (HEADS * V_DIM * K_DIM)
+    state_offsets = head * (V_DIM * K_DIM) + rows[:, None] * K_DIM + k_dims[None, :]
+    # A sequence starts from zeros, whatever the slot holds.
+    load_mask = k_mask[None, :] & (position > 0)
+
+    qkvz_ptr += token * qkvz_stride + k_head * (2 * K_DIM + 2 * GROUP_SIZE * V_DIM)
+    slot_ptr = conv_ptr + slot * (NUM_TAPS * NUM_CHANNELS)
+    q_channels = k_head * (2 * K_DIM + GROUP_SIZE * V_DIM) + k_dims
+    k_channels = q_channels + K_DIM
+    v_offsets = 2 * K_DIM + head_in_group * V_DIM + v_dims
+    v_channels = k_head * (2 * K_DIM + GROUP_SIZE * V_DIM) + v_offsets
+    writes_qk = k_mask & (head_in_group == 0)
+    q = _convolve(
+        qkvz_ptr + k_dims, slot_ptr, conv_weight_ptr, q_channels, k_mask, writes_qk, position, NUM_CHANNELS, NUM_TAPS
+    )
+    k = _convolve(
+        qkvz_ptr + K_DIM + k_dims,
+        slot_ptr,
+        conv_weight_ptr,
+        k_channels,
+        k_mask,
+        writes_qk,
+        position,
+        NUM_CHANNELS,
+        NUM_TAPS,
+    )
+    v = _convolve(
+        qkvz_ptr + v_offsets, slot_ptr, conv_weight_ptr, v_channels, v_mask, v_mask, position, NUM_CHANNELS, NUM_TAPS
+    )
+    q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * (K_DIM**-0.5)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+
+    ba_ptr += token * ba_stride + k_head * (2 * GROUP_SIZE) + head_in_group
+    beta = tl.sigmoid(tl.load(ba_ptr).to(tl.float32))
+    a = tl.load(ba_ptr + GROUP_SIZE).to(tl.float32)
+    state_decay = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
+    k_dot_q = tl.sum(k * q, 0)
+    out = tl.zeros([NUM_BLOCKS, BLOCK_V], dtype=tl.float32)
+    # This loop loads only states: other loads between them made it slower.
+    for block in tl.range(0, NUM_BLOCKS, num_stages=STAGES):
+        first_row = block * BLOCK_V
+        inside = (first_row + rows < V_DIM)[:, None]
+        state = (
+            tl.load(state_ptr + state_offsets + first_row * K_DIM, mask=inside & load_mask, other=0.0).to(tl.float32)
+            * state_decay
+        )
+        v_block = v if NUM_BLOCKS == 1 else tl.gather(v, first_row + rows, 0)
+        delta = (v_block - tl.sum(state * k[None, :], 1)) * beta
+        # Uses the state before its change, so that one pass computes both sums.
+        block_out = tl.sum(state * q[None, :], 1) + delta * k_dot_q
+        out = tl.where((tl.arange(0, NUM_BLOCKS) == block)[:, None], block_out[None, :], out)
+        new_state = (state + delta[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)
+        tl.store(state_ptr + state_offsets + first_row * K_DIM, new_state, mask=inside & k_mask[None, :])
+
+    dims = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK_V + rows[None, :]
+    norm = tl.load(norm_ptr + dims, mask=dims < V_DIM, other=0.0)
+    z = tl.load(qkvz_ptr + 2 * K_DIM + (GROUP_SIZE + head_in_group) * V_DIM + dims, mask=dims < V_DIM, other=0.0).to(
+        tl.float32
+    )
+    out *= tl.rsqrt(tl.sum(tl.sum(out * out, 1), 0) / V_DIM + eps) * norm * silu(z)
+    out_ptrs = out_ptr + token * (HEADS * V_DIM) + head * V_DIM + dims
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=dims < V_DIM)
+
+    # After this barrier all threads can read what this program wrote to its slot.
+    tl.debug_barrier()
+    for save_index in range(num_saves):
+        save_ptr = saves_ptr + (request * num_saves + save_index) * 2
+        if tl.load(save_ptr) == position + 1:
+            save_slot = tl.load(save_ptr + 1).to(tl.int64)
+            for first_row in range(0, V_DIM, BLOCK_V):
+                block_offsets = state_offsets + first_row * K_DIM
+                mask = (first_row + rows < V_DIM)[:, None] & k_mask[None, :]
+                block_state = tl.load(state_ptr + block_offsets, mask=mask, other=0.0)
+                tl.store(recurrent_ptr + save_slot * (HEADS * V_DIM * K_DIM) + block_offsets, block_state, mask=mask)
+            save_slot_ptr = conv_ptr + save_slot * (NUM_TAPS * NUM_CHANNELS)
+            _copy_conv_inputs(slot_ptr, save_slot_ptr, q_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
+            _copy_conv_inputs(slot_ptr, save_slot_ptr, k_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
+            _copy_conv_inputs(slot_ptr, save_slot_ptr, v_channels, v_mask, NUM_CHANNELS, NUM_TAPS)

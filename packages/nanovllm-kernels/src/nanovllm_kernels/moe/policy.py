@@ -1,0 +1,170 @@
+"""Chooses the expert kernel for a step's sizes, and its tiles: nothing is tuned at run time.
+
+| tokens | weights | kernel |
+|---|---|---|
+| 1 | block FP8 | `triton_matvec`: matrix-vector products |
+| up to MAX_UNSORTED_TOKENS or MAX_UNSORTED_FP8_TOKENS | any | `triton_unsorted`: pairs are not sorted by expert |
+| more, with MIN_SPECIALIZED_AVERAGE_ROWS | block FP8, on Hopper | `gluon_grouped`: sorted pairs, specialised warps |
+| more | any | `triton_grouped`: sorted pairs |
+
+The constants were measured on one H200 with cold weights, for 256 to 512 experts of 2048 x 512 to 7168 x 2048.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from nanovllm_kernels.platform import describe_device
+
+Kernel = Literal["matvec", "unsorted", "grouped", "specialized"]
+
+# Maximum number of tokens for which a tile's rows are the tokens themselves and nothing is sorted. The limit is lower
+# for block FP8, because each program quantises all rows.
+MAX_UNSORTED_TOKENS = 32
+MAX_UNSORTED_FP8_TOKENS = 8
+# Average number of rows per expert from which the warp-specialised kernel is faster, and rows of its tiles.
+MIN_SPECIALIZED_AVERAGE_ROWS = 16
+SPECIALIZED_TILE_ROWS = 128
+# Size of an FP8 scale's block, and depth of FP8 tiles.
+GROUP = 128
+
+
+def choose_kernel(
+    num_tokens: int,
+    top_k: int,
+    w2_shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_block_fp8: bool,
+) -> Kernel:
+    """Choose the kernel for `num_tokens` tokens with `top_k` experts each.
+
+    w2_shape: [E, hidden size, intermediate size]. dtype: of the tokens before they are quantised.
+    """
+    if num_tokens == 1 and is_block_fp8:
+        return "matvec"
+    if num_tokens <= (MAX_UNSORTED_FP8_TOKENS if is_block_fp8 else MAX_UNSORTED_TOKENS):
+        return "unsorted"
+    num_experts, hidden_size, width = w2_shape
+    has_whole_tiles = hidden_size % (2 * GROUP) == 0 and width % GROUP == 0
+    has_enough_rows = num_tokens * top_k >= MIN_SPECIALIZED_AVERAGE_ROWS * num_experts
+    is_supported = is_block_fp8 and dtype.itemsize == 2 and describe_device(device).capability == (9, 0)
+    return "specialized" if is_supported and has_whole_tiles and has_enough_rows else "grouped"
+
+
+# Columns per program of `triton_matvec` (a divisor of GROUP), and maximum number of weights that it loads at once.
+MATVEC_COLUMNS = 4
+MAX_MATVEC_TILE_ELEMENTS = 16 * 1024
+# Above this depth `triton_matvec` sums with eight warps instead of four.
+MAX_FOUR_WARP_DEPTH = 2048
+
+
+class MatvecConfig(NamedTuple):
+    """Tile of a launch of `triton_matvec`.
+
+    num_groups: groups of 128 of the depth that are loaded at once.
+    """
+
+    block_n: int
+    num_groups: int
+    num_warps: int
+
+
+def matvec_config(depth: int, rows_per_column: int) -> MatvecConfig:
+    """Return the tile for sums over `depth`, if each of a program's columns has `rows_per_column` rows of weights."""
+    max_groups = max(1, MAX_MATVEC_TILE_ELEMENTS // (MATVEC_COLUMNS * rows_per_column * GROUP))
+    padded_groups = 1 << (-(-depth // GROUP) - 1).bit_length()
+    return MatvecConfig(MATVEC_COLUMNS, min(padded_groups, max_groups), 8 if depth > MAX_FOUR_WARP_DEPTH else 4)
+
+
+# Minimum number of programs for which a launch of `triton_unsorted` uses wide tiles, unless FP8: over two per SM of the
+# largest GPUs. Otherwise tiles have MIN_TILE_COLUMNS columns, the minimum of tensor cores.
+MIN_WIDE_TILE_PROGRAMS = 288
+MIN_TILE_COLUMNS = 16
+# Tiles with more rows have at most 32 columns, so that two tiles fit an SM.
+MAX_ROWS_OF_WIDE_TILES = 16
+# Sums of at least this depth load four FP8 tiles ahead instead of three.
+MIN_FOUR_STAGE_DEPTH = 4096
+
+
+class UnsortedConfig(NamedTuple):
+    """Tile of a launch of `triton_unsorted`. swapped: columns and rows are exchanged."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    swapped: bool
+
+
+def unsorted_config(
+    num_rows: int, num_experts: int, num_columns: int, depth: int, *, is_float32: bool, is_block_fp8: bool
+) -> UnsortedConfig:
+    """Return the tile for products with `num_columns` columns of `num_experts` experts, summed over `depth`.
+
+    num_rows: rows per tile.
+    """
+    if is_block_fp8:
+        # Hopper multiplies e4m3 directly if the left operand has 64 rows; otherwise Triton converts it to float16.
+        return UnsortedConfig(64, GROUP, 4, 4 if depth >= MIN_FOUR_STAGE_DEPTH else 3, swapped=True)
+    widths = (64, 32) if num_rows <= MAX_ROWS_OF_WIDE_TILES else (32,)
+    large_enough = (n for n in widths if num_experts * -(-num_columns // n) >= MIN_WIDE_TILE_PROGRAMS)
+    block_n = next(large_enough, MIN_TILE_COLUMNS)
+    if is_float32:
+        return UnsortedConfig(block_n, 32, 4, 2, swapped=False)
+    return UnsortedConfig(block_n, 128, 4, 4 if num_rows <= MAX_ROWS_OF_WIDE_TILES else 3, swapped=False)
+
+
+def num_counters(num_columns: int) -> int:
+    """Return the maximum number of column tiles of a launch of `triton_unsorted`."""
+    return -(-num_columns // MIN_TILE_COLUMNS)
+
+
+class GroupedConfig(NamedTuple):
+    """Tile of a launch of `triton_grouped`. Rows are pairs of a token and an expert.
+
+    swapped: columns and rows are exchanged, so that the tensor cores' longer side lies along the weight.
+    programs_per_sm: persistent programs per SM.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    swapped: bool
+    programs_per_sm: int = 2
+
+
+# Keys: maximum average number of rows per expert.
+GROUPED_BY_MAX_ROWS = {
+    16: GroupedConfig(16, 64, 128, 4, 4, swapped=True),
+    32: GroupedConfig(32, 64, 128, 4, 4, swapped=True),
+    64: GroupedConfig(64, 128, 64, 8, 3, swapped=True),
+}
+GROUPED_OF_MORE_ROWS = GroupedConfig(128, 128, 64, 8, 3, swapped=False)
+GROUPED_FLOAT32 = GroupedConfig(32, 32, 32, 4, 2, swapped=False)
+# A tile's columns form one group, so that the kernel can quantise the group for the next product.
+GROUPED_FP8_BY_MAX_ROWS = {
+    16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, programs_per_sm=4),
+    32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),
+}
+# For shapes that the warp-specialised kernel does not support.
+GROUPED_FP8_OF_MORE_ROWS = GroupedConfig(128, GROUP, GROUP, 8, 4, swapped=False, programs_per_sm=1)
+
+
+def grouped_config(num_pairs: int, num_experts: int, *, is_float32: bool, is_block_fp8: bool) -> GroupedConfig:
+    """Return the tile for `num_pairs` pairs of a token and one of `num_experts` experts."""
+    if is_float32:
+        return GROUPED_FLOAT32
+    table, config_of_more_rows = GROUPED_BY_MAX_ROWS, GROUPED_OF_MORE_ROWS
+    if is_block_fp8:
+        table, config_of_more_rows = GROUPED_FP8_BY_MAX_ROWS, GROUPED_FP8_OF_MORE_ROWS
+    average_rows = num_pairs / num_experts
+    return next((config for max_rows, config in table.items() if average_rows <= max_rows), config_of_more_rows)
+
+
+def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Return the maximum number of tiles of `block_m` pairs, with one expert per tile."""
+    return min(num_pairs, num_pairs // block_m + min(num_experts, num_pairs))

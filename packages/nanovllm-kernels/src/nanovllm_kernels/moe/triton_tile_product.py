@@ -1,0 +1,32 @@
+"""Device functions for one step along K, used by `triton_unsorted` and `triton_grouped`."""
+
+# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_weight(weight_ptr, columns, ks, WIDTH: tl.constexpr, K: tl.constexpr):
+    """Load the tile of `columns` [n] and `ks` [1, k] of a weight [WIDTH, K], with 0 outside."""
+    mask = (columns < WIDTH)[:, None] & (ks < K)
+    return tl.load(weight_ptr + columns[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
+
+
+@triton.jit
+def add_product(sums, x, weight, scales, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
+    """Return `sums` [rows, columns] plus `x @ weight.T`, the product times `scales` [rows] if SCALED.
+
+    SWAPPED: the sums are [columns, rows].
+    """
+    if SWAPPED:
+        left = weight
+        right = x.T
+    else:
+        left = x
+        right = weight.T
+    if SCALED:
+        sums += tl.dot(left, right) * tl.expand_dims(scales, 0 if SWAPPED else 1)
+    else:
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    return sums

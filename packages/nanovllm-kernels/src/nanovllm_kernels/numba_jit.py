@@ -1,0 +1,225 @@
+"""Support for Numba kernels on a CPU: memory by address, bf16, and torch's own threads. Importing it imports Numba.
+
+Kernels take addresses as integers, so that a call costs 1 us; callers keep the tensors alive and check dtypes and
+strides. Compiled kernels are cached until their own file changes: after a change here, touch the kernels' files.
+Threads are those of torch's OpenMP runtime, which are awake; a second pool that spins would cost milliseconds per step.
+"""
+
+import ctypes
+import platform as _platform
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+_VECTOR_NAMES = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse4.2": "SSE4.2", "sve": "SVE", "neon": "NEON"}
+# The CPU features that Numba compiles for, which are part of its cache key.
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+VECTOR_INSTRUCTIONS = next(
+    (name for feature, name in _VECTOR_NAMES.items() if f"+{feature}" in _FEATURES), f"vectors of {_platform.machine()}"
+)
+# Number of float32 values that are processed together: one or two vector registers.
+LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
+
+# Fast-math flags that allow reordering sums, which vectorisation needs; infinities and NaN keep their meaning.
+_SUMS = {"reassoc", "contract", "nsz"}
+_ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+# exp: its range (constant outside), ln 2 in two parts, and the polynomial's coefficients from the sixth power down.
+EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
+LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
+EXP_TERMS = (np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2), np.float32(1.6666667e-1))
+_MIN_EXP_INPUT, _MAX_EXP_INPUT = EXP_RANGE
+_LN2_HIGH, _LN2_LOW = LN2_PARTS
+_C6, _C5, _C4, _C3 = EXP_TERMS
+
+# Addresses of OpenMP functions. Numba does not cache kernels that contain addresses, so they get this table's address.
+_OPENMP = np.array(
+    [
+        ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value
+        for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    ],
+    np.int64,
+)
+OPENMP: int = _OPENMP.ctypes.data
+
+
+def _can_cache() -> bool:
+    try:
+        numba.njit(cache=True)(_can_cache)
+    except RuntimeError:
+        # No directory is writable: everything is compiled at each start.
+        return False
+    return True
+
+
+_CAN_CACHE = _can_cache()
+
+
+def kernel(function: Function) -> Function:
+    """Compile `function`; it runs without the interpreter lock. Kernels may call one another."""
+    return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath=_SUMS)(function)
+
+
+def ordered_kernel(function: Function) -> Function:
+    """Like `kernel`, but sums keep their order, so that results do not depend on vectorisation."""
+    return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath={"contract"})(function)
+
+
+def compile_region(function: Callable[[int], None]) -> int:
+    """Compile `function` for `run_region` and return its address.
+
+    function: takes the address of its int64 arguments, the first of which is OPENMP.
+    """
+    address: int = numba.cfunc(types.void(types.int64), cache=_CAN_CACHE, fastmath=_SUMS)(function).address
+    return address
+
+
+@intrinsic
+def pointer(_typing: Any, address: Any) -> Any:
+    """Convert an int64 address to what `numba.carray` takes."""
+    if address != types.int64:
+        return None
+    return types.voidptr(address), lambda _, builder, __, args: builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+
+@intrinsic
+def float_of_bits(_typing: Any, bits: Any) -> Any:
+    """Reinterpret a uint32 as float32."""
+    if bits != types.uint32:
+        return None
+    return types.float32(bits), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@intrinsic
+def bits_of_float(_typing: Any, number: Any) -> Any:
+    """Reinterpret a float32 as uint32."""
+    if number != types.float32:
+        return None
+    return types.uint32(number), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+@intrinsic
+def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -> Any:
+    """Call the region at `region_address` on `num_threads` threads. args: address of its arguments."""
+    if (region_address, args, num_threads) != (types.int64,) * 3:
+        return None
+
+    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        body, data, count = values
+        byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, byte_pointer, int32, int32])
+        arguments = [
+            builder.inttoptr(body, byte_pointer),
+            builder.inttoptr(data, byte_pointer),
+            builder.trunc(count, int32),
+            int32(0),
+        ]
+        builder.call(_openmp_function(builder, data, 0, function_type), arguments)
+        return context.get_dummy_value()
+
+    return types.void(region_address, args, num_threads), lower
+
+
+@intrinsic
+def thread_index(_typing: Any, args: Any) -> Any:
+    """Return the index of this thread in its region. args: address that the region received."""
+    return _openmp_number(args, 1)
+
+
+@intrinsic
+def thread_count(_typing: Any, args: Any) -> Any:
+    """Return the number of threads of a region, possibly fewer than requested. args: as for `thread_index`."""
+    return _openmp_number(args, 2)
+
+
+def _openmp_number(args: Any, entry: int) -> Any:
+    if args != types.int64:
+        return None
+
+    def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        function_type = ir.FunctionType(ir.IntType(32), [])
+        return builder.sext(
+            builder.call(_openmp_function(builder, values[0], entry, function_type), []), ir.IntType(64)
+        )
+
+    return types.int64(args), lower
+
+
+def _openmp_function(builder: Any, args: Any, entry: int, function_type: ir.FunctionType) -> Any:
+    int64 = ir.IntType(64)
+    table = builder.load(builder.inttoptr(args, int64.as_pointer()))
+    address = builder.load(builder.inttoptr(builder.add(table, int64(8 * entry)), int64.as_pointer()))
+    return builder.inttoptr(address, function_type.as_pointer())
+
+
+@kernel
+def keep_alive(array):
+    """Keep `array` alive until this call: Numba frees unused arrays, and does not see uses of their addresses."""
+    return array.size
+
+
+def prefetch_line(builder: Any, address: Any) -> None:
+    """Prefetch the cache line at `address`, an LLVM value. The address need not be valid."""
+    byte_pointer, int32 = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
+    function_type = ir.FunctionType(ir.VoidType(), [byte_pointer.type, int32, int32, int32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [byte_pointer, int32(0), int32(3), int32(1)])
+
+
+@intrinsic
+def fetch_and_increment(_typing: Any, address: Any) -> Any:
+    """Atomically add 1 to the int64 at `address`, and return its previous value."""
+    if address != types.int64:
+        return None
+
+    def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        int64 = ir.IntType(64)
+        byte_pointer = builder.inttoptr(values[0], int64.as_pointer())
+        return builder.atomic_rmw("add", byte_pointer, int64(1), "monotonic")
+
+    return types.int64(address), lower
+
+
+@kernel
+def from_bf16(number):
+    """Convert bf16, given as uint16, to float32."""
+    return float_of_bits(np.uint32(np.uint32(number) << np.uint32(16)))
+
+
+@kernel
+def to_bf16(number):
+    """Convert float32 to bf16 as uint16, rounding to nearest even."""
+    if number != number:
+        return np.uint16(0x7FC0)
+    bits = bits_of_float(number)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@ordered_kernel
+def exp(x):
+    """Return exp of a float32 to 2 ulp, clamped to [e^-87, e^88]. Loops vectorise, unlike with the library's exp.
+
+    2^n times a polynomial of the remainder, as in Cephes' expf.
+    """
+    x = min(max(x, _MIN_EXP_INPUT), _MAX_EXP_INPUT)
+    n = np.floor(x * LOG2_E + _HALF)
+    r = x - n * _LN2_HIGH - n * _LN2_LOW
+    p = ((((_C6 * r + _C5) * r + _C4) * r + _C3) * r + _HALF) * r * r + r + _ONE
+    return p * float_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+
+
+@kernel
+def inverse_rms(x, row, begin, size, eps):
+    """Return 1 / sqrt(mean of squares + eps) of `size` elements from `begin` on in a row of x."""
+    total = _ZERO
+    for k in range(size):
+        total += x[row, begin + k] * x[row, begin + k]
+    return _ONE / np.sqrt(total / np.float32(size) + eps)

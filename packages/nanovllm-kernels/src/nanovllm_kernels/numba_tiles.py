@@ -1,0 +1,303 @@
+"""Register tiles of a float32 product on a CPU, as Numba intrinsics: a few rows times the columns of one panel.
+
+Each sum runs over K in order, so that a row's result does not depend on the other rows.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, LOG2_E, prefetch_line
+
+# Columns of a panel: their bf16 values for one k fill a cache line.
+PANEL = 32
+LINE = 64
+# Columns whose sums fit two vectors. Their bf16 values are stored in pairs: column i with column i + LANES.
+GROUP = 2 * LANES
+NUM_GROUPS = PANEL // GROUP
+# Rows multiplied at once: their sums fill 12 of AVX2's 16 registers.
+TILE_ROWS = 6
+# Steps of K that are unrolled.
+UNROLL = 4
+# Rows and columns that `transpose_keys` transposes at once.
+TRANSPOSED_SIZE = 8
+
+_INT64 = ir.IntType(64)
+_FLOAT_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_INT_VECTOR = ir.VectorType(ir.IntType(32), LANES)
+
+
+def make_tile(
+    num_rows: int,
+    *,
+    num_groups: int = 1,
+    from_bf16: bool = False,
+    num_prefetches: int = 0,
+    row_stride: int | None = None,
+    sums_stride: int = PANEL,
+) -> Any:
+    """Make an intrinsic tile(rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step) that multiplies.
+
+    rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if `row_stride` is given.
+    panel_ptr: a bf16 panel [depth, PANEL], or float32 [depth, GROUP]. depth: a multiple of UNROLL.
+    sums_ptr: float32 [num_rows, sums_stride]. continues_sums: 0 to start the sums at zero, else they continue.
+    prefetch_ptr: address from which `num_prefetches` lines are prefetched per UNROLL steps of `depth`.
+    prefetch_step: bytes that this address then advances.
+    """
+
+    @intrinsic
+    def tile(
+        _typing: Any,
+        rows_ptr: Any,
+        panel_ptr: Any,
+        depth: Any,
+        sums_ptr: Any,
+        continues_sums: Any,
+        prefetch_ptr: Any,
+        prefetch_step: Any,
+    ) -> Any:
+        def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            strides = (1, row_stride) if row_stride else (num_rows, 1)
+            _lower_tile(builder, values, num_rows, num_groups, from_bf16, num_prefetches, strides, sums_stride)
+            return context.get_dummy_value()
+
+        return types.void(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step), lower
+
+    return tile
+
+
+def _typed_pointer(builder: Any, address: Any, function_type: Any, offset: int = 0) -> Any:
+    return builder.inttoptr(builder.add(address, _INT64(offset)), function_type.as_pointer())
+
+
+def _lower_halves(builder: Any, words: Any) -> list[Any]:
+    """Convert pairs of bf16 to float32: first the lower halves, then the upper halves."""
+    low = builder.shl(words, ir.Constant(_INT_VECTOR, [16] * LANES))
+    high = builder.and_(words, ir.Constant(_INT_VECTOR, [0xFFFF0000] * LANES))
+    return [builder.bitcast(low, _FLOAT_VECTOR), builder.bitcast(high, _FLOAT_VECTOR)]
+
+
+def _lower_tile(
+    builder: Any,
+    values: Any,
+    num_rows: int,
+    num_groups: int,
+    from_bf16: bool,
+    num_prefetches: int,
+    strides: tuple[int, int],
+    sums_stride: int,
+) -> None:
+    """strides: from a row's element to its next one along K, and to the next row's element."""
+    rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step = values
+    num_vectors = 2 * num_groups
+    step = 2 * PANEL if from_bf16 else 4 * GROUP
+    zero = ir.Constant(_FLOAT_VECTOR, [0.0] * LANES)
+    sum_ptrs = [
+        _typed_pointer(builder, sums_ptr, _FLOAT_VECTOR, 4 * (row * sums_stride + vector * LANES))
+        for row in range(num_rows)
+        for vector in range(num_vectors)
+    ]
+    sums = [cgutils.alloca_once_value(builder, zero) for _ in sum_ptrs]
+    with builder.if_then(builder.icmp_signed("!=", continues_sums, _INT64(0))):
+        for total, element_ptr in zip(sums, sum_ptrs, strict=True):
+            builder.store(builder.load(element_ptr, align=4), total)
+    function_type = ir.FunctionType(_FLOAT_VECTOR, [_FLOAT_VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fmuladd.v{LANES}f32")
+    with cgutils.for_range(builder, builder.udiv(depth, _INT64(UNROLL))) as loop:
+        rows_address = builder.add(rows_ptr, builder.mul(loop.index, _INT64(4 * UNROLL * strides[0])))
+        panel_address = builder.add(panel_ptr, builder.mul(loop.index, _INT64(UNROLL * step)))
+        prefetch_address = builder.add(prefetch_ptr, builder.mul(loop.index, prefetch_step))
+        for line in range(num_prefetches):
+            prefetch_line(builder, builder.add(prefetch_address, _INT64(line * LINE)))
+        for k in range(UNROLL):
+            columns: list[Any] = []
+            if from_bf16:
+                for group in range(num_groups):
+                    element_ptr = _typed_pointer(builder, panel_address, _INT_VECTOR, k * step + group * 2 * GROUP)
+                    columns += _lower_halves(builder, builder.load(element_ptr, align=4))
+            else:
+                for vector in range(num_vectors):
+                    element_ptr = _typed_pointer(builder, panel_address, _FLOAT_VECTOR, k * step + 4 * vector * LANES)
+                    columns.append(builder.load(element_ptr, align=4))
+            for row in range(num_rows):
+                element_ptr = _typed_pointer(
+                    builder, rows_address, ir.FloatType(), 4 * (k * strides[0] + row * strides[1])
+                )
+                x = _broadcast(builder, builder.load(element_ptr))
+                for vector in range(num_vectors):
+                    total = sums[row * num_vectors + vector]
+                    builder.store(builder.call(fma, [x, columns[vector], builder.load(total)]), total)
+    for total, element_ptr in zip(sums, sum_ptrs, strict=True):
+        builder.store(builder.load(total), element_ptr, align=4)
+
+
+@intrinsic
+def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> Any:
+    """Write `depth` lines of a bf16 panel as float32, one group of columns after another, each [depth, GROUP]."""
+
+    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        panel, depth, copy = values
+        for group in range(PANEL // GROUP):
+            target = builder.add(copy, builder.mul(depth, _INT64(4 * GROUP * group)))
+            with cgutils.for_range(builder, depth) as loop:
+                line = builder.add(panel, builder.mul(loop.index, _INT64(2 * PANEL)))
+                words = builder.load(_typed_pointer(builder, line, _INT_VECTOR, 2 * GROUP * group), align=4)
+                target_address = builder.add(target, builder.mul(loop.index, _INT64(4 * GROUP)))
+                for half, numbers in enumerate(_lower_halves(builder, words)):
+                    builder.store(
+                        numbers, _typed_pointer(builder, target_address, _FLOAT_VECTOR, 4 * LANES * half), align=4
+                    )
+        return context.get_dummy_value()
+
+    return types.void(panel_ptr, depth, copy_ptr), lower
+
+
+@intrinsic
+def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
+    """Transpose a square of TRANSPOSED_SIZE bf16 rows, `step` bytes apart, to float32 lines 4 * GROUP bytes apart."""
+
+    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        keys, step, out = values
+        number = ir.VectorType(ir.FloatType(), TRANSPOSED_SIZE)
+        bits, halves = ir.VectorType(ir.IntType(32), TRANSPOSED_SIZE), ir.VectorType(ir.IntType(16), TRANSPOSED_SIZE)
+        rows: list[Any] = []
+        for i in range(TRANSPOSED_SIZE):
+            element_ptr = _typed_pointer(builder, builder.add(keys, builder.mul(step, _INT64(i))), halves)
+            wide_values = builder.zext(builder.load(element_ptr, align=2), bits)
+            rows.append(builder.bitcast(builder.shl(wide_values, ir.Constant(bits, [16] * TRANSPOSED_SIZE)), number))
+        # Three rounds: each swaps elements between rows i and i + distance.
+        distance = 1
+        while distance < TRANSPOSED_SIZE:
+            first = [i if i & distance == 0 else TRANSPOSED_SIZE + i - distance for i in range(TRANSPOSED_SIZE)]
+            second = [i + distance if i & distance == 0 else TRANSPOSED_SIZE + i for i in range(TRANSPOSED_SIZE)]
+            swapped = list(rows)
+            for i in range(TRANSPOSED_SIZE):
+                if i & distance == 0:
+                    masks = [ir.Constant(bits, mask) for mask in (first, second)]
+                    swapped[i] = builder.shuffle_vector(rows[i], rows[i + distance], masks[0])
+                    swapped[i + distance] = builder.shuffle_vector(rows[i], rows[i + distance], masks[1])
+            rows = swapped
+            distance *= 2
+        for i, row in enumerate(rows):
+            builder.store(row, _typed_pointer(builder, out, number, 4 * GROUP * i), align=4)
+        return context.get_dummy_value()
+
+    return types.void(keys_ptr, step, out_ptr), lower
+
+
+@intrinsic
+def widen_group(_typing: Any, values_ptr: Any, out_ptr: Any) -> Any:
+    """Write GROUP bf16 values as float32."""
+
+    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        halves = ir.VectorType(ir.IntType(16), LANES)
+        for i in range(2):
+            bits = builder.zext(
+                builder.load(_typed_pointer(builder, values[0], halves, 2 * LANES * i), align=2), _INT_VECTOR
+            )
+            number = builder.bitcast(builder.shl(bits, ir.Constant(_INT_VECTOR, [16] * LANES)), _FLOAT_VECTOR)
+            builder.store(number, _typed_pointer(builder, values[1], _FLOAT_VECTOR, 4 * LANES * i), align=4)
+        return context.get_dummy_value()
+
+    return types.void(values_ptr, out_ptr), lower
+
+
+@intrinsic
+def largest(_typing: Any, values_ptr: Any, count: Any) -> Any:
+    """Return the largest of `count` float32 values; `count` is a multiple of LANES."""
+
+    def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        numbers, size = values
+        accumulator = cgutils.alloca_once_value(
+            builder, builder.load(_typed_pointer(builder, numbers, _FLOAT_VECTOR), align=4)
+        )
+        with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES)), start=_INT64(1)) as loop:
+            number = _load_lanes(builder, numbers, loop.index)
+            before = builder.load(accumulator)
+            builder.store(builder.select(builder.fcmp_ordered(">", before, number), before, number), accumulator)
+        function_type = ir.FunctionType(ir.FloatType(), [_FLOAT_VECTOR])
+        reduce = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.vector.reduce.fmax.v{LANES}f32")
+        return builder.call(reduce, [builder.load(accumulator)], fastmath=("nnan",))
+
+    return types.float32(values_ptr, count), lower
+
+
+@intrinsic
+def exp_and_sum(_typing: Any, values_ptr: Any, count: Any, max_value: Any) -> Any:
+    """Replace `count` float32 values, a multiple of LANES, by exp(value - most), and return their sum.
+
+    The sum is taken per lane, and then over the lanes, in a fixed order.
+    """
+
+    def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        numbers, size, max_number = values
+        accumulator = cgutils.alloca_once_value(builder, ir.Constant(_FLOAT_VECTOR, [0.0] * LANES))
+        shift = _broadcast(builder, max_number)
+        with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES))) as loop:
+            weight = _lower_exp(builder, builder.fsub(_load_lanes(builder, numbers, loop.index), shift))
+            _store_lanes(builder, weight, numbers, loop.index)
+            builder.store(builder.fadd(builder.load(accumulator), weight), accumulator)
+        function_type = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOAT_VECTOR])
+        reduce = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.vector.reduce.fadd.v{LANES}f32")
+        return builder.call(reduce, [ir.FloatType()(-0.0), builder.load(accumulator)], fastmath=("reassoc",))
+
+    return types.float32(values_ptr, count, max_value), lower
+
+
+@intrinsic
+def gate_values(_typing: Any, gates_ptr: Any, up_ptr: Any, out_ptr: Any, count: Any) -> Any:
+    """Write silu(gate) * up for `count` float32 values, a multiple of LANES."""
+
+    def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        gates, ups, out, size = values
+        one = ir.Constant(_FLOAT_VECTOR, [1.0] * LANES)
+        with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES))) as loop:
+            gate, up = (_load_lanes(builder, element_ptr, loop.index) for element_ptr in (gates, ups))
+            divisor = builder.fadd(one, _lower_exp(builder, builder.fneg(gate)))
+            _store_lanes(builder, builder.fdiv(builder.fmul(up, gate), divisor), out, loop.index)
+        return context.get_dummy_value()
+
+    return types.void(gates_ptr, up_ptr, out_ptr, count), lower
+
+
+def _load_lanes(builder: Any, element_ptr: Any, index: Any) -> Any:
+    target_address = builder.add(element_ptr, builder.mul(index, _INT64(4 * LANES)))
+    return builder.load(_typed_pointer(builder, target_address, _FLOAT_VECTOR), align=4)
+
+
+def _store_lanes(builder: Any, number: Any, element_ptr: Any, index: Any) -> None:
+    target_address = builder.add(element_ptr, builder.mul(index, _INT64(4 * LANES)))
+    builder.store(number, _typed_pointer(builder, target_address, _FLOAT_VECTOR), align=4)
+
+
+def _broadcast(builder: Any, number: Any) -> Any:
+    nothing = ir.Constant(_FLOAT_VECTOR, ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def _lower_exp(builder: Any, x: Any) -> Any:
+    """Like `jit.exp`, for a vector: 2^n times a polynomial of the remainder."""
+
+    def constant(number: Any) -> Any:
+        return ir.Constant(_FLOAT_VECTOR, [float(number)] * LANES)
+
+    function_type = ir.FunctionType(_FLOAT_VECTOR, [_FLOAT_VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fmuladd.v{LANES}f32")
+    floor_kind = ir.FunctionType(_FLOAT_VECTOR, [_FLOAT_VECTOR])
+    floor = cgutils.get_or_insert_function(builder.module, floor_kind, f"llvm.floor.v{LANES}f32")
+    min_input, max_input = constant(EXP_RANGE[0]), constant(EXP_RANGE[1])
+    x = builder.select(builder.fcmp_ordered(">", x, min_input), x, min_input)
+    x = builder.select(builder.fcmp_ordered("<", x, max_input), x, max_input)
+    n = builder.call(floor, [builder.call(fma, [x, constant(LOG2_E), constant(0.5)])])
+    r = builder.call(fma, [n, constant(-LN2_PARTS[0]), x])
+    r = builder.call(fma, [n, constant(-LN2_PARTS[1]), r])
+    p = constant(EXP_TERMS[0])
+    for term in (*EXP_TERMS[1:], 0.5, 1.0, 1.0):
+        p = builder.call(fma, [p, r, constant(term)])
+    exponent = builder.add(builder.fptosi(n, _INT_VECTOR), ir.Constant(_INT_VECTOR, [127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(_INT_VECTOR, [23] * LANES)), _FLOAT_VECTOR)
+    return builder.fmul(p, power)

@@ -1,0 +1,137 @@
+"""Controls how long torch's threads wait by spinning: long on idle cores, briefly if other processes need the cores.
+
+GCC's OpenMP runtime spins for milliseconds at each barrier, which is fastest on idle cores. Beside a busy process each
+barrier waits for a thread that runs only a time slice later, and a decode step has hundreds of barriers.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+# Time between two samples of other processes' CPU use.
+SAMPLE_INTERVAL_S = 0.2
+# Number of cores that other processes use beyond the cores that our threads leave idle. Above MIN_BUSY_CORES spinning
+# is shortened, below MAX_IDLE_CORES it is long again.
+MIN_BUSY_CORES = 0.4
+MAX_IDLE_CORES = 0.2
+# If one of these variables is set, the user has chosen how threads wait.
+WAIT_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+PROC_STAT = Path("/proc/stat")
+
+
+def can_shorten_spins() -> bool:
+    """Whether threads of this process wait by spinning, and this module may shorten the spinning."""
+    return (
+        sys.platform == "linux"
+        and torch.get_num_threads() > 1
+        and not any(name in os.environ for name in WAIT_POLICY_VARIABLES)
+        and hasattr(ctypes.CDLL(None), "GOMP_parallel")
+        and PROC_STAT.exists()
+    )
+
+
+class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
+    """While open, threads at a barrier spin for microseconds and then sleep.
+
+    GCC's runtime does this while it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT). A
+    thread of this object makes the runtime start the missing threads, which only sleep.
+    """
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._has_started = threading.Event()
+        self._thread = threading.Thread(target=self._run_team, name="nanovllm-spins", daemon=True)
+        self._thread.start()
+        self._has_started.wait()
+
+    def __exit__(self, *_: object) -> None:
+        # The runtime ends the team when its thread ends.
+        self._stop.set()
+        self._thread.join()
+
+    def _run_team(self) -> None:
+        library = ctypes.CDLL(None)
+        num_missing = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
+        # The team must run a function: free(NULL) does nothing.
+        no_op = ctypes.cast(library.free, ctypes.c_void_p)
+        library.GOMP_parallel(no_op, None, ctypes.c_uint(max(num_missing, 1) + 1), ctypes.c_uint(0))
+        self._has_started.set()
+        self._stop.wait()
+
+
+class SpinControl:
+    """Shortens spinning while other processes need the cores, from construction until `close`.
+
+    A thread samples the use of the cores every `SAMPLE_INTERVAL_S`, also during steps: a single step that spins beside
+    a busy process takes seconds.
+
+    is_on: False to leave spinning alone; see `can_shorten_spins`.
+    """
+
+    def __init__(self, *, is_on: bool = True) -> None:
+        self._short_spins: ShortSpins | None = None
+        self._stop = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if is_on:
+            self._watcher = threading.Thread(target=self._watch, name="nanovllm-spin-control", daemon=True)
+            self._watcher.start()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether threads currently spin for microseconds only."""
+        return self._short_spins is not None
+
+    def _watch(self) -> None:
+        before = _sample_cpu_use()
+        while not self._stop.wait(SAMPLE_INTERVAL_S):
+            now = _sample_cpu_use()
+            window_s, others_s = (later - earlier for later, earlier in zip(now, before, strict=True))
+            before = now
+            self.adapt(others_s / window_s)
+
+    def adapt(self, num_busy_cores: float) -> None:
+        """Shorten or restore spinning, given the number of cores that other processes use."""
+        num_missing_cores = num_busy_cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
+        if self._short_spins is None and num_missing_cores > MIN_BUSY_CORES:
+            self._short_spins = ShortSpins()
+        elif self._short_spins is not None and num_missing_cores < MAX_IDLE_CORES:
+            self._spin_long()
+
+    def close(self) -> None:
+        """Stop watching, and let threads spin as the runtime chooses."""
+        self._stop.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        self._spin_long()
+
+    def _spin_long(self) -> None:
+        if self._short_spins is not None:
+            self._short_spins.__exit__()
+            self._short_spins = None
+
+
+def _sample_cpu_use() -> tuple[float, float]:
+    """Return the time, and the CPU seconds of other processes on this process's cores."""
+    return time.monotonic(), _busy_seconds() - time.process_time()
+
+
+def _busy_seconds() -> float:
+    """Return the seconds for which this process's cores have been busy.
+
+    Low-priority processes hardly delay others: they count only if this process has low priority itself.
+    """
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    counts_low_priority = os.getpriority(os.PRIO_PROCESS, 0) > 0
+    ticks = 0
+    for line in PROC_STAT.read_text().splitlines():
+        name, *fields = line.split()
+        if name in cores:
+            user, low_priority, system, _idle, _waiting, interrupts, soft_interrupts = map(int, fields[:7])
+            ticks += user + system + interrupts + soft_interrupts + (low_priority if counts_low_priority else 0)
+    return ticks / os.sysconf("SC_CLK_TCK")

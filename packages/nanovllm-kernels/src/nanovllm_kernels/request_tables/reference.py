@@ -1,0 +1,59 @@
+"""The operators on request tables in plain torch: the reference for the kernels' tests, and the CPU path."""
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.request_tables.tables import BatchInputs, TokenTables
+
+
+def build_inputs(
+    rows: Tensor,
+    query_start_loc: Tensor,
+    tables: TokenTables,
+    block_table: Tensor,
+    page_size: int,
+    num_tokens: int,
+    num_pages: int,
+) -> BatchInputs:
+    """See the package's `build_inputs`."""
+    num_computed = tables.num_computed.index_select(0, rows)
+    block_tables = block_table[:, :num_pages].index_select(0, rows)
+    if num_tokens == rows.shape[0]:
+        # Every request has one token.
+        seq_lens = num_computed + 1
+        positions = num_computed.long()
+        token_rows = rows
+        pages = block_tables.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
+    else:
+        query_lens = query_start_loc.diff()
+        seq_lens = num_computed + query_lens
+        requests = torch.arange(rows.shape[0], device=rows.device)
+        token_requests = requests.repeat_interleave(query_lens, output_size=num_tokens)
+        # Adding a token's index in the step to its request's offset gives the token's position.
+        offsets = (num_computed - query_start_loc[:-1]).long()
+        positions = torch.arange(num_tokens, device=rows.device) + offsets.index_select(0, token_requests)
+        token_rows = rows.index_select(0, token_requests)
+        pages = block_tables[token_requests, positions // page_size]
+    input_ids = tables.tokens[token_rows, positions]
+    slot_mapping = pages.long().mul_(page_size).add_(positions % page_size)
+    last_token_indices = query_start_loc[1:].long() - 1
+    return BatchInputs(input_ids, positions, seq_lens, slot_mapping, last_token_indices, block_tables)
+
+
+def commit_tokens(
+    rows: Tensor,
+    query_start_loc: Tensor,
+    sampled: Tensor,
+    is_sampled: Tensor,
+    tables: TokenTables,
+    counts: Tensor | None,
+) -> None:
+    """See the package's `commit_tokens`."""
+    tables.num_computed.index_add_(0, rows, query_start_loc.diff())
+    positions = tables.num_computed.index_select(0, rows)
+    is_used = is_sampled.bool()
+    fits = is_used & (positions < tables.tokens.shape[1])
+    tables.tokens[rows[fits], positions[fits]] = sampled[fits]
+    if counts is not None:
+        increment = torch.ones((), dtype=counts.dtype, device=counts.device)
+        counts.index_put_((rows[is_used], sampled[is_used]), increment, accumulate=True)

@@ -1,0 +1,35 @@
+"""Types of the operators on request tables."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class TokenTables(NamedTuple):
+    """Tables with one row per request, R rows in all.
+
+    tokens: int32 [R, max_len], all known tokens of each request.
+    num_computed: int32 [R], number of tokens that are in the cache.
+    """
+
+    tokens: Tensor
+    num_computed: Tensor
+
+
+class BatchInputs(NamedTuple):
+    """Inputs of a step with T tokens of B requests, request after request.
+
+    input_ids: int32 [T].
+    positions: int64 [T].
+    seq_lens: int32 [B], each request's tokens including this step's, 0 for a request without tokens in this step.
+    slot_mapping: int64 [T], the cache slot of each token, page * page_size + offset.
+    last_token_indices: int64 [B], index of each request's last token in the step, 0 for a request without tokens.
+    block_tables: int32 [B, num_pages], each request's pages in order.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+    last_token_indices: Tensor
+    block_tables: Tensor

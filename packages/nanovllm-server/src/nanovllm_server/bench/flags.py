@@ -1,0 +1,173 @@
+"""The flags of all commands. Imports nothing slow, because --help needs this module."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from nanovllm_server.bench.argument_types import (
+    assignment,
+    integer_from_0,
+    integer_from_1,
+    integer_from_2,
+    length_range,
+    request_rate,
+)
+from nanovllm_server.bench.interference import interference_flags
+from nanovllm_server.bench.workload import LengthRange
+from nanovllm_server.engine_flags import add_engine_flags
+
+API_KEY_VARIABLE = "NANOVLLM_API_KEY"
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+PEERS = ("vllm", "transformers", "llamacpp", "none")
+NANO_BENCH_LENGTHS = LengthRange(100, 1024)
+# Fields of `EngineConfig` that have a flag. The peer gets the shared settings too.
+SHARED_ENGINE_SETTINGS = (
+    *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
+    "state_dtype",
+)
+OWN_ENGINE_SETTINGS = ("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode", "compile", "trace")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of each flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, [None], [], "") else super()._get_help_string(action)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the commands and their flags."""
+    parser = argparse.ArgumentParser(prog="nanovllm-bench", description="Measure the engine, a server or the kernels.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add_command(name: str, summary: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, formatter_class=_HelpFormatter, help=summary, description=summary)
+
+    throughput = add_command("throughput", "tokens per second of many simultaneous requests; by default nano-bench")
+    _add_workload_flags(throughput, NANO_BENCH_LENGTHS, "; above 0, prefix caching is on")
+    _add_offline_flags(throughput, temperature=0.6)
+
+    latency = add_command("latency", "tokens per second of a few requests, after each has its first token")
+    latency.add_argument(
+        "--batch", type=integer_from_1, nargs="+", default=[1, 8], help="simultaneous requests; one case per number"
+    )
+    latency.add_argument("--input-len", type=integer_from_1, default=64, help="tokens of a prompt")
+    latency.add_argument("--output-len", type=integer_from_2, default=128, help="tokens to generate, at least 2")
+    _add_offline_flags(latency, temperature=0.0)
+
+    prefill = add_command("prefill", "prompt tokens per second of requests that generate one token each")
+    prefill.add_argument("--num-requests", type=integer_from_1, default=64, help="simultaneous prompts")
+    prefill.add_argument("--input-len", type=integer_from_1, default=2048, help="tokens of a prompt")
+    _add_offline_flags(prefill, temperature=0.0)
+
+    serve = add_command(
+        "serve", "latencies and tokens per second of any OpenAI-compatible server over streamed chat completions"
+    )
+    _add_server_flags(serve)
+    _add_workload_flags(serve, LengthRange(512, 512), "")
+    serve.add_argument(
+        "--rate",
+        type=request_rate,
+        nargs="+",
+        default=[None],
+        help="requests per second, arriving as a Poisson process; inf: all at once; several are measured in turn",
+    )
+    serve.add_argument(
+        "--concurrency",
+        type=integer_from_1,
+        nargs="+",
+        default=[None],
+        help="maximum number of simultaneous requests; several are measured in turn",
+    )
+    serve.add_argument("--seed", type=int, default=0, help="a new seed makes prompts that no prefix cache has")
+    _add_temperature_flag(serve, 0.6)
+    _add_result_flags(serve, repeat=1)
+
+    grammars = add_command(
+        "grammars", "gaps between tokens of unconstrained streams beside streams that follow schemas"
+    )
+    _add_server_flags(grammars)
+    grammars.add_argument(
+        "--streams", type=integer_from_2, default=64, help="simultaneous streams; half follow a schema"
+    )
+    grammars.add_argument("--output-len", type=integer_from_2, default=256, help="tokens of each answer")
+    grammars.add_argument("--repeat", type=integer_from_1, default=5, help="rounds of all mixes")
+    grammars.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+
+    interference = add_command("interference", interference_flags.SUMMARY)
+    interference_flags.add_flags(interference, DEFAULT_URL, API_KEY_VARIABLE)
+
+    trace = add_command("trace", "times of steps on host and device, and idle times of the device, from a trace file")
+    trace.add_argument("file", type=Path, help="file that --trace wrote")
+    trace.add_argument("--steps", type=length_range, metavar="N[..M]", help="only step N, or steps N to M")
+    trace.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+
+    kernels = add_command("kernels", "bytes and operations per second of the kernels; needs a GPU")
+    kernels.add_argument("--only", default="", metavar="WORD", help="only kernels with WORD in their names")
+    _add_result_flags(kernels, repeat=1)
+    return parser
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"base URL; ${API_KEY_VARIABLE} holds the API key")
+    parser.add_argument("--model", dest="served_model", help="model to request; without it, the first one listed")
+
+
+def _add_workload_flags(parser: argparse.ArgumentParser, lengths: LengthRange, prefix_note: str) -> None:
+    add = parser.add_argument_group("workload").add_argument
+    add("--num-requests", type=integer_from_1, default=256, help="total number of requests")
+    add("--input-len", type=length_range, default=lengths, metavar="N[..M]", help="tokens of a prompt")
+    add("--output-len", type=length_range, default=lengths, metavar="N[..M]", help="tokens to generate per request")
+    add(
+        "--prefix-len",
+        type=integer_from_0,
+        default=0,
+        help=f"additional tokens with which all prompts begin{prefix_note}",
+    )
+
+
+def _add_offline_flags(parser: argparse.ArgumentParser, *, temperature: float) -> None:
+    """Adds the flags of the commands that run an engine, ours or a peer."""
+    _add_temperature_flag(parser, temperature)
+    _add_result_flags(parser, repeat=3)
+    shared_group = parser.add_argument_group("engine, and peer")
+    add = shared_group.add_argument
+    add("model", nargs="?", type=Path, help="checkpoint directory; without it, the default model")
+    add(
+        "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, needs only config.json"
+    )
+    add("--threads", type=integer_from_1, help="threads of torch")
+    add_engine_flags(shared_group.add_argument, SHARED_ENGINE_SETTINGS)
+    add_engine_flags(parser.add_argument_group("engine").add_argument, OWN_ENGINE_SETTINGS)
+    add_peer = parser.add_argument_group("peer").add_argument
+    add_peer("--peer", choices=PEERS, default="none", help="engine to compare to in the same call")
+    add_peer(
+        "--peer-python", type=Path, default=Path(sys.executable), metavar="PATH", help="interpreter that has the peer"
+    )
+    add_peer(
+        "--peer-env",
+        type=assignment,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="variable of the peer's environment; may be repeated",
+    )
+    add_llamacpp = parser.add_argument_group("peer llamacpp").add_argument
+    add_llamacpp(
+        "--peer-weights",
+        choices=("F16", "BF16", "Q8_0", "F32"),
+        default="F16",
+        help="file type of the weights, converted from the GGUF file",
+    )
+    add_llamacpp("--peer-gguf", type=Path, metavar="FILE", help="the model as GGUF; the default model has one")
+
+
+def _add_temperature_flag(parser: argparse.ArgumentParser, default: float) -> None:
+    parser.add_argument("--temperature", type=float, default=default, help="0 selects the likeliest token")
+
+
+def _add_result_flags(parser: argparse.ArgumentParser, *, repeat: int) -> None:
+    add = parser.add_argument_group("results").add_argument
+    add("--repeat", type=integer_from_1, default=repeat, help="runs; figures are their medians")
+    add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    add("--plot", type=Path, metavar="FILE", help="draw the figures to FILE, a PNG")

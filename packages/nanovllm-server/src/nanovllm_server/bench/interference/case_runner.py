@@ -1,0 +1,288 @@
+"""The five cases of `nanovllm-bench interference`, each measured on one server."""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from statistics import median
+
+from nanovllm_server.bench.client import TimedAnswer
+from nanovllm_server.bench.interference.case_client import (
+    CaseClient,
+    DecodeStreams,
+    MeasuredServer,
+)
+from nanovllm_server.bench.interference.case_sizes import CaseSizes
+from nanovllm_server.bench.interference.prompt_texts import Message, conversation, single_message, with_next_turn
+from nanovllm_server.bench.report import percentile
+
+# Tokens in the prompt of a decoding stream.
+STREAM_PROMPT_LEN = 64
+# A turn hits the prefix cache if the server reports at least this share of the history as cached.
+MIN_HIT_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class CaseSettings:
+    """How to measure each case. seed: decides all texts and arrival times. timeout_s: limit of one request."""
+
+    sizes: CaseSizes
+    seed: str
+    temperature: float
+    timeout_s: float
+    repeat: int
+
+
+@dataclass(slots=True)
+class CaseResult:
+    """The figures of one case on one server, over all its repetitions. Names of the fields are those of the JSON.
+
+    figures: values by name. A name ends in its unit, except for counts. NaN if no request was answered.
+    ttfts_ms: every measured time to the first token, by kind of request.
+    misses: number of turns for which the server did not report the history as cached.
+    """
+
+    case: str
+    num_requests: int = 0
+    errors: list[str] = field(default_factory=list[str])
+    figures: dict[str, float] = field(default_factory=dict[str, float])
+    ttfts_ms: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    misses: int = 0
+
+    def add_ttfts(self, kind: str, answers: Iterable[TimedAnswer | None]) -> None:
+        """Records the TTFT of each request that was answered."""
+        self.ttfts_ms.setdefault(kind, []).extend(1000 * answer.ttft_s for answer in answers if answer is not None)
+
+    def summarize_ttfts(self, kind: str) -> None:
+        """Adds the percentiles of the recorded TTFTs of a kind of request to the figures."""
+        self.figures |= _percentile_figures(f"{kind}_ttft", self.ttfts_ms.get(kind, ()))
+
+    def summarize_gaps(self, kind: str, gaps_s: Sequence[float]) -> None:
+        """Adds the percentiles and the number of gaps between pieces to the figures."""
+        self.figures |= _percentile_figures(f"{kind}_gap", [1000 * gap for gap in gaps_s])
+        self.figures[f"{kind}_gaps"] = len(gaps_s)
+
+
+class CaseRunner:
+    """Measures the cases on one server."""
+
+    def __init__(self, server: MeasuredServer, settings: CaseSettings):
+        self._server = server
+        self._settings = settings
+        self._sizes = settings.sizes
+        # Seconds. The case short-beside-long needs these TTFTs too.
+        self._long_alone_ttfts_s: list[float] = []
+        self._measure_by_case = {
+            "long-alone": self._measure_long_alone,
+            "short-beside-long": self._measure_short_beside_long,
+            "decodes-beside-long": self._measure_decodes_beside_long,
+            "turn": self._measure_turn,
+            "turns-beside-decodes": self._measure_turns_beside_decodes,
+        }
+
+    async def measure(self, case: str) -> CaseResult:
+        """Warms the server up for a case and measures the case."""
+        settings = self._settings
+        client = CaseClient(self._server.endpoint, self._server.model, settings.temperature, settings.timeout_s)
+        result = CaseResult(case)
+        await self._measure_by_case[case](client, result)
+        result.num_requests, result.errors = client.num_sent, client.errors
+        return result
+
+    async def _measure_long_alone(self, client: CaseClient, result: CaseResult) -> None:
+        answers = await self._send_long_alone(client, self._settings.repeat)
+        result.figures["long_prompt_tokens"] = _median(answer.prompt_tokens for answer in answers)
+        result.add_ttfts("long", answers)
+        result.summarize_ttfts("long")
+
+    async def _send_long_alone(self, client: CaseClient, repeat: int) -> list[TimedAnswer]:
+        await client.send(self._single_prompt(self._sizes.long_len, "long warm-up"), 1)
+        prompts = [self._single_prompt(self._sizes.long_len, f"long alone {index}") for index in range(repeat)]
+        answers = [answer for prompt in prompts if (answer := await client.send(prompt, 1)) is not None]
+        self._long_alone_ttfts_s = [answer.ttft_s for answer in answers]
+        return answers
+
+    async def _measure_short_beside_long(self, client: CaseClient, result: CaseResult) -> None:
+        sizes = self._sizes
+        if not self._long_alone_ttfts_s:
+            await self._send_long_alone(client, 1)
+        alone_ttft_s = _median(self._long_alone_ttfts_s)
+        await client.send(self._single_prompt(sizes.short_len, "short warm-up"), sizes.output_len)
+        for repetition in range(self._settings.repeat if self._long_alone_ttfts_s else 0):
+            random = Random(f"{self._settings.seed} arrivals {repetition}")
+            long_prompt = self._single_prompt(sizes.long_len, f"long beside {repetition}")
+            short_requests = [
+                client.send(
+                    self._single_prompt(sizes.short_len, f"short {repetition} {index}"),
+                    sizes.output_len,
+                    delay_s=(index + random.random()) / sizes.num_short * alone_ttft_s,
+                )
+                for index in range(sizes.num_short)
+            ]
+            long_answer, *short_answers = await asyncio.gather(client.send(long_prompt, 1), *short_requests)
+            result.add_ttfts("short", short_answers)
+            result.add_ttfts("long", [long_answer])
+        result.summarize_ttfts("short")
+        result.summarize_ttfts("long")
+        result.figures["long_alone_ttft_p50_ms"] = 1000 * alone_ttft_s
+        result.figures["long_ttft_over_alone"] = result.figures["long_ttft_p50_ms"] / (1000 * alone_ttft_s)
+
+    async def _measure_decodes_beside_long(self, client: CaseClient, result: CaseResult) -> None:
+        sizes = self._sizes
+        await self._warm_up_streams(client, sizes.streams)
+        await client.send(self._single_prompt(sizes.prompt_len, "burst warm-up"), 1)
+        baseline_gaps_s: list[float] = []
+        beside_gaps_s: list[float] = []
+        bursts: list[list[TimedAnswer | None]] = []
+        client_busy: list[float] = []
+        for repetition in range(self._settings.repeat):
+            prompts = [
+                self._single_prompt(sizes.prompt_len, f"burst {repetition} {index}")
+                for index in range(sizes.num_prompts)
+            ]
+            stream_prompts = self._stream_prompts(sizes.streams, f"burst stream {repetition}")
+            async with DecodeStreams(client, stream_prompts, sizes.stream_len) as streams:
+                begin = await streams.wait_until_decoding()
+                await asyncio.sleep(sizes.baseline_s)
+                start, start_cpu = time.perf_counter(), time.process_time()
+                bursts.append(await asyncio.gather(*(client.send(prompt, 1) for prompt in prompts)))
+                end = _last_first_token_time(bursts[-1])
+                client_busy.append((time.process_time() - start_cpu) / (time.perf_counter() - start))
+                await streams.wait_for_pieces_after(end)
+                baseline_gaps_s += streams.gaps_within(begin, start)
+                beside_gaps_s += streams.gaps_touching(start, end)
+        result.summarize_gaps("baseline", baseline_gaps_s)
+        result.summarize_gaps("beside", beside_gaps_s)
+        ttfts_by_burst = [sorted(answer.ttft_s for answer in burst if answer is not None) for burst in bursts]
+        for rank in range(sizes.num_prompts):
+            name = "last" if rank == sizes.num_prompts - 1 else str(rank + 1)
+            ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == sizes.num_prompts]
+            result.figures[f"prompt_{name}_ttft_p50_ms"] = _median(ttfts_ms)
+        for burst in bursts:
+            result.add_ttfts("prompt", burst)
+        result.figures["prompt_tokens"] = _median(
+            answer.prompt_tokens for burst in bursts for answer in burst if answer is not None
+        )
+        result.figures["client_busy_percent"] = 100 * max(client_busy)
+
+    async def _measure_turn(self, client: CaseClient, result: CaseResult) -> None:
+        sizes = self._sizes
+        history_answers: list[TimedAnswer] = []
+        turn_answers: list[TimedAnswer | None] = []
+        # The first conversation warms the server up.
+        for index in range(sizes.num_turns + 1):
+            history = self._history_prompt(f"turn {index}")
+            history_answer = await client.send(history, 1)
+            if history_answer is None:
+                continue
+            prompts = [
+                self._next_turn_prompt(history, f"turn {index} {repetition}")
+                for repetition in range(self._settings.repeat)
+            ]
+            answers = [await client.send(prompt, sizes.output_len) for prompt in prompts]
+            if index > 0:
+                history_answers.append(history_answer)
+                turn_answers += answers
+                result.misses += _count_misses(answers, history_answer.prompt_tokens)
+        result.add_ttfts("history", history_answers)
+        result.add_ttfts("turn", turn_answers)
+        result.summarize_ttfts("turn")
+        result.figures["history_ttft_p50_ms"] = _median(result.ttfts_ms["history"])
+        _add_cache_figures(result, turn_answers)
+
+    async def _measure_turns_beside_decodes(self, client: CaseClient, result: CaseResult) -> None:
+        sizes = self._sizes
+        await self._warm_up_streams(client, sizes.turn_streams)
+        histories: list[tuple[list[Message], int]] = []
+        for index in range(sizes.conversations):
+            history = self._history_prompt(f"conversation {index}")
+            history_answer = await client.send(history, 1)
+            if history_answer is not None:
+                histories.append((history, history_answer.prompt_tokens))
+        turn_answers: list[TimedAnswer | None] = []
+        for kind, interval_s in (("at_once", 0.0), ("spaced", sizes.turn_interval_ms / 1000)):
+            gaps_s: list[float] = []
+            for repetition in range(self._settings.repeat):
+                seed = f"{kind} {repetition}"
+                async with DecodeStreams(
+                    client, self._stream_prompts(sizes.turn_streams, f"turn stream {seed}"), sizes.stream_len
+                ) as streams:
+                    await streams.wait_until_decoding()
+                    if repetition == 0 and histories:
+                        await client.send(self._next_turn_prompt(histories[0][0], f"{seed} warm-up"), sizes.output_len)
+                    prompts = [
+                        self._next_turn_prompt(history, f"{seed} {index}")
+                        for index, (history, _) in enumerate(histories)
+                    ]
+                    answers, new_gaps_s = await self._send_turns_beside(client, streams, prompts, interval_s)
+                gaps_s += new_gaps_s
+                turn_answers += answers
+                result.add_ttfts(kind, answers)
+                for answer, (_, history_tokens) in zip(answers, histories, strict=True):
+                    result.misses += _count_misses([answer], history_tokens)
+            result.summarize_ttfts(kind)
+            result.summarize_gaps(kind, gaps_s)
+        _add_cache_figures(result, turn_answers)
+
+    async def _send_turns_beside(
+        self, client: CaseClient, streams: DecodeStreams, prompts: Sequence[list[Message]], interval_s: float
+    ) -> tuple[list[TimedAnswer | None], list[float]]:
+        """Sends turns. Returns the answers, and the gaps of the streams until all turns have a first token."""
+        start = time.perf_counter()
+        answers = await asyncio.gather(
+            *(
+                client.send(prompt, self._sizes.output_len, delay_s=index * interval_s)
+                for index, prompt in enumerate(prompts)
+            )
+        )
+        end = _last_first_token_time(answers)
+        await streams.wait_for_pieces_after(end)
+        return answers, streams.gaps_touching(start, end)
+
+    async def _warm_up_streams(self, client: CaseClient, num_streams: int) -> None:
+        prompts = self._stream_prompts(num_streams, "stream warm-up")
+        await asyncio.gather(*(client.send(prompt, self._sizes.output_len) for prompt in prompts))
+
+    def _single_prompt(self, num_tokens: int, name: str) -> list[Message]:
+        return single_message(self._server.token_costs, num_tokens, f"{self._settings.seed} {name}")
+
+    def _stream_prompts(self, num_streams: int, name: str) -> list[list[Message]]:
+        return [self._single_prompt(STREAM_PROMPT_LEN, f"{name} {index}") for index in range(num_streams)]
+
+    def _history_prompt(self, name: str) -> list[Message]:
+        sizes = self._sizes
+        seed = f"{self._settings.seed} {name}"
+        return conversation(self._server.token_costs, sizes.conversation_len, sizes.message_len, seed)
+
+    def _next_turn_prompt(self, history: Sequence[Message], name: str) -> list[Message]:
+        return with_next_turn(self._server.token_costs, history, self._sizes.turn_len, f"{self._settings.seed} {name}")
+
+
+def _count_misses(turns: Iterable[TimedAnswer | None], history_tokens: int) -> int:
+    return sum(turn is not None and turn.cached_tokens < MIN_HIT_SHARE * history_tokens for turn in turns)
+
+
+def _add_cache_figures(result: CaseResult, turns: Sequence[TimedAnswer | None]) -> None:
+    answered = [turn for turn in turns if turn is not None]
+    result.figures["turn_prompt_tokens"] = _median(turn.prompt_tokens for turn in answered)
+    result.figures["turn_cached_tokens"] = _median(turn.cached_tokens for turn in answered)
+    result.figures["turn_cache_misses"] = result.misses
+
+
+def _last_first_token_time(answers: Iterable[TimedAnswer | None]) -> float:
+    return max((answer.piece_times[0] for answer in answers if answer is not None), default=time.perf_counter())
+
+
+def _percentile_figures(name: str, values_ms: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(values_ms) or [math.nan]
+    return {
+        f"{name}_p50_ms": percentile(ordered, 50),
+        f"{name}_p99_ms": percentile(ordered, 99),
+        f"{name}_max_ms": ordered[-1],
+    }
+
+
+def _median(values: Iterable[float]) -> float:
+    return median([*values] or [math.nan])

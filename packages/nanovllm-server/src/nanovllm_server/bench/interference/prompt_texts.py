@@ -1,0 +1,91 @@
+"""Chat prompts of about the given number of tokens, for a server whose tokenizer the client does not have."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from typing import TypeAlias
+
+from nanovllm_server.bench.workload import SINGLE_TOKEN_WORDS
+from nanovllm_server.protocol.json import JSON
+
+Message: TypeAlias = dict[str, JSON]
+
+# Words of the prompts that measure token costs. Their average length is that of all words; they fit into any context.
+SAMPLE_WORDS = SINGLE_TOKEN_WORDS[::4]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCosts:
+    """Tokens that a server counts for the parts of a chat prompt.
+
+    per_word: tokens of one word.
+    per_message: tokens that the chat template adds to each message.
+    per_request: tokens that the chat template adds once per request.
+    """
+
+    per_word: float
+    per_message: float
+    per_request: float
+
+    def num_words(self, num_tokens: int, num_messages: int) -> int:
+        """The number of words that fill a request; at least one per message."""
+        num_words = (num_tokens - self.per_request - num_messages * self.per_message) / self.per_word
+        return max(num_messages, round(num_words))
+
+
+async def measure_token_costs(count_tokens: Callable[[list[Message]], Awaitable[int]]) -> TokenCosts:
+    """Computes the token costs from the server's counts of three prompts.
+
+    count_tokens: sends messages to the server and returns `usage.prompt_tokens`.
+    """
+    short_text, long_text = " ".join(SAMPLE_WORDS), " ".join(SAMPLE_WORDS * 2)
+    short_tokens = await count_tokens([_message("user", short_text)])
+    long_tokens = await count_tokens([_message("user", long_text)])
+    three_messages_tokens = await count_tokens([_message(role, short_text) for role in ("user", "assistant", "user")])
+    # If the server reports no usable counts, assume one token per word.
+    per_word = (long_tokens - short_tokens) / len(SAMPLE_WORDS) or 1.0
+    per_message = (three_messages_tokens - short_tokens) / 2 - len(SAMPLE_WORDS) * per_word
+    per_request = short_tokens - per_message - len(SAMPLE_WORDS) * per_word
+    return TokenCosts(per_word, per_message, per_request)
+
+
+def single_message(costs: TokenCosts, num_tokens: int, seed: str) -> list[Message]:
+    """A prompt of one user message."""
+    return [_message("user", _random_words(Random(seed), costs.num_words(num_tokens, 1)))]
+
+
+def conversation(costs: TokenCosts, num_tokens: int, message_len: int, seed: str) -> list[Message]:
+    """A prompt of many messages that alternate between user and assistant; the first and the last are the user's.
+
+    message_len: tokens of each message.
+    """
+    random = Random(seed)
+    num_messages = max(1, num_tokens // message_len) | 1
+    num_words = costs.num_words(num_tokens, num_messages)
+    boundaries = [num_words * index // num_messages for index in range(num_messages + 1)]
+    roles = ("user", "assistant")
+    return [
+        _message(roles[index % 2], _random_words(random, end - begin))
+        for index, (begin, end) in enumerate(pairwise(boundaries))
+    ]
+
+
+def with_next_turn(costs: TokenCosts, history: Sequence[Message], num_tokens: int, seed: str) -> list[Message]:
+    """The history, then a message of the assistant and one of the user, together `num_tokens` tokens."""
+    random = Random(seed)
+    num_words = max(2, round((num_tokens - 2 * costs.per_message) / costs.per_word))
+    answer_words = max(1, num_words // 4)
+    return [
+        *history,
+        _message("assistant", _random_words(random, answer_words)),
+        _message("user", _random_words(random, num_words - answer_words)),
+    ]
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _random_words(random: Random, num_words: int) -> str:
+    return " ".join(random.choices(SINGLE_TOKEN_WORDS, k=num_words))

@@ -1,0 +1,1 @@
+"""The commands `throughput`, `latency` and `prefill`: our engine in this process, a peer in its own."""

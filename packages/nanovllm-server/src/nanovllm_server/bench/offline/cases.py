@@ -1,0 +1,82 @@
+"""The cases of `throughput`, `latency` and `prefill`: requests, and the rate that is computed from a run's times."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from nanovllm_server.bench.offline.engine_runs import RunTiming
+from nanovllm_server.bench.workload import LengthRange, TokenRequest, WorkloadShape, random_prompts, random_requests
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests that are submitted at once. compute_rate: the case's figure from a run's times."""
+
+    name: str
+    requests: list[TokenRequest]
+    compute_rate: Callable[[RunTiming], float]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return sum(len(request.prompt) for request in self.requests)
+
+    def median_rate(self, timings: Sequence[RunTiming]) -> float:
+        """The median rate of several runs."""
+        return median(map(self.compute_rate, timings))
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineBenchmark:
+    """The cases of one command.
+
+    rate_unit: unit of the rates.
+    times_first_tokens: the rates depend on the time of the first tokens.
+    """
+
+    command: Literal["throughput", "latency", "prefill"]
+    title: str
+    rate_unit: str
+    times_first_tokens: bool
+    cases: list[Case]
+
+
+def throughput_benchmark(shape: WorkloadShape, vocab_size: int) -> OfflineBenchmark:
+    """Many requests at once. The rate is the number of output tokens divided by the time of the whole run."""
+
+    def output_rate(timing: RunTiming) -> float:
+        return timing.num_tokens / timing.last_token_s
+
+    case = Case(str(shape), random_requests(shape, vocab_size), output_rate)
+    return OfflineBenchmark("throughput", "throughput", "output tok/s", times_first_tokens=False, cases=[case])
+
+
+def latency_benchmark(batches: Sequence[int], input_len: int, output_len: int, vocab_size: int) -> OfflineBenchmark:
+    """A few requests at once. The rate is the number of tokens after each request's first one, divided by the time
+    from the moment at which all requests have their first token. output_len: at least 2.
+    """
+    prompts = random_prompts(max(batches), input_len, vocab_size)
+
+    def make_case(batch: int) -> Case:
+        def decode_rate(timing: RunTiming) -> float:
+            if timing.first_tokens_s is None:
+                raise ValueError("the time of the first tokens was not measured")
+            return (timing.num_tokens - batch) / (timing.last_token_s - timing.first_tokens_s)
+
+        return Case(f"batch {batch}", [TokenRequest(prompt, output_len) for prompt in prompts[:batch]], decode_rate)
+
+    title = f"latency: decode, {input_len} tokens in, {output_len} out"
+    cases = [make_case(batch) for batch in batches]
+    return OfflineBenchmark("latency", title, "decode tok/s", times_first_tokens=True, cases=cases)
+
+
+def prefill_benchmark(num_requests: int, input_len: int, vocab_size: int) -> OfflineBenchmark:
+    """Requests for one token each. The rate is the number of prompt tokens divided by the time of the whole run."""
+    shape = WorkloadShape(num_requests, LengthRange(input_len, input_len), LengthRange(1, 1))
+
+    def prompt_rate(timing: RunTiming) -> float:
+        return num_requests * input_len / timing.last_token_s
+
+    case = Case(f"{num_requests} x {input_len}", random_requests(shape, vocab_size), prompt_rate)
+    return OfflineBenchmark("prefill", "prefill", "prompt tok/s", times_first_tokens=False, cases=[case])

@@ -1,0 +1,107 @@
+"""Runs requests on our engine in this process, and measures their times."""
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from nanovllm_core import AsyncEngine, EngineConfig, ModelSpec, Request, SamplingParams
+from nanovllm_server.bench.workload import TokenRequest
+
+# Enough tokens to compile every kernel for prefill and decode.
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RunTiming:
+    """Times of one run, in seconds since the requests were submitted.
+
+    num_tokens: output tokens of all requests.
+    last_token_s: time of the last token.
+    first_tokens_s: time at which every request had its first token; None if not measured.
+    """
+
+    num_tokens: int
+    last_token_s: float
+    first_tokens_s: float | None
+
+
+async def time_engine(
+    spec: ModelSpec,
+    config: EngineConfig,
+    cases: Sequence[Sequence[TokenRequest]],
+    temperature: float,
+    repeat: int,
+    *,
+    times_first_tokens: bool,
+) -> list[list[RunTiming]]:
+    """Starts an engine and runs the requests of each case `repeat` times after a warm-up. Returns the timings by case.
+
+    times_first_tokens: measure the time of first tokens with an extra run for one token per request. Our engine could
+    measure it directly, but peers that return only complete answers can't.
+
+    Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
+    """
+    engine = await AsyncEngine.start(spec, config)
+    # Like the server: a garbage collection over all objects of torch and the model stops every request for 0.2 s.
+    gc.collect()
+    gc.freeze()
+    try:
+        timings_by_case: list[list[RunTiming]] = []
+        for index, requests in enumerate(cases):
+            name = f"nanovllm, case {index + 1}/{len(cases)}"
+            await _run(engine, _shortened(requests, WARM_UP_TOKENS), temperature, f"{name}, warm-up")
+            timings: list[RunTiming] = []
+            for repetition in range(repeat):
+                label = f"{name}, run {repetition + 1}/{repeat}"
+                first_tokens_s = None
+                if times_first_tokens:
+                    _, first_tokens_s = await _run(
+                        engine, _shortened(requests, 1), temperature, f"{label}, first tokens"
+                    )
+                timings.append(RunTiming(*await _run(engine, requests, temperature, label), first_tokens_s))
+            timings_by_case.append(timings)
+        return timings_by_case
+    finally:
+        await engine.stop()
+
+
+def _shortened(requests: Sequence[TokenRequest], max_tokens: int) -> list[TokenRequest]:
+    return [TokenRequest(request.prompt, min(request.max_tokens, max_tokens)) for request in requests]
+
+
+async def _run(
+    engine: AsyncEngine, token_requests: Sequence[TokenRequest], temperature: float, label: str
+) -> tuple[int, float]:
+    """Submits all requests at once and waits for the last token. Returns the number of tokens and the seconds."""
+    requests = [
+        Request(
+            id=str(index),
+            token_ids=request.prompt,
+            sampling=SamplingParams(max_tokens=request.max_tokens, temperature=temperature, ignore_eos=True),
+            # A run can find its own shared prefix in the prefix cache, but nothing of earlier runs.
+            cache_salt=label,
+        )
+        for index, request in enumerate(token_requests)
+    ]
+    for request in requests:
+        engine.check(request)
+    total = sum(request.max_tokens for request in token_requests)
+    with tqdm(total=total, desc=label, unit="tok", disable=not sys.stderr.isatty()) as bar:
+        start = time.perf_counter()
+
+        async def count_tokens(request: Request) -> int:
+            num_tokens = 0
+            async with aclosing(engine.generate(request)) as outputs:
+                async for output in outputs:
+                    num_tokens += len(output.new_token_ids)
+                    bar.update(len(output.new_token_ids))
+            return num_tokens
+
+        counts = await asyncio.gather(*map(count_tokens, requests))
+        return sum(counts), time.perf_counter() - start

@@ -1,0 +1,165 @@
+"""Measures llama.cpp on the CPU, through llama-cpp-python. Each request is a sequence of one context.
+
+One call of `llama_decode` computes the prompts of up to `max_num_seqs` requests. Each further call computes one token
+of every sequence. No token ends a sequence early.
+"""
+
+import ctypes
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+try:
+    import llama_cpp  # pyright: ignore[reportMissingImports] (not installed here)
+    import numpy as np
+except ModuleNotFoundError as error:
+    if error.name not in ("llama_cpp", "numpy"):
+        raise
+    sys.exit(
+        f"{error.name} is not installed for {sys.executable}: install llama-cpp-python==0.3.36 into an environment "
+        "of its own, and name its interpreter with --peer-python"
+    )
+
+FILE_TYPES = {
+    "F32": llama_cpp.LLAMA_FTYPE_ALL_F32,
+    "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
+    "BF16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
+    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+}
+# llama.cpp rounds the cache of each sequence up to a multiple of this number of tokens.
+CACHE_GRANULARITY = 256
+
+Requests = Sequence[dict[str, Any]]
+# Arguments: a context, and the rows of its last batch that have logits. Returns the next token of each row.
+ChooseTokens = Callable[[Any, list[int]], list[int]]
+
+
+def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the version, then the result of each run."""
+    llama_cpp.llama_backend_init()
+    gguf = job["gguf"]
+    file = _convert(Path(gguf["source"]), gguf["file_type"], Path(gguf["cache_directory"]), job["threads"])
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(file), llama_cpp.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp can't load {file}")
+    choose_tokens = _make_token_chooser(model, job["temperature"])
+    yield {"version": f"{llama_cpp.__version__} {gguf['file_type']}"}
+    for requests in job["cases"]:
+        batch_size = min(job["max_num_seqs"] or len(requests), llama_cpp.llama_max_parallel_sequences())
+        batches = [requests[start : start + batch_size] for start in range(0, len(requests), batch_size)]
+        context = _create_context(model, batches, job["threads"])
+        for batch in batches:
+            _generate(context, batch, choose_tokens, job["warm_up_tokens"])
+        for _ in range(job["repeat"]):
+            start = time.perf_counter()
+            times = [_generate(context, batch, choose_tokens, None) for batch in batches]
+            last_token_s = times[-1][1] - start
+            # The time of the prompts of all batches, like a separate run for one token per request.
+            first_tokens_s = last_token_s - sum(last - first for first, last in times)
+            num_tokens = sum(request["max_tokens"] for request in requests)
+            yield {"num_tokens": num_tokens, "first_tokens_s": first_tokens_s, "last_token_s": last_token_s}
+        llama_cpp.llama_free(context)
+
+
+def _convert(source: Path, file_type: str, directory: Path, threads: int) -> Path:
+    """Converts the weights of `source` to `file_type`. Returns the file, which is cached in `directory`."""
+    with source.open("rb") as source_file:
+        digest = hashlib.file_digest(source_file, "sha256").hexdigest()[:16]
+    file = directory / f"{source.stem}-{digest}-{file_type}.gguf"
+    if file.exists():
+        return file
+    directory.mkdir(parents=True, exist_ok=True)
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = FILE_TYPES[file_type]
+    options.nthread = threads
+    options.allow_requantize = True
+    partial_file = file.with_suffix(f".{os.getpid()}")
+    status = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(partial_file), ctypes.byref(options))
+    if status != 0:
+        partial_file.unlink(missing_ok=True)
+        raise RuntimeError(f"llama.cpp can't make {file_type} of {source} (status {status})")
+    return partial_file.replace(file)
+
+
+def _create_context(model: Any, batches: Sequence[Requests], threads: int) -> Any:
+    """Creates a context that is large enough for each batch."""
+    longest = max(len(request["prompt"]) + request["max_tokens"] for batch in batches for request in batch)
+    num_sequences = max(map(len, batches))
+    options = llama_cpp.llama_context_default_params()
+    options.n_seq_max = options.n_outputs_max = num_sequences
+    options.n_ctx = num_sequences * -(-longest // CACHE_GRANULARITY) * CACHE_GRANULARITY
+    options.n_batch = max(sum(len(request["prompt"]) for request in batch) for batch in batches)
+    options.n_threads = options.n_threads_batch = threads
+    context = llama_cpp.llama_init_from_model(model, options)
+    if not context:
+        raise RuntimeError(
+            f"llama.cpp can't make a context for {num_sequences} sequences of {longest} tokens: lower --max-num-seqs"
+        )
+    return context
+
+
+def _make_token_chooser(model: Any, temperature: float) -> ChooseTokens:
+    vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+
+    def choose_likeliest(context: Any, rows: list[int]) -> list[int]:
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), shape=(len(rows) * vocab_size,))
+        return logits.reshape(len(rows), vocab_size).argmax(axis=1).tolist()
+
+    if temperature == 0:
+        # Faster than llama.cpp's greedy sampler, which creates a struct for each token of the vocabulary.
+        return choose_likeliest
+    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(temperature))
+    llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(0))
+    return lambda context, rows: [llama_cpp.llama_sampler_sample(chain, context, row) for row in rows]
+
+
+def _generate(
+    context: Any, requests: Requests, choose_tokens: ChooseTokens, max_tokens: int | None
+) -> tuple[float, float]:
+    """Returns the times of the first tokens and of the last token. max_tokens: further limit of a request, or None."""
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+    batch = llama_cpp.llama_batch_init(sum(len(request["prompt"]) for request in requests), 0, 1)
+    limits = [min(request["max_tokens"], max_tokens or request["max_tokens"]) for request in requests]
+    try:
+        has_logits = []
+        for sequence, request in enumerate(requests):
+            for position, token in enumerate(request["prompt"]):
+                is_last = position == len(request["prompt"]) - 1
+                _set_row(batch, len(has_logits), token, position, sequence, is_last)
+                has_logits.append(is_last)
+        logit_rows = [row for row, has_row_logits in enumerate(has_logits) if has_row_logits]
+        tokens = _decode(context, batch, logit_rows, len(has_logits), choose_tokens)
+        first_tokens_time = time.perf_counter()
+        for num_generated in range(1, max(limits)):
+            running = [sequence for sequence, limit in enumerate(limits) if limit > num_generated]
+            for row, sequence in enumerate(running):
+                position = len(requests[sequence]["prompt"]) + num_generated - 1
+                _set_row(batch, row, tokens[sequence], position, sequence, True)
+            next_tokens = _decode(context, batch, list(range(len(running))), len(running), choose_tokens)
+            for sequence, token in zip(running, next_tokens, strict=True):
+                tokens[sequence] = token
+        return first_tokens_time, time.perf_counter()
+    finally:
+        llama_cpp.llama_batch_free(batch)
+
+
+def _set_row(batch: Any, row: int, token: int, position: int, sequence: int, has_logits: bool) -> None:
+    batch.token[row] = token
+    batch.pos[row] = position
+    batch.n_seq_id[row] = 1
+    batch.seq_id[row][0] = sequence
+    batch.logits[row] = has_logits
+
+
+def _decode(context: Any, batch: Any, logit_rows: list[int], num_rows: int, choose_tokens: ChooseTokens) -> list[int]:
+    """Computes the first `num_rows` rows of a batch. Returns the next token of each of the `logit_rows`."""
+    batch.n_tokens = num_rows
+    status = llama_cpp.llama_decode(context, batch)
+    if status != 0:
+        raise RuntimeError(f"llama_decode failed (status {status})")
+    return choose_tokens(context, logit_rows)

@@ -1,0 +1,55 @@
+"""Limits the number of sequences in the server, over all workers."""
+
+import asyncio
+from collections.abc import Callable
+
+from nanovllm_server.observability.shared_counters import SharedCounters
+from nanovllm_server.protocol.error import ApiError, unavailable
+
+
+class AdmissionControl:
+    """Counts the sequences in the server, over all workers, and refuses more than `capacity`.
+
+    shutdown_reason: why all requests are refused; None while requests are admitted.
+    idle: event, set while this worker has no sequences.
+    """
+
+    def __init__(self, capacity: int, counters: SharedCounters):
+        self.capacity = capacity
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.shutdown_reason: str | None = None
+        self._num_active = counters.claim(1)
+        # If this worker replaces a dead one, the sequences of the dead one are gone.
+        self._num_active.clear()
+
+    @property
+    def num_active(self) -> int:
+        """Number of sequences in the server."""
+        return int(self._num_active.total(0))
+
+    def admit(self, num_sequences: int) -> Callable[[], None]:
+        """Counts the sequences of a request. Returns a function that removes them again. Raises ApiError (429, 503)."""
+        if self.shutdown_reason is not None:
+            raise unavailable(self.shutdown_reason, "draining")
+        # Add first, then compare: two workers that do so at once may both refuse, but never admit too many.
+        self._num_active.add(0, num_sequences)
+        num_active = self.num_active
+        if num_active > self.capacity:
+            self._num_active.add(0, -num_sequences)
+            raise ApiError(
+                429,
+                f"the queue is full: {num_active - num_sequences} sequences of at most {self.capacity} are in the "
+                "server; try again in a moment",
+                error_type="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self.idle.clear()
+
+        def release() -> None:
+            self._num_active.add(0, -num_sequences)
+            if not self._num_active.own_value(0):
+                self.idle.set()
+
+        return release

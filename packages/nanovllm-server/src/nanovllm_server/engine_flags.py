@@ -1,0 +1,61 @@
+"""Command-line flags that are made of the fields of `EngineConfig`: names, types, defaults and descriptions."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from nanovllm_core.config import EngineConfig
+from nanovllm_server.flag_types import integer_from
+
+# The choice that leaves a setting to the engine.
+_AUTO = "auto"
+_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+
+
+def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> None:
+    """Add a flag for each of `names`, which are fields of `EngineConfig`. add_flag: a parser's `add_argument`.
+
+    A boolean field gets a flag that turns the setting off. Without a flag, the field keeps its default.
+    """
+    hints = get_type_hints(EngineConfig, include_extras=True)
+    for name in names:
+        field_type, description = get_args(hints[name])
+        flag = name.replace("_", "-")
+        value_type, is_optional = _split_optional(field_type)
+        options: dict[str, Any] = {"default": argparse.SUPPRESS if is_optional else _DEFAULTS[name]}
+        if value_type is bool:
+            flag = f"no-{flag}"
+            description = f"turn off: {description}"
+            options = {"default": argparse.SUPPRESS, "dest": name, "action": "store_const", "const": False}
+        elif get_origin(value_type) is Literal:
+            choices = get_args(value_type)
+            if is_optional and isinstance(choices[0], str):
+                choices = (_AUTO, *choices)
+                options["default"] = _AUTO
+            options |= {"type": type(choices[0]), "choices": choices}
+        elif value_type is Path:
+            options |= {"type": Path, "metavar": "FILE"}
+        else:
+            # An optional integer is a size.
+            options["type"] = integer_from(1) if value_type is int and is_optional else value_type
+        add_flag(f"--{flag}", help=description.replace("%", "%%"), **options)
+
+
+def engine_config(options: argparse.Namespace, **settings: Any) -> EngineConfig:
+    """The configuration from the flags of `add_engine_flags`. settings: fields that have no flag."""
+    for name, value in vars(options).items():
+        if name in _DEFAULTS:
+            is_auto = value == _AUTO and _DEFAULTS[name] is None
+            settings.setdefault(name, None if is_auto else value)
+    return EngineConfig(**settings)
+
+
+def _split_optional(field_type: Any) -> tuple[Any, bool]:
+    """The type of a field without None, and whether the field may be None."""
+    if get_origin(field_type) not in (Union, UnionType):
+        return field_type, False
+    (value_type,) = set(get_args(field_type)) - {NoneType}
+    return value_type, True

@@ -1,0 +1,25 @@
+"""Parsers of command-line values. Each raises what argparse reports to the user."""
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def integer_from(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A parser of integers from `low` to `high`; None for no upper bound."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"must be at least {low}" + (f" and at most {high}" if high else ""))
+        return value
+
+    return integer
+
+
+def seconds(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError("must be a finite number above 0")
+    return value

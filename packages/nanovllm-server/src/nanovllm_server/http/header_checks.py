@@ -1,0 +1,55 @@
+"""Checks of a request's headers, before its body is read: API key and content type."""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from nanovllm_server.protocol.error import ApiError
+
+
+def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
+    """Checks the key of a request.
+
+    api_keys: accepted keys; empty: every request is accepted.
+    authorization: the header of that name; None if the request has none.
+    Raises ApiError (401).
+    """
+    if not api_keys:
+        return
+    scheme, _, key = (authorization or "").partition(" ")
+    # The time of the check reveals nothing: digests have equal lengths, and each accepted key is compared.
+    digest = _digest(key.strip())
+    matches = [hmac.compare_digest(digest, _digest(api_key)) for api_key in api_keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        # Clients recognise a wrong key by OpenAI's words.
+        message = "Incorrect API key provided" if authorization else "an API key is needed"
+        raise ApiError(
+            401,
+            f"{message}: send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def check_content_type(content_type: str | None, content_encoding: str | None) -> None:
+    """Refuses a body that is not uncompressed JSON in UTF-8. Raises ApiError (415)."""
+    media_type, _, parameters = (content_type or "").partition(";")
+    media_type = media_type.strip().lower()
+    if media_type != "application/json" and not (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    ):
+        received = f'"{content_type[:80]}"' if content_type else "missing"
+        raise _unsupported_media_type(f"Content-Type must be application/json, but is {received}")
+    charset = parameters.strip().lower()
+    if charset.startswith("charset=") and charset.removeprefix("charset=").strip("\"' ") not in ("utf-8", "utf8"):
+        raise _unsupported_media_type(f"the body must be UTF-8, but Content-Type says {charset[:40]}")
+    if content_encoding not in (None, "", "identity"):
+        raise _unsupported_media_type(f"Content-Encoding is not supported, but is {content_encoding[:40]}")
+
+
+def _unsupported_media_type(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")

@@ -1,0 +1,91 @@
+"""Counters that the workers of one server share: each worker writes its own row, and all workers read all rows.
+
+The counters are in shared memory, without locks: each number has one writer, and readers compute the sums. The counts
+of a dead worker remain.
+"""
+
+import multiprocessing
+from collections.abc import Hashable, Iterator, Sequence
+from ctypes import Array, c_double
+from typing import Generic, TypeVar
+
+# Maximum number of counters of one worker. A row takes 32 KiB.
+MAX_COUNTERS = 4096
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def allocate_counters(num_workers: int) -> "Array[c_double]":
+    """Allocates counters for `num_workers` workers, all zero. The parent passes the memory to each worker's process."""
+    return multiprocessing.get_context("spawn").RawArray(c_double, num_workers * MAX_COUNTERS)
+
+
+class CounterGroup:
+    """Consecutive counters that one object has claimed. For one thread only.
+
+    own_row: counters of this worker.
+    rows: the same counters of each worker, own row included.
+    """
+
+    def __init__(self, own_row: "memoryview[float]", rows: "Sequence[memoryview[float]]"):
+        self._own_row = own_row
+        self._rows = rows
+
+    def add(self, index: int, value: float) -> None:
+        """Adds `value` to this worker's counter `index`."""
+        self._own_row[index] += value
+
+    def clear(self) -> None:
+        """Sets this worker's counters to zero."""
+        for index in range(len(self._own_row)):
+            self._own_row[index] = 0.0
+
+    def own_value(self, index: int) -> float:
+        """The value of this worker's counter `index`."""
+        return self._own_row[index]
+
+    def total(self, index: int) -> float:
+        """The sum of counter `index` over all workers."""
+        return sum(row[index] for row in self._rows)
+
+
+class SharedCounters:
+    """All counters, as one worker sees them. All workers must claim the same groups in the same order.
+
+    worker: index of this worker, which is its row.
+    """
+
+    def __init__(self, memory: "Array[c_double]", worker: int = 0):
+        cells = memoryview(memory).cast("B").cast("d")
+        self._rows = [cells[start : start + MAX_COUNTERS] for start in range(0, len(cells), MAX_COUNTERS)]
+        self._worker = worker
+        self._num_claimed = 0
+
+    def claim(self, num_counters: int) -> CounterGroup:
+        """Reserves the next `num_counters` counters. Raises ValueError if too few are left."""
+        begin, end = self._num_claimed, self._num_claimed + num_counters
+        if end > MAX_COUNTERS:
+            raise ValueError(f"a worker has {MAX_COUNTERS} counters, too few for {end}")
+        self._num_claimed = end
+        rows = [row[begin:end] for row in self._rows]
+        return CounterGroup(rows[self._worker], rows)
+
+
+class KeyedCounters(Generic[Key]):
+    """One counter for each of a fixed set of keys, summed over all workers."""
+
+    def __init__(self, counters: SharedCounters, keys: Sequence[Key]):
+        self._index_by_key = {key: index for index, key in enumerate(keys)}
+        self._group = counters.claim(len(keys))
+
+    def count(self, key: Key) -> None:
+        """Adds 1 to the counter of `key`."""
+        self._group.add(self._index_by_key[key], 1)
+
+    def __getitem__(self, key: Key) -> int:
+        return int(self._group.total(self._index_by_key[key]))
+
+    def items(self) -> Iterator[tuple[Key, int]]:
+        """Yields each key and its count over all workers."""
+        for key, index in self._index_by_key.items():
+            yield key, int(self._group.total(index))

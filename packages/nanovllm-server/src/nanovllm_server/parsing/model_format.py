@@ -1,0 +1,60 @@
+"""The format of one model's answers: makes their parsers, and finds the special tokens that parsers read."""
+
+from dataclasses import fields
+from typing import Literal
+
+from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat, ToolCallFormat
+from nanovllm_server.parsing.call_parser import Tools
+from nanovllm_server.parsing.detokenizing import TextVocabulary
+from nanovllm_server.parsing.parser import Parser
+
+# State of the reasoning where the prompt ends. open: the answer begins within reasoning. closed: the answer has no
+# reasoning. undecided: the answer may begin with reasoning.
+ReasoningState = Literal["open", "closed", "undecided"]
+
+
+class ModelFormat:
+    """The chat format of one model, in terms of its vocabulary."""
+
+    def __init__(self, chat_format: ChatFormat, vocabulary: TextVocabulary):
+        self.chat_format = chat_format
+        self._vocabulary = vocabulary
+        self._reasoning_tag_ids = _find_tag_ids(chat_format.reasoning, vocabulary)
+        self._all_tag_ids = self._reasoning_tag_ids | _find_tag_ids(chat_format.tool_calls, vocabulary)
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Whether the format of the model's tool calls is known."""
+        return self.chat_format.tool_calls is not None
+
+    @property
+    def reasoning_end_id(self) -> int | None:
+        """Id of the token that ends reasoning; None without reasoning, or if the end tag is not a single token."""
+        return None if self.chat_format.reasoning is None else self._vocabulary.find_id(self.chat_format.reasoning.end)
+
+    def tag_ids(self, tools: Tools | None) -> frozenset[int]:
+        """Ids of the special tokens that the parser needs in an answer's text."""
+        return self._reasoning_tag_ids if tools is None else self._all_tag_ids
+
+    def reasoning_state(self, prompt: str) -> ReasoningState:
+        """The state of the reasoning at the end of `prompt`."""
+        reasoning = self.chat_format.reasoning
+        if reasoning is None or prompt.rstrip().endswith(reasoning.end):
+            return "closed"
+        return "open" if prompt.rstrip().endswith(reasoning.begin) else "undecided"
+
+    def make_parser(self, prompt: str, tools: Tools | None, *, calls_only_at_start: bool = False) -> Parser:
+        """Makes the parser of one answer to `prompt`. tools, calls_only_at_start: see `Parser`."""
+        return Parser(
+            self.chat_format,
+            reasoning_begun=self.reasoning_state(prompt) == "open",
+            tools=tools,
+            calls_only_at_start=calls_only_at_start,
+        )
+
+
+def _find_tag_ids(tag_format: ReasoningFormat | ToolCallFormat | None, vocabulary: TextVocabulary) -> frozenset[int]:
+    if tag_format is None:
+        return frozenset()
+    values = [getattr(tag_format, field.name) for field in fields(tag_format)]
+    return vocabulary.find_special_ids(value for value in values if isinstance(value, str))

@@ -1,0 +1,188 @@
+"""Derives the JSON schema (2020-12) of requests from the code that reads them, so that schema and code can't differ.
+
+The code reads example requests through a field reader that records which values each field accepts.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, cast
+
+from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.protocol.field_reader import ANYTHING, FieldReader
+from nanovllm_server.protocol.json import JSON
+
+Schema: TypeAlias = dict[str, JSON]
+ReadObject: TypeAlias = Callable[[FieldReader], object]
+# Names and indices that lead from a request to a nested value.
+Keys: TypeAlias = tuple[str | int, ...]
+
+
+def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Schema:
+    """The schema of the objects that `read` accepts. Raises ApiError if `read` refuses an example.
+
+    The schema describes a nested object or array only if an example contains one.
+    A field is required if `read` refuses the examples without it.
+    """
+    root = _ObjectNode()
+    for example in examples:
+        read(_RecordingReader(example, root))
+    for example in examples:
+        for node, keys in _iterate_objects(root, example, ()):
+            fields = cast(dict[str, JSON], _get_nested(example, keys))
+            node.update_required({name for name in fields if _is_required(read, example, (*keys, name))})
+    return root.schema()
+
+
+@dataclass(slots=True)
+class _ObjectNode:
+    """What is recorded about one object.
+
+    alternatives: the alternative schemas of each field.
+    children: the nested object, or the array's objects, of each field.
+    required: fields that all examples need; None before the first example.
+    """
+
+    alternatives: dict[str, list[Schema]] = field(default_factory=dict[str, list[Schema]])
+    children: dict[str, "_ObjectNode"] = field(default_factory=dict[str, "_ObjectNode"])
+    required: frozenset[str] | None = None
+
+    def record(self, name: str, accepts: Schema) -> None:
+        alternatives = self.alternatives.setdefault(name, [])
+        if accepts and accepts not in alternatives:
+            alternatives.append(accepts)
+
+    def child(self, name: str) -> "_ObjectNode":
+        return self.children.setdefault(name, _ObjectNode())
+
+    def update_required(self, names: set[str]) -> None:
+        self.required = frozenset(names if self.required is None else self.required & names)
+
+    def schema(self) -> Schema:
+        required = self.required or frozenset()
+        # A field that accepts only null is unsupported.
+        only_null: tuple[list[Schema], ...] = ([{"enum": [None]}], [{"type": "null"}])
+        names = [name for name, alternatives in self.alternatives.items() if alternatives not in only_null]
+        properties: dict[str, JSON] = {}
+        for name in names:
+            recorded = copy.deepcopy(self.alternatives[name])
+            alternatives = [self._with_child(name, accepts) for accepts in recorded] or [{}]
+            accepts: Schema = alternatives[0] if len(alternatives) == 1 else {"anyOf": [*alternatives]}
+            properties[name] = accepts if name in required else _with_null(accepts)
+        schema: Schema = {"type": "object", "properties": properties}
+        if required:
+            schema["required"] = [name for name in names if name in required]
+        return schema
+
+    def _with_child(self, name: str, accepts: Schema) -> Schema:
+        """Completes `accepts` with the recorded schema of the objects in the field."""
+        types = accepts.get("type")
+        if name not in self.children:
+            return accepts
+        child = self.children[name].schema()
+        if types == "array" or (isinstance(types, list) and "array" in types):
+            return {**accepts, "items": child}
+        return {**child, **accepts} if types == "object" else accepts
+
+
+class _RecordingReader(FieldReader):
+    """A field reader that records the schemas that its methods enforce."""
+
+    def __init__(self, values: dict[str, JSON], node: _ObjectNode, path: str = ""):
+        super().__init__(values, path)
+        self._node = node
+
+    def raw(self, name: str, accepts: Schema = ANYTHING) -> JSON:
+        self._node.record(name, accepts)
+        return super().raw(name)
+
+    def integer(self, name: str, low: int, high: int | None = None) -> int | None:
+        self._node.record(name, {"type": "integer", "minimum": low, **({} if high is None else {"maximum": high})})
+        return super().integer(name, low, high)
+
+    def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
+        minimum = "exclusiveMinimum" if above_low else "minimum"
+        self._node.record(name, {"type": "number", minimum: low, "maximum": high})
+        return super().number(name, low, high, above_low=above_low)
+
+    def boolean(self, name: str) -> bool | None:
+        self._node.record(name, {"type": "boolean"})
+        return super().boolean(name)
+
+    def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:
+        limit: Schema = {} if max_length is None else {"maxLength": max_length}
+        self._node.record(name, {"type": "string", **limit, **accepts})
+        return super().text(name, max_length)
+
+    def one_of(self, name: str, choices: Sequence[str]) -> str | None:
+        self._node.record(name, {"type": "string", "enum": [*choices]})
+        return super().one_of(name, choices)
+
+    def array(
+        self, name: str, expected: str, max_items: int | None = None, items: Schema = ANYTHING
+    ) -> list[JSON] | None:
+        accepts: Schema = {"type": "array"}
+        if max_items is not None:
+            accepts["maxItems"] = max_items
+        if items:
+            accepts["items"] = items
+        self._node.record(name, accepts)
+        return super().array(name, expected, max_items)
+
+    def child(self, name: str) -> FieldReader | None:
+        self._node.record(name, {"type": "object"})
+        child = super().child(name)
+        value = self._values.get(name)
+        if child is None or not isinstance(value, dict):
+            return None
+        return _RecordingReader(value, self._node.child(name), self.path(name))
+
+    def element(self, name: str, index: int, value: JSON, expected: str) -> FieldReader:
+        super().element(name, index, value, expected)
+        return _RecordingReader(cast(dict[str, JSON], value), self._node.child(name), f"{self.path(name)}[{index}]")
+
+
+def _with_null(accepts: Schema) -> Schema:
+    if "const" in accepts:
+        return {"enum": [accepts["const"], None]}
+    if "anyOf" in accepts:
+        return {**accepts, "anyOf": [*cast(list[JSON], accepts["anyOf"]), {"type": "null"}]}
+    types, values = accepts.get("type"), accepts.get("enum")
+    nullable = dict(accepts)
+    if types is not None:
+        nullable["type"] = [*(types if isinstance(types, list) else [types]), "null"]
+    if isinstance(values, list) and None not in values:
+        nullable["enum"] = [*values, None]
+    return nullable
+
+
+def _iterate_objects(node: _ObjectNode, value: JSON, keys: Keys) -> Iterator[tuple[_ObjectNode, Keys]]:
+    """Yields the node and the keys of every object in `value` that was read."""
+    match value:
+        case dict():
+            yield node, keys
+            for name, child in value.items():
+                if name in node.children:
+                    yield from _iterate_objects(node.children[name], child, (*keys, name))
+        case list():
+            for index, item in enumerate(value):
+                yield from _iterate_objects(node, item, (*keys, index))
+        case _:
+            return
+
+
+def _is_required(read: ReadObject, example: dict[str, JSON], keys: Keys) -> bool:
+    without_field = copy.deepcopy(example)
+    del cast(dict[str, JSON], _get_nested(without_field, keys[:-1]))[str(keys[-1])]
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+    try:
+        read(FieldReader(without_field))
+    except ApiError as error:
+        return error.param == path
+    return False
+
+
+def _get_nested(value: JSON, keys: Keys) -> JSON:
+    for key in keys:
+        value = cast(dict[str | int, JSON], value)[key]
+    return value

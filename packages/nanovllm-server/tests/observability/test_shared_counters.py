@@ -1,0 +1,71 @@
+"""Counters that several workers share."""
+
+import pytest
+
+from nanovllm_core import EngineStats
+from nanovllm_server.chat.admission import AdmissionControl
+from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.shared_counters import MAX_COUNTERS, SharedCounters, allocate_counters
+from nanovllm_server.protocol.error import ApiError
+
+
+def test_queue_limit_covers_all_workers():
+    memory = allocate_counters(3)
+    admissions = [AdmissionControl(5, SharedCounters(memory, index)) for index in range(3)]
+    leave = [admissions[0].admit(2), admissions[1].admit(2), admissions[2].admit(1)]
+    assert [admission.num_active for admission in admissions] == [5, 5, 5]
+    for admission in admissions:
+        with pytest.raises(ApiError, match="5 sequences of at most 5"):
+            admission.admit(1)
+    leave[1]()
+    assert admissions[1].idle.is_set()
+    assert not admissions[0].idle.is_set()
+    with pytest.raises(ApiError):
+        admissions[0].admit(3)
+    admissions[0].admit(2)
+    assert admissions[2].num_active == 5
+
+
+def test_sequences_of_a_dead_worker_are_released():
+    memory = allocate_counters(2)
+    first, second = AdmissionControl(4, SharedCounters(memory, 0)), AdmissionControl(4, SharedCounters(memory, 1))
+    first.admit(1)
+    second.admit(3)
+    replacement = AdmissionControl(4, SharedCounters(memory, 1))
+    assert first.num_active == replacement.num_active == 1
+    replacement.admit(3)
+
+
+def test_each_worker_reports_the_metrics_of_all_workers(engine):
+    memory = allocate_counters(2)
+
+    def metrics(index: int) -> Metrics:
+        counters = SharedCounters(memory, index)
+        AdmissionControl(1, counters)
+        return Metrics("m", engine.info, EngineStats, counters)
+
+    one, two = metrics(0), metrics(1)
+    one.count_http("/health", 200)
+    two.count_http("/health", 200)
+    two.count_http("/made/up", 404)
+    one.finish_reasons.count("stop")
+    two.finish_reasons.count("abort")
+    one.time_to_first_token.observe(0.003)
+    two.time_to_first_token.observe(1000.0, count=2)
+    assert one.render() == two.render()
+    # Counters never go back, also not when a worker is replaced.
+    assert metrics(1).render() == one.render()
+    text = one.render().decode()
+    assert 'nanovllm:http_requests_total{path="/health",status="200"} 2.0' in text
+    assert 'nanovllm:http_requests_total{path="other",status="404"} 1.0' in text
+    assert 'nanovllm:request_success_total{finished_reason="abort",model_name="m"} 1.0' in text
+    assert 'nanovllm:time_to_first_token_seconds_bucket{le="0.005",model_name="m"} 1.0' in text
+    assert 'nanovllm:time_to_first_token_seconds_count{model_name="m"} 3.0' in text
+    assert 'nanovllm:time_to_first_token_seconds_sum{model_name="m"} 2000.003' in text
+
+
+def test_claiming_too_many_counters_is_an_error():
+    counters = SharedCounters(allocate_counters(1))
+    counters.claim(MAX_COUNTERS)
+    with pytest.raises(ValueError, match="too few"):
+        counters.claim(1)

@@ -1,0 +1,66 @@
+"""The flags that are made of the fields of `EngineConfig`, and the README's table of flags."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanovllm_core import EngineConfig
+from nanovllm_server import cli
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def parse(*arguments: str) -> EngineConfig:
+    return cli.settings(cli.parser().parse_args(arguments)).engine
+
+
+def test_without_flags_every_setting_has_its_default():
+    assert parse() == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ("--device cpu --dtype bfloat16 --seed -3", {"device": "cpu", "dtype": "bfloat16", "seed": -3}),
+        ("--device auto --dtype auto --attention-backend auto --graph-mode auto", {}),
+        ("--kv-cache-dtype auto", {"kv_cache_dtype": "auto"}),
+        ("--kv-cache-dtype fp8 --state-dtype bfloat16", {"kv_cache_dtype": "fp8", "state_dtype": "bfloat16"}),
+        ("--max-model-len 100 --max-num-seqs 2", {"max_model_len": 100, "max_num_seqs": 2}),
+        ("--target-step-ms 12.5 --cpu-cache-gib 0.5", {"target_step_ms": 12.5, "cpu_cache_gib": 0.5}),
+        ("--block-size 64 --depth 1", {"block_size": 64, "depth": 1}),
+        ("--no-prefix-caching --no-compile", {"prefix_caching": False, "compile": False}),
+        ("--multi-tenant", {"prefix_hash": "sha256"}),
+        ("--trace steps.json", {"trace": Path("steps.json")}),
+    ],
+)
+def test_a_flag_sets_the_field_of_its_name(arguments, settings):
+    assert parse(*arguments.split()) == replace(EngineConfig(), **settings)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--max-num-seqs 0", "--max-model-len -1", "--block-size 48", "--depth 3", "--dtype int8", "--seed x"]
+)
+def test_an_invalid_value_is_refused_by_the_parser(arguments, capsys):
+    with pytest.raises(SystemExit):
+        parse(*arguments.split())
+    assert arguments.split()[0] in capsys.readouterr().err
+
+
+def test_every_flag_is_in_the_readme_and_has_a_description():
+    actions = [action for action in cli.parser()._actions if action.dest not in ("help", "version")]
+    documented = set(re.findall(r"`(--[a-z-]+)", README.read_text()))
+    for action in actions:
+        assert action.help
+        assert action.option_strings == [] or documented & set(action.option_strings), action.option_strings
+
+
+def test_the_readme_lists_only_flags_that_exist():
+    flags = {flag for action in cli.parser()._actions for flag in action.option_strings}
+    table_rows = [
+        line for line in README.read_text().split("## Benchmarks")[0].splitlines() if line.startswith("| `--")
+    ]
+    assert len(table_rows) > 20
+    for row in table_rows:
+        assert set(re.findall(r"`(--[a-z-]+)", row.split("|")[1])) <= flags
