@@ -1,13 +1,15 @@
 """Reads the keywords of one schema and returns the shapes of the values that it allows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain
 
 from nanovllm_core.grammar.schemas import regex
+from nanovllm_core.grammar.schemas.complements import complement_shapes
 from nanovllm_core.grammar.schemas.document import LocatedSchema, SchemaError, escape_pointer_part
 from nanovllm_core.grammar.schemas.json_values import JSON, key_of, show
-from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
+from nanovllm_core.grammar.schemas.shape_resolver import Negation, ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE,
     NEVER,
@@ -43,19 +45,20 @@ SHAPES_BY_TYPE: dict[str, tuple[Shape, ...]] = {
 }
 
 
-def read_shapes(resolver: ShapeResolver, located: LocatedSchema) -> tuple[Shape, ...]:
-    """The shapes of the values that are valid against the schema at `located`. Raises SchemaError."""
-    return _SchemaReader(resolver, located).read_shapes()
+def read_shapes(resolver: ShapeResolver, entry: LocatedSchema | Negation) -> tuple[Shape, ...]:
+    """The shapes of the values that are valid against a schema or a negation. Raises SchemaError."""
+    if isinstance(entry, Negation):
+        return complement_shapes(resolver, resolver.shapes(entry.schema_set), resolver.place(entry.schema_set))
+    return _KeywordReader(resolver, entry).read_shapes()
 
 
-class _SchemaReader:
+class _KeywordReader:
     """Reads one schema, keyword by keyword."""
 
     def __init__(self, resolver: ShapeResolver, located: LocatedSchema):
         if not isinstance(located.schema, dict):
-            raise SchemaError(
-                located.place, "schema", f"must be an object or a boolean, not {show(located.schema)}", is_invalid=True
-            )
+            problem = f"must be an object or a boolean, not {show(located.schema)}"
+            raise SchemaError(located.place, "schema", problem, is_invalid=True)
         self.resolver = resolver
         self.located = located
         self.schema = located.schema
@@ -70,10 +73,8 @@ class _SchemaReader:
             shapes = self.intersect(shapes, self.resolver.shapes(schema_set))
         shapes = self.apply_dependencies(shapes)
         if "anyOf" in self.schema:
-            options = [
-                shape for schema_set in self.subschema_list("anyOf") for shape in self.resolver.shapes(schema_set)
-            ]
-            shapes = self.intersect(shapes, list(dict.fromkeys(options)))
+            options = [self.resolver.shapes(schema_set) for schema_set in self.subschema_list("anyOf")]
+            shapes = self.intersect(shapes, list(dict.fromkeys(chain.from_iterable(options))))
         if "oneOf" in self.schema:
             shapes = self.apply_one_of(shapes)
         if "not" in self.schema:
@@ -95,10 +96,10 @@ class _SchemaReader:
         return SchemaError(self.place_of(keyword), keyword, problem)
 
     def subschema(self, value: JSON, *path: str) -> SchemaSet:
-        place_of = "/".join([self.located.place, *(escape_pointer_part(part) for part in path)])
+        place = "/".join([self.located.place, *(escape_pointer_part(part) for part in path)])
         if not isinstance(value, dict | bool):
-            raise SchemaError(place_of, path[0], f"must be a schema, not {show(value)}", is_invalid=True)
-        return self.resolver.schema_set_of(LocatedSchema(value, place_of, self.resolver.document.base(self.located)))
+            raise SchemaError(place, path[0], f"must be a schema, not {show(value)}", is_invalid=True)
+        return self.resolver.schema_set_of(LocatedSchema(value, place, self.resolver.document.base(self.located)))
 
     def single_subschema(self, keyword: str) -> SchemaSet:
         return self.subschema(self.schema[keyword], keyword)
@@ -145,12 +146,12 @@ class _SchemaReader:
     def places_of(self, keywords: Sequence[str]) -> Places:
         return tuple((keyword, self.place_of(keyword)) for keyword in keywords if keyword in self.schema)
 
-    def intersect(self, single_subschema: tuple[Shape, ...], other: Sequence[Shape]) -> tuple[Shape, ...]:
-        return self.resolver.intersect(single_subschema, other, self.located.place)
+    def intersect(self, first: tuple[Shape, ...], second: Sequence[Shape]) -> tuple[Shape, ...]:
+        return self.resolver.intersect(first, second, self.located.place)
 
     def complement(self, schema_set: SchemaSet, keyword: str) -> tuple[Shape, ...]:
         try:
-            return self.resolver.complement(self.resolver.shapes(schema_set), self.place_of(keyword))
+            return complement_shapes(self.resolver, self.resolver.shapes(schema_set), self.place_of(keyword))
         except SchemaError as error:
             if error.keyword != "not":
                 raise
@@ -160,15 +161,15 @@ class _SchemaReader:
     # Keywords.
 
     def read_types(self) -> tuple[Shape, ...]:
-        kinds = self.schema.get("type")
+        declared = self.schema.get("type")
         shapes: tuple[Shape, ...] = ANY_VALUE
         if "type" in self.schema:
-            read_map = kinds if isinstance(kinds, list) and kinds else [kinds]
-            if not all(isinstance(kind, str) and kind in SHAPES_BY_TYPE for kind in read_map):
+            names = declared if isinstance(declared, list) and declared else [declared]
+            if not all(isinstance(name, str) and name in SHAPES_BY_TYPE for name in names):
                 raise self.invalid("type", "one or several of " + ", ".join(SHAPES_BY_TYPE))
-            if "number" in read_map:
-                read_map = [kind for kind in read_map if kind != "integer"]
-            shapes = tuple(dict.fromkeys(shape for kind in read_map for shape in SHAPES_BY_TYPE[str(kind)]))
+            if "number" in names:
+                names = [name for name in names if name != "integer"]
+            shapes = tuple(dict.fromkeys(shape for name in names for shape in SHAPES_BY_TYPE[str(name)]))
         readers = (
             (NUMBER_KEYWORDS, self.read_number_keywords),
             (STRING_KEYWORDS, self.read_string_keywords),
@@ -193,22 +194,13 @@ class _SchemaReader:
                 raise self.invalid(keyword, "an array")
             if len(values) > MAX_CONSTANTS:
                 raise self.unsupported(keyword, f"has more than {MAX_CONSTANTS} values")
-            places_of = self.places_of((keyword,))
-            shapes = self.intersect(shapes, [Constant(value, key_of(value), places=places_of) for value in values])
+            places = self.places_of((keyword,))
+            shapes = self.intersect(shapes, [Constant(value, key_of(value), places=places) for value in values])
         return shapes
 
     def read_number_keywords(self) -> Shape | None:
-        low, high = self.read_number("minimum"), self.read_number("maximum")
-        excludes_low = excludes_high = False
-        # Up to draft 4, a boolean says whether the range excludes its bound.
-        if isinstance(self.schema.get("exclusiveMinimum"), bool):
-            excludes_low = self.schema["exclusiveMinimum"] is True and low is not None
-        elif (bound := self.read_number("exclusiveMinimum")) is not None and (low is None or bound >= low):
-            low, excludes_low = bound, True
-        if isinstance(self.schema.get("exclusiveMaximum"), bool):
-            excludes_high = self.schema["exclusiveMaximum"] is True and high is not None
-        elif (bound := self.read_number("exclusiveMaximum")) is not None and (high is None or bound <= high):
-            high, excludes_high = bound, True
+        low, excludes_low = self.read_bound("minimum", "exclusiveMinimum", max)
+        high, excludes_high = self.read_bound("maximum", "exclusiveMaximum", min)
         step = self.read_number("multipleOf")
         if step is not None and step <= 0:
             raise self.invalid("multipleOf", "a number above 0")
@@ -217,13 +209,30 @@ class _SchemaReader:
         steps = frozenset[Fraction]() if step is None else frozenset({step})
         return Number(False, low, high, excludes_low, excludes_high, steps)
 
+    def read_bound(
+        self, keyword: str, exclusive_keyword: str, pick_stricter: Callable[[Fraction, Fraction], Fraction]
+    ) -> tuple[Fraction | None, bool]:
+        """One bound of a number, and whether the range excludes the bound."""
+        bound = self.read_number(keyword)
+        # Up to draft 4, a boolean says whether the range excludes its bound.
+        if isinstance(self.schema.get(exclusive_keyword), bool):
+            return bound, self.schema[exclusive_keyword] is True and bound is not None
+        exclusive_bound = self.read_number(exclusive_keyword)
+        if exclusive_bound is None or (bound is not None and pick_stricter(bound, exclusive_bound) != exclusive_bound):
+            return bound, False
+        return exclusive_bound, True
+
+    def read_count_range(self, min_keyword: str, max_keyword: str) -> tuple[int, int | None]:
+        low, high = self.read_count(min_keyword) or 0, self.read_count(max_keyword)
+        if high is not None and low > high:
+            raise self.contradiction(max_keyword)
+        return low, high
+
     def contradiction(self, keyword: str) -> SchemaError:
         return self.unsupported(keyword, "and its counterpart allow nothing")
 
     def read_string_keywords(self) -> Shape | None:
-        low, high = self.read_count("minLength") or 0, self.read_count("maxLength")
-        if high is not None and low > high:
-            raise self.contradiction("maxLength")
+        low, high = self.read_count_range("minLength", "maxLength")
         patterns = frozenset[str]()
         if "pattern" in self.schema:
             patterns = frozenset({self.read_pattern(self.schema["pattern"], "pattern")})
@@ -242,46 +251,33 @@ class _SchemaReader:
         return text
 
     def read_array_keywords(self) -> Shape | None:
-        low, high = self.read_count("minItems") or 0, self.read_count("maxItems")
-        if high is not None and low > high:
-            raise self.contradiction("maxItems")
+        low, high = self.read_count_range("minItems", "maxItems")
         unique = self.schema.get("uniqueItems", False)
         if not isinstance(unique, bool):
             raise self.invalid("uniqueItems", "true or false")
-        prefix: list[SchemaSet] = []
-        rest, rest_is_declared = (), False
-        if isinstance(self.schema.get("items"), list):  # Drafts up to 2019-09.
-            prefix = self.subschema_list("items") if self.schema["items"] else []
-            if "additionalItems" in self.schema:
-                rest, rest_is_declared = self.single_subschema("additionalItems"), True
-        elif "items" in self.schema:
-            rest, rest_is_declared = self.single_subschema("items"), True
+        items = self.schema.get("items")
+        # Up to draft 2019-09, `items` may be a list, and `additionalItems` then describes the other items.
+        prefix = self.subschema_list("items") if isinstance(items, list) and items else []
+        rest_keyword = "additionalItems" if isinstance(items, list) else "items"
+        rest_is_declared = rest_keyword in self.schema
+        rest = self.single_subschema(rest_keyword) if rest_is_declared else ()
         if "prefixItems" in self.schema:
             prefix = self.subschema_list("prefixItems")
         contains = frozenset[Contains]()
         if "contains" in self.schema:
-            low_count = self.read_count("minContains")
-            bounds = Contains(
-                self.single_subschema("contains"), 1 if low_count is None else low_count, self.read_count("maxContains")
-            )
+            min_count = self.read_count("minContains") if "minContains" in self.schema else 1
+            bounds = Contains(self.single_subschema("contains"), min_count or 0, self.read_count("maxContains"))
             contains = frozenset({bounds}) if bounds.low or bounds.high is not None else contains
         return Array(tuple(prefix), rest, low, high, unique, contains, rest_is_declared)
 
     def read_object_keywords(self) -> Shape | None:
-        low, high = self.read_count("minProperties") or 0, self.read_count("maxProperties")
-        if high is not None and low > high:
-            raise self.contradiction("maxProperties")
+        low, high = self.read_count_range("minProperties", "maxProperties")
         properties = {
             name: self.subschema(value, "properties", name) for name, value in self.read_map("properties").items()
         }
         patterns: dict[str, SchemaSet] = {}
         for text, value in self.read_map("patternProperties").items():
-            try:
-                regex.parse(text)
-            except regex.RegexError as error:
-                problem = f"has a pattern that can't be enforced: {error} ({show(text)})"
-                raise self.unsupported("patternProperties", problem) from error
-            patterns[text] = self.subschema(value, "patternProperties", text)
+            patterns[self.read_pattern(text, "patternProperties")] = self.subschema(value, "patternProperties", text)
         required = self.read_strings(self.schema["required"], "required") if "required" in self.schema else ()
         rest = self.single_subschema("additionalProperties") if "additionalProperties" in self.schema else None
         names = self.single_subschema("propertyNames") if "propertyNames" in self.schema else ()
@@ -306,8 +302,8 @@ class _SchemaReader:
                 else:
                     schema_set = self.subschema(value, keyword, name)
                     present = list(self.intersect((Object(required=(name,)),), self.resolver.shapes(schema_set)))
-                others = [unrestricted for unrestricted in ANY_VALUE if not isinstance(unrestricted, Object)]
-                shapes = self.intersect(shapes, [*others, absent, *present])
+                other_types = [shape for shape in ANY_VALUE if not isinstance(shape, Object)]
+                shapes = self.intersect(shapes, [*other_types, absent, *present])
         return shapes
 
     def apply_one_of(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
@@ -318,7 +314,7 @@ class _SchemaReader:
                 exclusive: tuple[Shape, ...] = (shape,)
                 for other, (schema_set, second) in enumerate(options):
                     if other != index and self.may_overlap(exclusive, second):
-                        closed = tuple(_close_object(s) for s in exclusive)
+                        closed = tuple(_close_object(part) for part in exclusive)
                         if self.may_overlap(closed, second):
                             exclusive = self.intersect(exclusive, self.complement(schema_set, "oneOf"))
                         else:
@@ -326,8 +322,8 @@ class _SchemaReader:
                 found.update(dict.fromkeys(exclusive))
         return tuple(found)
 
-    def may_overlap(self, single_subschema: Sequence[Shape], other: Sequence[Shape]) -> bool:
-        return self.resolver.may_have_value(self.resolver.intersect(single_subschema, other, self.place_of("oneOf")))
+    def may_overlap(self, first: Sequence[Shape], second: Sequence[Shape]) -> bool:
+        return self.resolver.may_have_value(self.resolver.intersect(first, second, self.place_of("oneOf")))
 
     def apply_condition(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         if "if" not in self.schema or not ("then" in self.schema or "else" in self.schema):
@@ -346,7 +342,7 @@ class _SchemaReader:
             if keyword not in self.schema:
                 continue
             schema_set = self.single_subschema(keyword)
-            places_of = self.places_of((keyword,))
+            places = self.places_of((keyword,))
             closed: list[Shape] = []
             for shape in shapes:
                 if isinstance(shape, kind) and shape.is_negated and schema_set:
@@ -354,15 +350,10 @@ class _SchemaReader:
                         keyword, "can't be enforced beside a not, if or oneOf with keywords for properties or items"
                     )
                 if isinstance(shape, Object) and kind is Object and shape.rest is None:
-                    shape = replace(shape, rest=schema_set, is_narrowed=True, places=shape.places + places_of)
+                    shape = replace(shape, rest=schema_set, is_narrowed=True, places=shape.places + places)
                 elif isinstance(shape, Array) and kind is Array and not shape.rest_is_declared:
-                    shape = replace(
-                        shape,
-                        rest=schema_set,
-                        rest_is_declared=True,
-                        is_narrowed=True,
-                        places=shape.places + places_of,
-                    )
+                    shape = replace(shape, rest=schema_set, is_narrowed=True, places=shape.places + places)
+                    shape = replace(shape, rest_is_declared=True)
                 closed.append(shape)
             shapes = tuple(closed)
         return shapes

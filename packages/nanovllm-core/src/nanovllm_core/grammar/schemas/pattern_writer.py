@@ -3,26 +3,18 @@
 from itertools import pairwise
 
 from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
+from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.characters import MAX_CODE_POINT, Ranges
-from nanovllm_core.grammar.schemas.regex import (
-    EMPTY_STRING,
-    Alternation,
-    CharacterSet,
-    Concatenation,
-    Node,
-    RegexError,
-    Repeat,
-)
 
 # Matches the empty string. xgrammar compiles a pattern with a non-ASCII character to rules instead of an automaton.
 RULES_MARKER = "é{0,0}"
-# Most repetitions of a character that an automaton of xgrammar can count.
+# Maximum number of repetitions of a character that an automaton of xgrammar can count.
 MAX_COUNTED_REPETITIONS = 128
 # A range must not cross these code points: xgrammar's automaton for it would accept overlong UTF-8.
 UTF8_LENGTH_EDGES = (0x800, 0x10000)
 
 
-def write_pattern(node: Node) -> str:
+def write_pattern(node: regex.Node) -> str:
     """Writes `node`, which matches whole strings, as a pattern of classes, groups and quantifiers only.
 
     xgrammar 0.2.8 compiles ASCII patterns to automata. These have three bugs: they accept classes strings that don't
@@ -33,16 +25,16 @@ def write_pattern(node: Node) -> str:
     With rules, a mask would test each long token at run time, which takes 3 to 20 ms instead of 0.01 ms.
     """
     match node:
-        case Repeat(CharacterSet(ranges), low, high) if max(low, high or 0) <= MAX_COUNTED_REPETITIONS:
+        case regex.Repeat(regex.CharacterSet(ranges), low, high) if max(low, high or 0) <= MAX_COUNTED_REPETITIONS:
             return _write_repeated(ranges, low, high)
         case _:
             return f"^(?:{_write_unanchored(node)}){RULES_MARKER}$"
 
 
-def write_json_string_pattern(node: Node) -> str:
+def write_json_string_pattern(node: regex.Node) -> str:
     """Like `write_pattern`, for the value of a JSON string. If possible, the engine's own rules bound its length."""
     match node:
-        case Repeat(CharacterSet(ranges), low, high) if (
+        case regex.Repeat(regex.CharacterSet(ranges), low, high) if (
             parse_bounded_pattern(written := _write_repeated(ranges, low, high)) is not None
         ):
             return written
@@ -64,24 +56,24 @@ def _split_by_utf8_length(ranges: Ranges) -> str:
     return "|".join(_write_class(part) for part in classes if part)
 
 
-def _write_unanchored(node: Node) -> str:
+def _write_unanchored(node: regex.Node) -> str:
     match node:
-        case CharacterSet(ranges):
+        case regex.CharacterSet(ranges):
             return _write_class(ranges)
-        case Concatenation(parts):
+        case regex.Concatenation(parts):
             return "".join(
-                f"(?:{_write_unanchored(part)})" if isinstance(part, Alternation) else _write_unanchored(part)
+                f"(?:{_write_unanchored(part)})" if isinstance(part, regex.Alternation) else _write_unanchored(part)
                 for part in parts
             )
-        case Alternation(options):
-            written = [_write_unanchored(option) for option in options if option != EMPTY_STRING]
+        case regex.Alternation(options):
+            written = [_write_unanchored(option) for option in options if option != regex.EMPTY_STRING]
             return "|".join(written) + "|" * (len(written) < len(options))
-        case Repeat(CharacterSet() as part, low, high):
+        case regex.Repeat(regex.CharacterSet() as part, low, high):
             return _write_quantified(_write_unanchored(part), low, high)
-        case Repeat(part, low, high):
+        case regex.Repeat(part, low, high):
             return _write_quantified(f"(?:{_write_unanchored(part)})", low, high)
         case _:
-            raise RegexError("it has an assertion in the middle")
+            raise regex.RegexError("it has an assertion in the middle")
 
 
 def _write_quantified(inner: str, low: int, high: int | None) -> str:
@@ -105,13 +97,11 @@ def _write_class(ranges: Ranges) -> str:
         return _write_code_point(ranges[0][0])
     # A leading ^ negates the class; classes of xgrammar's parsers do so even if it is escaped.
     ordered = sorted(ranges, key=lambda bounds: bounds[0] == ord("^"))
-    return (
-        "["
-        + "".join(
-            _write_code_point(a) if a == b else f"{_write_code_point(a)}-{_write_code_point(b)}" for a, b in ordered
-        )
-        + "]"
-    )
+    written = [
+        _write_code_point(low) if low == high else f"{_write_code_point(low)}-{_write_code_point(high)}"
+        for low, high in ordered
+    ]
+    return f"[{''.join(written)}]"
 
 
 def _write_code_point(point: int) -> str:

@@ -132,7 +132,7 @@ class _Parser:
         self.depth -= 1
         classes = [option for option in options if isinstance(option, CharacterSet)]
         if len(classes) == len(options):
-            return CharacterSet(normalize_ranges([each for option in classes for each in option.ranges]))
+            return CharacterSet(normalize_ranges([bounds for option in classes for bounds in option.ranges]))
         return options[0] if len(options) == 1 else Alternation(tuple(options))
 
     def sequence(self) -> Node:
@@ -219,16 +219,16 @@ class _Parser:
         if self.peek() == "]":
             raise RegexError("it has an empty character class")
         while not self.skip("]"):
-            low, is_class = self.class_member(is_negative ^ self.any_engine)
+            member, is_class = self.class_member(is_negative ^ self.any_engine)
             if not is_class and self.peek() == "-" and self.peek(2) not in ("-]", "-"):
                 self.position += 1
-                high, is_class = self.class_member(is_negative ^ self.any_engine)
+                last, is_class = self.class_member(is_negative ^ self.any_engine)
                 if is_class:
                     raise RegexError("it has a range that ends in a class")
-                if high[0][0] < low[0][0]:
+                if last[0][0] < member[0][0]:
                     raise RegexError("it has a range that is out of order")
-                low = ((low[0][0], high[0][0]),)
-            members.extend(low)
+                member = ((member[0][0], last[0][0]),)
+            members.extend(member)
         ranges = normalize_ranges(members)
         return invert_ranges(ranges) if is_negative else ranges
 
@@ -323,11 +323,10 @@ def _with_open_edges(node: Node, left: bool, right: bool) -> Node:
             raise RegexError("it repeats an assertion")
         inner[-1] = _with_open_edges(inner[-1], False, True)
         open_right = False
-    for part in inner:
-        if _has_anchor(part):
-            raise RegexError("it has an anchor in the middle")
-    anything: list[Node] = [ANY_STRING]
-    return concatenate(anything * open_left + inner + anything * open_right)
+    if any(_has_anchor(part) for part in inner):
+        raise RegexError("it has an anchor in the middle")
+    any_string: list[Node] = [ANY_STRING]
+    return concatenate(any_string * open_left + inner + any_string * open_right)
 
 
 def _has_anchor(node: Node) -> bool:
@@ -357,12 +356,11 @@ def restrict_alphabet(node: Node, alphabet: Ranges = UNESCAPED) -> Node:
             allowed = intersect_ranges(ranges, alphabet)
             return CharacterSet(allowed) if allowed else NO_STRING
         case Concatenation(parts):
-            is_narrowed = [restrict_alphabet(part, alphabet) for part in parts]
-            return NO_STRING if NO_STRING in is_narrowed else concatenate(is_narrowed)
+            restricted = [restrict_alphabet(part, alphabet) for part in parts]
+            return NO_STRING if NO_STRING in restricted else concatenate(restricted)
         case Alternation(options):
-            remaining = [
-                option for option in (restrict_alphabet(option, alphabet) for option in options) if option != NO_STRING
-            ]
+            restricted = [restrict_alphabet(option, alphabet) for option in options]
+            remaining = [option for option in restricted if option != NO_STRING]
             return remaining[0] if len(remaining) == 1 else Alternation(tuple(dict.fromkeys(remaining)))
         case Repeat(part, low, high):
             inner = restrict_alphabet(part, alphabet)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON
@@ -9,9 +10,11 @@ from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import SchemaSet
 from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plan_values
 
+# The plans of each set of schemas; None if any value is valid.
+PlansBySet: TypeAlias = dict[SchemaSet, tuple[Plan, ...] | None]
 # Maximum number of distinct subschemas of a schema.
 MAX_SUBSCHEMAS = 5_000
-# Levels of schemas written inside one another; deeper ones go to `$defs`.
+# Maximum depth of schemas that are written inside one another; deeper schemas go to `$defs`.
 MAX_INLINE_DEPTH = 16
 # When xgrammar compares two schemas, it ignores properties with these names.
 IGNORED_PROPERTY_NAMES = frozenset(
@@ -27,16 +30,14 @@ def write_schema(resolver: ShapeResolver, root: SchemaSet) -> dict[str, JSON]:
     plans_by_set = _plan_all(resolver, root)
     writer = _SchemaWriter(root, plans_by_set, _find_finite(plans_by_set))
     if root not in writer.finite:
-        raise SchemaError(
-            *resolver.place_and_keyword(_innermost_without_value(plans_by_set, writer.finite, root)),
-            "allows no finite value",
-        )
+        innermost = _innermost_without_value(plans_by_set, writer.finite, root)
+        raise SchemaError(*resolver.place_and_keyword(innermost), "allows no finite value")
     return writer.write()
 
 
-def _plan_all(resolver: ShapeResolver, root: SchemaSet) -> dict[SchemaSet, tuple[Plan, ...] | None]:
+def _plan_all(resolver: ShapeResolver, root: SchemaSet) -> PlansBySet:
     """The plans of `root` and of all schemas inside it."""
-    plans_by_set: dict[SchemaSet, tuple[Plan, ...] | None] = {}
+    plans_by_set: PlansBySet = {}
     pending = [root]
     while pending:
         schema_set = pending.pop()
@@ -44,9 +45,8 @@ def _plan_all(resolver: ShapeResolver, root: SchemaSet) -> dict[SchemaSet, tuple
             continue
         plans_by_set[schema_set] = plan_values(resolver, schema_set)
         if len(plans_by_set) > MAX_SUBSCHEMAS:
-            raise SchemaError(
-                resolver.document.root.place, "schema", f"has more than {MAX_SUBSCHEMAS} parts when written out"
-            )
+            problem = f"has more than {MAX_SUBSCHEMAS} parts when written out"
+            raise SchemaError(resolver.document.root.place, "schema", problem)
         pending.extend(inner for plan in plans_by_set[schema_set] or () for inner in _inner_sets(plan))
     return plans_by_set
 
@@ -63,7 +63,7 @@ def _inner_sets(plan: Plan) -> Iterator[SchemaSet]:
             pass
 
 
-def _find_finite(plans_by_set: dict[SchemaSet, tuple[Plan, ...] | None]) -> set[SchemaSet]:
+def _find_finite(plans_by_set: PlansBySet) -> set[SchemaSet]:
     """The schemas that allow a finite value. The others allow no value, or only infinitely nested ones."""
     finite = {schema_set for schema_set, value_plans in plans_by_set.items() if value_plans is None}
     has_grown = True
@@ -84,26 +84,21 @@ def _has_finite_value(plan: Plan, finite: set[SchemaSet]) -> bool:
             is_prefix_finite = all(schema_set in finite for schema_set in prefix[:low])
             return is_prefix_finite and (low <= len(prefix) or rest in finite)
         case Properties(named, undeclared, low):
-            count = sum(schema_set in finite for _, schema_set, _ in named)
-            more = any(schema_set in finite for _, schema_set in undeclared)
-            return all(schema_set in finite for _, schema_set, is_required in named if is_required) and (
-                low <= count or more
-            )
+            if any(schema_set not in finite for _, schema_set, is_required in named if is_required):
+                return False
+            num_finite = sum(schema_set in finite for _, schema_set, _ in named)
+            return low <= num_finite or any(schema_set in finite for _, schema_set in undeclared)
         case _:
             return True
 
 
-def _innermost_without_value(
-    plans_by_set: dict[SchemaSet, tuple[Plan, ...] | None], finite: set[SchemaSet], schema_set: SchemaSet
-) -> SchemaSet:
+def _innermost_without_value(plans_by_set: PlansBySet, finite: set[SchemaSet], schema_set: SchemaSet) -> SchemaSet:
     """The innermost schema that `schema_set` requires and that allows no finite value."""
     seen: set[SchemaSet] = set()
     while schema_set not in seen:
         seen.add(schema_set)
-        is_required = [
-            inner for plan in plans_by_set[schema_set] or () for inner in _required_sets(plan) if inner not in finite
-        ]
-        schema_set = is_required[0] if is_required else schema_set
+        required_sets = (inner for plan in plans_by_set[schema_set] or () for inner in _required_sets(plan))
+        schema_set = next((inner for inner in required_sets if inner not in finite), schema_set)
     return schema_set
 
 
@@ -120,7 +115,7 @@ def _required_sets(plan: Plan) -> list[SchemaSet]:
 class _SchemaWriter:
     """Writes leaves and schemas that are used once in place; shared, recursive and deeply nested ones under `$defs`."""
 
-    def __init__(self, root: SchemaSet, plans_by_set: dict[SchemaSet, tuple[Plan, ...] | None], finite: set[SchemaSet]):
+    def __init__(self, root: SchemaSet, plans_by_set: PlansBySet, finite: set[SchemaSet]):
         self.root = root
         self.depth = 0
         self.plans_by_set = plans_by_set
@@ -136,21 +131,17 @@ class _SchemaWriter:
 
     def write(self) -> dict[str, JSON]:
         schema = self.write_body(self.root)
-        # Writing a part may name further parts.
-        pending = list(self.definition_names.items())
-        while pending:
-            for schema_set, name in pending:
+        # Writing a definition may add names of further definitions.
+        while len(self.definitions) < len(self.definition_names):
+            for schema_set, name in list(self.definition_names.items())[len(self.definitions) :]:
                 self.definitions[name] = self.write_body(schema_set)
-            pending = [
-                (schema_set, name) for schema_set, name in self.definition_names.items() if name not in self.definitions
-            ]
         if self.definitions:
             schema["$defs"] = self.definitions
         return schema
 
     def write_subschema(self, schema_set: SchemaSet) -> JSON:
-        leaf = not any(True for plan in self.plans_by_set[schema_set] or () for _ in _inner_sets(plan))
-        if leaf or (self.num_uses[schema_set] == 1 and schema_set != self.root and self.depth < MAX_INLINE_DEPTH):
+        is_leaf = not any(True for plan in self.plans_by_set[schema_set] or () for _ in _inner_sets(plan))
+        if is_leaf or (self.num_uses[schema_set] == 1 and schema_set != self.root and self.depth < MAX_INLINE_DEPTH):
             self.depth += 1
             schema = self.write_body(schema_set)
             self.depth -= 1
@@ -198,21 +189,19 @@ class _SchemaWriter:
             if schema_set not in self.finite:
                 prefix, high = prefix[:index], index
                 break
-        more = plan.rest in self.finite and (high is None or high > len(prefix))
+        has_more_items = plan.rest in self.finite and (high is None or high > len(prefix))
         schema: dict[str, JSON] = {"type": "array"}
         if prefix:
             schema["prefixItems"] = [self.write_subschema(schema_set) for schema_set in prefix]
-        schema["items"] = self.write_subschema(plan.rest) if more else False
+        schema["items"] = self.write_subschema(plan.rest) if has_more_items else False
         if plan.low:
             schema["minItems"] = plan.low
-        if more and high is not None:
+        if has_more_items and high is not None:
             schema["maxItems"] = high
         return schema
 
     def write_object(self, plan: Properties) -> dict[str, JSON]:
-        named = [
-            (name, schema_set, is_required) for name, schema_set, is_required in plan.named if schema_set in self.finite
-        ]
+        named = [prop for prop in plan.named if prop[1] in self.finite]
         undeclared = [(pattern, schema_set) for pattern, schema_set in plan.undeclared if schema_set in self.finite]
         schema: dict[str, JSON] = {"type": "object"}
         if named:
@@ -231,11 +220,8 @@ class _SchemaWriter:
             schema["minProperties"] = plan.low
         if plan.high is not None:
             schema["maxProperties"] = plan.high
-        return (
-            self.with_unique_anchor(schema)
-            if IGNORED_PROPERTY_NAMES.intersection(name for name, *_ in named)
-            else schema
-        )
+        has_ignored_name = any(name in IGNORED_PROPERTY_NAMES for name, *_ in named)
+        return self.with_unique_anchor(schema) if has_ignored_name else schema
 
 
 def _write_numbers(plan: Numbers) -> dict[str, JSON]:

@@ -1,42 +1,34 @@
 """Searches strings for patterns given as trees, and bounds the lengths of their matches."""
 
+from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.characters import Ranges
-from nanovllm_core.grammar.schemas.regex import (
-    Alternation,
-    Anchor,
-    CharacterSet,
-    Concatenation,
-    Lookahead,
-    Node,
-    Repeat,
-)
 
 
-def is_found(tree: Node, text: str) -> bool:
+def is_found(tree: regex.Node, text: str) -> bool:
     """Whether `tree` is found in `text`. Time: at most proportional to both sizes and to the repetition counts."""
     return bool(_match_ends(tree, text, frozenset(range(len(text) + 1))))
 
 
-def _match_ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
+def _match_ends(node: regex.Node, text: str, starts: frozenset[int]) -> frozenset[int]:
     """The positions at which matches that begin at one of `starts` may end."""
     match node:
-        case CharacterSet(ranges):
+        case regex.CharacterSet(ranges):
             return frozenset(
                 position + 1 for position in starts if position < len(text) and _contains(ord(text[position]), ranges)
             )
-        case Concatenation(parts):
+        case regex.Concatenation(parts):
             for part in parts:
                 starts = _match_ends(part, text, starts)
             return starts
-        case Alternation(options):
+        case regex.Alternation(options):
             return frozenset[int]().union(*(_match_ends(option, text, starts) for option in options))
-        case Anchor(start):
+        case regex.Anchor(start):
             return starts & {0 if start else len(text)}
-        case Lookahead(part, negative):
+        case regex.Lookahead(part, negative):
             return frozenset(
                 position for position in starts if bool(_match_ends(part, text, frozenset({position}))) is not negative
             )
-        case Repeat(part, low, high):
+        case regex.Repeat(part, low, high):
             ends = starts if low == 0 else frozenset[int]()
             count = 0
             while starts and (high is None or count < high):
@@ -56,19 +48,20 @@ def _contains(point: int, ranges: Ranges) -> bool:
     return any(low <= point <= high for low, high in ranges)
 
 
-def match_lengths(node: Node) -> tuple[int, int | None]:
-    """The fewest and the most code points that `node` matches; None for no upper limit."""
+def match_lengths(node: regex.Node) -> tuple[int, int | None]:
+    """The minimum and maximum number of code points that `node` matches. A maximum of None means no limit."""
     match node:
-        case CharacterSet():
+        case regex.CharacterSet():
             return 1, 1
-        case Concatenation(parts):
+        case regex.Concatenation(parts):
             bounds = [match_lengths(part) for part in parts]
             return sum(low for low, _ in bounds), _sum_or_none([high for _, high in bounds])
-        case Alternation(options):
+        case regex.Alternation(options):
             bounds = [match_lengths(option) for option in options]
-            highs = [high for _, high in bounds]
-            return min((low for low, _ in bounds), default=0), None if None in highs else max(h or 0 for h in highs)
-        case Repeat(part, low, high):
+            highs = [high for _, high in bounds if high is not None]
+            min_length = min((low for low, _ in bounds), default=0)
+            return min_length, max(highs, default=0) if len(highs) == len(bounds) else None
+        case regex.Repeat(part, low, high):
             min_length, max_length = match_lengths(part)
             return (
                 min_length * low,
@@ -79,9 +72,5 @@ def match_lengths(node: Node) -> tuple[int, int | None]:
 
 
 def _sum_or_none(highs: list[int | None]) -> int | None:
-    total = 0
-    for high in highs:
-        if high is None:
-            return None
-        total += high
-    return total
+    known = [high for high in highs if high is not None]
+    return sum(known) if len(known) == len(highs) else None

@@ -1,7 +1,7 @@
-"""The schemas of one document by number, and the shapes of any set of them. Schemas are read when first needed."""
+"""Numbers the schemas of one document and finds the shapes of any set of schemas. Reads a schema on first use."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
@@ -18,6 +18,7 @@ from nanovllm_core.grammar.schemas.shapes import (
     SchemaSet,
     Shape,
     Text,
+    allows_count,
     conjunction,
     includes_number,
     intersect_arrays,
@@ -28,16 +29,16 @@ from nanovllm_core.grammar.schemas.shapes import (
     with_origins_of,
 )
 
-# Steps of one conversion, of about 2 us each; usual schemas take less than a tenth. Without a limit, a few kilobytes
-# of `oneOf`, whose work is quadratic, would take seconds.
+# Maximum number of steps of one conversion. A step takes about 2 us, and usual schemas take less than 40,000 steps.
+# Without a limit, a few kilobytes of `oneOf` would take seconds, because its work is quadratic.
 MAX_STEPS = 400_000
-# Most shapes of one set of schemas.
+# Maximum number of shapes of one set of schemas.
 MAX_SHAPES = 4096
-# Most pairs of shapes that one `intersect` compares.
+# Maximum number of pairs of shapes that one `intersect` compares.
 MAX_PAIRS = 200_000
-# Levels of nested schemas that `may_have_value` looks into.
+# Maximum depth of nested schemas that `may_have_value` examines.
 MAX_EMPTINESS_DEPTH = 6
-# Most schemas in a chain in which reading each one requires the next.
+# Maximum length of a chain of schemas in which reading each schema requires the next.
 MAX_REFERENCE_CHAIN = 100
 
 
@@ -55,14 +56,15 @@ class Negation:
 class ShapeResolver:
     """The schemas of a document, by number, and their shapes.
 
-    reader: reads the keywords of one schema; it numbers the schemas that it finds, and asks for the shapes it needs.
+    reader: reads one schema or negation. It numbers the schemas inside and asks the resolver for their shapes.
     """
 
-    def __init__(self, document: Document, reader: "KeywordReader"):
+    def __init__(self, document: Document, reader: "SchemaReader"):
         self.document = document
         self._reader = reader
         self._entries: list[LocatedSchema | Negation | None] = [None]
-        self._numbers_by_schema: dict[int | Negation, int] = {}
+        # By the id of a schema, or by a negation: its index in `_entries`.
+        self._entry_numbers: dict[int | Negation, int] = {}
         self._shapes: dict[SchemaSet, tuple[Shape, ...]] = {(): ANY_VALUE, (NEVER,): ()}
         self._sets_in_progress: list[SchemaSet] = []
         self._num_steps = 0
@@ -73,21 +75,20 @@ class ShapeResolver:
             return ()
         if located.schema is False:
             return (NEVER,)
-        key = id(located.schema)
-        if key not in self._numbers_by_schema:
-            self._numbers_by_schema[key] = len(self._entries)
-            self._entries.append(located)
-        return (self._numbers_by_schema[key],)
+        return self._number_entry(id(located.schema), located)
 
     def negation(self, schema_set: SchemaSet) -> SchemaSet:
         """The negation of `schema_set`, as a conjunction of one entry."""
         if not schema_set or schema_set == (NEVER,):
             return () if schema_set else (NEVER,)
-        key = Negation(schema_set)
-        if key not in self._numbers_by_schema:
-            self._numbers_by_schema[key] = len(self._entries)
-            self._entries.append(key)
-        return (self._numbers_by_schema[key],)
+        negation = Negation(schema_set)
+        return self._number_entry(negation, negation)
+
+    def _number_entry(self, key: int | Negation, entry: LocatedSchema | Negation) -> SchemaSet:
+        if key not in self._entry_numbers:
+            self._entry_numbers[key] = len(self._entries)
+            self._entries.append(entry)
+        return (self._entry_numbers[key],)
 
     def place_and_keyword(self, schema_set: SchemaSet) -> tuple[str, str]:
         """The place and the keyword that an error names when no value is valid against `schema_set`."""
@@ -99,9 +100,9 @@ class ShapeResolver:
                         return f"{entry.place}/{keyword}", keyword
         return self.place(schema_set), "schema"
 
-    def count_steps(self, schema_set_of: int = 1) -> None:
+    def count_steps(self, num_steps: int = 1) -> None:
         """Count steps of the conversion. Raises SchemaError after `MAX_STEPS`."""
-        self._num_steps += schema_set_of
+        self._num_steps += num_steps
         if self._num_steps > MAX_STEPS:
             root = self.document.root.place
             raise SchemaError(root, "schema", f"takes more than {MAX_STEPS} steps to convert: use fewer alternatives")
@@ -121,12 +122,8 @@ class ShapeResolver:
         if schema_set in self._shapes:
             return self._shapes[schema_set]
         if len(self._sets_in_progress) > MAX_REFERENCE_CHAIN:
-            raise SchemaError(
-                self.place(schema_set),
-                "$ref",
-                f"is in a chain of more than {MAX_REFERENCE_CHAIN} schemas",
-                is_invalid=True,
-            )
+            problem = f"is in a chain of more than {MAX_REFERENCE_CHAIN} schemas"
+            raise SchemaError(self.place(schema_set), "$ref", problem, is_invalid=True)
         if schema_set in self._sets_in_progress:
             raise LoopError(self.place(schema_set), "$ref", "leads back to itself without end", is_invalid=True)
         self._sets_in_progress.append(schema_set)
@@ -134,9 +131,9 @@ class ShapeResolver:
             intersection: tuple[Shape, ...] | None = None
             for index in schema_set:
                 shapes = self._read(index) if len(schema_set) == 1 else self.shapes((index,))
-                intersection = (
-                    shapes if intersection is None else self.intersect(intersection, shapes, self.place(schema_set))
-                )
+                if intersection is not None:
+                    shapes = self.intersect(intersection, shapes, self.place(schema_set))
+                intersection = shapes
         finally:
             self._sets_in_progress.pop()
         self._shapes[schema_set] = intersection or ()
@@ -144,86 +141,94 @@ class ShapeResolver:
 
     def _read(self, index: int) -> tuple[Shape, ...]:
         entry = self._entries[index]
-        if isinstance(entry, Negation):
-            return self.complement(self.shapes(entry.schema_set), self.place(entry.schema_set))
         return () if entry is None else self._reader(self, entry)
 
     # Intersection.
 
-    def intersect(self, one: Sequence[Shape], other: Sequence[Shape], place: str) -> tuple[Shape, ...]:
+    def intersect(self, first: Sequence[Shape], second: Sequence[Shape], place: str) -> tuple[Shape, ...]:
         """The shapes of the values that are in both. Raises SchemaError, which names `place`, if there are too many."""
         self.count_steps()
-        if one is ANY_VALUE:
-            return tuple(other)
-        if other is ANY_VALUE:
-            return tuple(one)
+        if first is ANY_VALUE:
+            return tuple(second)
+        if second is ANY_VALUE:
+            return tuple(first)
         intersection: dict[Shape, None] = {}
-        other_keys = {shape.key for shape in other if isinstance(shape, Constant)}
-        rest, other_rest = _without_constants(one), _without_constants(other)
-        if len(one) * (len(other_rest) + 1) + len(rest) * len(other) > MAX_PAIRS:
+        second_keys = {shape.key for shape in second if isinstance(shape, Constant)}
+        first_general, second_general = _without_constants(first), _without_constants(second)
+        if len(first) * (len(second_general) + 1) + len(first_general) * len(second) > MAX_PAIRS:
             raise SchemaError(place, "anyOf", "has more combinations than are supported")
-        for shape in one:
+        for shape in first:
             if isinstance(shape, Constant):
-                if shape.key in other_keys or any(self._shape_admits(s, shape.value) for s in other_rest):
+                if shape.key in second_keys or any(
+                    self._shape_admits(general, shape.value) for general in second_general
+                ):
                     intersection[shape] = None
                 continue
-            for second in other:
-                if isinstance(second, Constant):
-                    if self._shape_admits(shape, second.value):
-                        intersection[second] = None
-                elif (overlap := self._intersect_shapes(shape, second, place)) is not None:
-                    intersection[with_origins_of(overlap, shape, second)] = None
+            for other_shape in second:
+                if isinstance(other_shape, Constant):
+                    if self._shape_admits(shape, other_shape.value):
+                        intersection[other_shape] = None
+                elif (overlap := self._intersect_shapes(shape, other_shape, place)) is not None:
+                    intersection[with_origins_of(overlap, shape, other_shape)] = None
         if len(intersection) > MAX_SHAPES:
             raise SchemaError(place, "anyOf", "has more combinations than are supported")
         return tuple(intersection)
 
-    def _intersect_shapes(self, one: Shape, other: Shape, place: str) -> Shape | None:
+    def _intersect_shapes(self, first: Shape, second: Shape, place: str) -> Shape | None:
         self.count_steps()
-        match one, other:
+        match first, second:
             case Number(), Number():
-                return intersect_numbers(one, other)
+                return intersect_numbers(first, second)
             case Text(), Text():
-                return intersect_strings(one, other)
+                return intersect_strings(first, second)
             case Array(), Array():
-                return intersect_arrays(one, other)
+                return intersect_arrays(first, second)
             case Object(), Object():
-                return self._intersect_objects(one, other, place)
+                return self._intersect_objects(first, second, place)
             case _:
                 return None
 
-    def _intersect_objects(self, one: Object, other: Object, place: str) -> Object | None:
-        low, high = max(one.low, other.low), lower_maximum(one.high, other.high)
+    def _intersect_objects(self, first: Object, second: Object, place: str) -> Object | None:
+        low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
         if high is not None and low > high:
             return None
-        names = dict.fromkeys([name for name, _ in one.properties] + [name for name, _ in other.properties])
+        names = dict.fromkeys([name for name, _ in first.properties] + [name for name, _ in second.properties])
         properties = tuple(
-            (name, conjunction(self.schemas_of_property(one, name), self.schemas_of_property(other, name)))
+            (name, conjunction(self.schemas_of_property(first, name), self.schemas_of_property(second, name)))
             for name in names
         )
         return Object(
             properties,
-            tuple(dict.fromkeys(one.required + other.required)),
-            self._intersect_patterns(one, other, place),
-            one.rest if other.rest is None else other.rest if one.rest is None else conjunction(one.rest, other.rest),
-            conjunction(one.names, other.names),
+            tuple(dict.fromkeys(first.required + second.required)),
+            self._intersect_patterns(first, second, place),
+            first.rest
+            if second.rest is None
+            else second.rest
+            if first.rest is None
+            else conjunction(first.rest, second.rest),
+            conjunction(first.names, second.names),
             low,
             high,
         )
 
-    def _intersect_patterns(self, one: Object, other: Object, place: str) -> tuple[tuple[str, SchemaSet], ...]:
-        first, second = dict(one.patterns), dict(other.patterns)
-        if first and second and first.keys() != second.keys() and (one.rest or other.rest):
-            raise SchemaError(place, "patternProperties", "can't be joined with other patternProperties")
-        intersection = {
-            pattern: conjunction(schema_set, second.get(pattern, other.rest or ()))
-            for pattern, schema_set in first.items()
-        }
-        intersection |= {
-            pattern: conjunction(schema_set, one.rest or ())
-            for pattern, schema_set in second.items()
-            if pattern not in first
-        }
-        return tuple(intersection.items())
+    def _intersect_patterns(self, first: Object, second: Object, place: str) -> tuple[tuple[str, SchemaSet], ...]:
+        first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
+        if (
+            first_patterns
+            and second_patterns
+            and first_patterns.keys() != second_patterns.keys()
+            and (first.rest or second.rest)
+        ):
+            raise SchemaError(place, "patternProperties", "can't be joined with second patternProperties")
+        return tuple(
+            (
+                pattern,
+                conjunction(
+                    first_patterns.get(pattern, first.rest or ()), second_patterns.get(pattern, second.rest or ())
+                ),
+            )
+            for pattern in first_patterns | second_patterns
+        )
 
     def schemas_of_property(self, shape: Object, name: str) -> SchemaSet:
         """The schemas that apply to the property `name` in objects of this shape."""
@@ -266,9 +271,8 @@ class ShapeResolver:
             case Number(), int() | float():
                 return includes_number(shape, Fraction(value))
             case Text(), str():
-                has_valid_size = shape.low <= len(value) and (shape.high is None or len(value) <= shape.high)
                 return (
-                    has_valid_size
+                    allows_count(shape, len(value))
                     and value not in shape.excluded
                     and all(self.is_found(pattern, value, shape) for pattern in shape.patterns)
                     and not any(self.is_found(pattern, value, shape) for pattern in shape.absent_patterns)
@@ -276,9 +280,8 @@ class ShapeResolver:
             case Array(), list():
                 return self._admits_items(shape, value)
             case Object(), dict():
-                has_valid_size = shape.low <= len(value) and (shape.high is None or len(value) <= shape.high)
                 return (
-                    has_valid_size
+                    allows_count(shape, len(value))
                     and all(name in value for name in shape.required)
                     and all(self.admits(self.schemas_of_property(shape, name), inner) for name, inner in value.items())
                 )
@@ -286,7 +289,7 @@ class ShapeResolver:
                 return False
 
     def _admits_items(self, shape: Array, value: list[JSON]) -> bool:
-        if len(value) < shape.low or (shape.high is not None and len(value) > shape.high):
+        if not allows_count(shape, len(value)):
             return False
         if shape.unique and len({key_of(item) for item in value}) < len(value):
             return False
@@ -295,77 +298,6 @@ class ShapeResolver:
             if count < contained.low or (contained.high is not None and count > contained.high):
                 return False
         return all(self.admits(schemas_of_item(shape, index), item) for index, item in enumerate(value))
-
-    # Complement.
-
-    def complement(self, shapes: Iterable[Shape], place: str) -> tuple[Shape, ...]:
-        """The shapes of the values that are in none of `shapes`. Raises SchemaError if shapes can't express them."""
-        remaining: tuple[Shape, ...] = ANY_VALUE
-        shapes = list(shapes)
-        constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}
-        if constants:
-            remaining = self.intersect(remaining, self._complement_of_constants(list(constants.values()), place), place)
-        for shape in _without_constants(shapes):
-            if shape.is_narrowed:
-                raise SchemaError(place, "not", "can't be negated: it has oneOf or unevaluated keywords inside")
-            options = [unrestricted for unrestricted in ANY_VALUE if type(unrestricted) is not type(shape)]
-            options += [replace(complement, is_negated=True) for complement in self._complement_of_shape(shape, place)]
-            remaining = self.intersect(remaining, options, place)
-        return remaining
-
-    def _complement_of_constants(self, constants: list[Constant], place: str) -> list[Shape]:
-        keys = {shape.key for shape in constants}
-        texts = frozenset(shape.value for shape in constants if isinstance(shape.value, str))
-        values = [shape.value for shape in constants]
-        numbers = frozenset(Fraction(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool))
-        if any(isinstance(shape.value, dict | list) for shape in constants):
-            raise SchemaError(place, "not", "can't be negated: it has an array or object as a constant")
-        literals = [
-            unrestricted
-            for unrestricted in ANY_VALUE
-            if isinstance(unrestricted, Constant) and unrestricted.key not in keys
-        ]
-        return [Object(), Array(), Text(excluded=texts), Number(excluded=numbers), *literals]
-
-    def _complement_of_shape(self, shape: Shape, place: str) -> list[Shape]:
-        match shape:
-            case Number():
-                return _complement_of_number(shape, place)
-            case Text():
-                return _complement_of_string(shape)
-            case Array():
-                return self._complement_of_array(shape, place)
-            case Object():
-                return self._complement_of_object(shape, place)
-            case _:
-                raise AssertionError(shape)
-
-    def _complement_of_array(self, shape: Array, place: str) -> list[Shape]:
-        if (
-            shape.unique
-            or shape.rest
-            or any(contained.high is not None or contained.low != 1 for contained in shape.contains)
-        ):
-            raise SchemaError(place, "not", "can't be negated: it has items, uniqueItems or counted contains")
-        complement: list[Shape] = [Array(high=shape.low - 1)] if shape.low else []
-        complement += [] if shape.high is None else [Array(low=shape.high + 1)]
-        complement += [Array(rest=self.negation(contained.item)) for contained in shape.contains]
-        for index, item in enumerate(shape.prefix):
-            if item:
-                complement.append(Array(((),) * index + (self.negation(item),), low=index + 1))
-        return complement
-
-    def _complement_of_object(self, shape: Object, place: str) -> list[Shape]:
-        if shape.rest or shape.patterns or shape.names:
-            keywords = "additionalProperties, patternProperties or propertyNames"
-            raise SchemaError(place, "not", f"can't be negated: it has {keywords}")
-        complement: list[Shape] = [Object(high=shape.low - 1)] if shape.low else []
-        complement += [] if shape.high is None else [Object(low=shape.high + 1)]
-        complement += [Object(((name, (NEVER,)),)) for name in shape.required]
-        for name, schema_set in shape.properties:
-            if schema_set:
-                complement.append(Object(((name, self.negation(schema_set)),), (name,)))
-        return complement
 
     # Emptiness.
 
@@ -386,8 +318,8 @@ class ShapeResolver:
                 items = [schemas_of_item(shape, index) for index in range(min(shape.low, len(shape.prefix) + 1))]
                 return all(self._set_may_have_value(item, depth) for item in items)
             case Number(integer=True, low=Fraction() as low, high=Fraction() as high):
-                least = -(-low.numerator // low.denominator) + (shape.excludes_low and low.denominator == 1)
-                return least <= high.numerator // high.denominator - (shape.excludes_high and high.denominator == 1)
+                smallest = -(-low.numerator // low.denominator) + (shape.excludes_low and low.denominator == 1)
+                return smallest <= high.numerator // high.denominator - (shape.excludes_high and high.denominator == 1)
             case _:
                 return True
 
@@ -398,29 +330,8 @@ class ShapeResolver:
             return True  # The schema contains itself and is being read: assume that it has a value.
 
 
-KeywordReader: TypeAlias = Callable[[ShapeResolver, LocatedSchema], tuple[Shape, ...]]
+SchemaReader: TypeAlias = Callable[[ShapeResolver, LocatedSchema | Negation], tuple[Shape, ...]]
 
 
 def _without_constants(shapes: Iterable[Shape]) -> list[Shape]:
     return [shape for shape in shapes if not isinstance(shape, Constant)]
-
-
-def _complement_of_number(shape: Number, place: str) -> list[Shape]:
-    if shape.integer and not (shape.low is None and shape.high is None and not shape.multiples):
-        raise SchemaError(place, "not", "can't be negated: it has bounds of an integer")
-    if shape.integer or shape.multiples:
-        raise SchemaError(place, "not", "can't be negated: it has type integer or multipleOf")
-    complement: list[Shape] = []
-    if shape.low is not None:
-        complement.append(Number(high=shape.low, excludes_high=not shape.excludes_low))
-    if shape.high is not None:
-        complement.append(Number(low=shape.high, excludes_low=not shape.excludes_high))
-    return complement + [Number(low=value, high=value) for value in shape.excluded]
-
-
-def _complement_of_string(shape: Text) -> list[Shape]:
-    complement: list[Shape] = [Text(high=shape.low - 1)] if shape.low else []
-    complement += [] if shape.high is None else [Text(low=shape.high + 1)]
-    complement += [Text(absent_patterns=frozenset({pattern})) for pattern in shape.patterns]
-    complement += [Text(patterns=frozenset({pattern})) for pattern in shape.absent_patterns]
-    return complement + [Constant(text, key_of(text)) for text in shape.excluded]

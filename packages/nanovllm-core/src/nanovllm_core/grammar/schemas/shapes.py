@@ -1,19 +1,18 @@
 """Shapes: descriptions of values of one JSON type. A schema allows the values of any of its shapes.
 
 Items and properties refer to their schemas by number, so that recursive schemas have finite shapes.
-Bounds and counts that are None are no limit.
+A bound or count of None means no limit.
 """
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal as Kind
 from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# A conjunction: sorted numbers, in a Library, of the schemas that all apply. () allows any value.
+# A conjunction: sorted numbers, in a `ShapeResolver`, of schemas that all apply. () allows any value.
 SchemaSet: TypeAlias = tuple[int, ...]
-# Number, in every library, of the schema that allows no value.
+# Number, in every `ShapeResolver`, of the schema that allows no value.
 NEVER = 0
 # Keywords and their places in the document.
 Places: TypeAlias = tuple[tuple[str, str], ...]
@@ -47,7 +46,8 @@ class Number(Shape):
 
     integer: only numbers without a fraction.
     excludes_low, excludes_high: whether the range excludes the bound.
-    multiples: each number is a multiple of all of these.
+    multiples: each number is a multiple of all of `multiples`.
+    excluded: numbers that the shape does not include.
     """
 
     integer: bool = False
@@ -63,7 +63,7 @@ class Number(Shape):
 class Text(Shape):
     """Strings of `low` to `high` code points, without those in `excluded`.
 
-    patterns, absent_patterns: each of the former and none of the latter is found in the string.
+    patterns, absent_patterns: all of `patterns` and none of `absent_patterns` are found in the string.
     format: strings are written in this format; other strings are valid too. None for no format.
     """
 
@@ -108,7 +108,7 @@ class Object(Shape):
 
     properties: schemas by name.
     patterns: schemas by a pattern that is found in the name.
-    rest: schemas of all other properties; None if no keyword gives them.
+    rest: schemas of all other properties; None if no keyword is about them.
     """
 
     properties: tuple[tuple[str, SchemaSet], ...] = ()
@@ -130,37 +130,36 @@ ANY_VALUE: tuple[Shape, ...] = (
     Constant(False, "false"),
     Constant(None, "null"),
 )
-TypeName: TypeAlias = Kind["object", "array", "string", "integer", "number", "boolean", "null"]
 
 
-def conjunction(one: SchemaSet, other: SchemaSet) -> SchemaSet:
-    """All schemas of `one` and `other`."""
-    if NEVER in one or NEVER in other:
+def conjunction(first: SchemaSet, second: SchemaSet) -> SchemaSet:
+    """All schemas of `first` and `second`."""
+    if NEVER in first or NEVER in second:
         return (NEVER,)
-    return one if not other else tuple(sorted({*one, *other}))
+    return first if not second else tuple(sorted({*first, *second}))
 
 
-def lower_maximum(one: int | None, other: int | None) -> int | None:
+def lower_maximum(first: int | None, second: int | None) -> int | None:
     """The stricter of two upper bounds."""
-    return other if one is None else one if other is None else min(one, other)
+    return second if first is None else first if second is None else min(first, second)
 
 
-def intersect_numbers(one: Number, other: Number) -> Number | None:
-    """The numbers that are in `one` and `other`; None if there are none."""
-    lows = [(s.low, s.excludes_low) for s in (one, other) if s.low is not None]
-    highs = [(s.high, not s.excludes_high) for s in (one, other) if s.high is not None]
+def intersect_numbers(first: Number, second: Number) -> Number | None:
+    """The numbers that are in `first` and `second`; None if there are none."""
+    lows = [(s.low, s.excludes_low) for s in (first, second) if s.low is not None]
+    highs = [(s.high, not s.excludes_high) for s in (first, second) if s.high is not None]
     low, excludes_low = max(lows, default=(None, False))
     high, closed_high = min(highs, default=(None, True))
     if low is not None and high is not None and (low > high or (low == high and (excludes_low or not closed_high))):
         return None
     return Number(
-        one.integer or other.integer,
+        first.integer or second.integer,
         low,
         high,
         excludes_low,
         not closed_high,
-        one.multiples | other.multiples,
-        one.excluded | other.excluded,
+        first.multiples | second.multiples,
+        first.excluded | second.excluded,
     )
 
 
@@ -175,35 +174,35 @@ def includes_number(shape: Number, value: Fraction) -> bool:
     return all((value / step).denominator == 1 for step in shape.multiples)
 
 
-def intersect_strings(one: Text, other: Text) -> Text | None:
-    """The strings that are in `one` and `other`; None if their lengths exclude each other."""
-    low, high = max(one.low, other.low), lower_maximum(one.high, other.high)
+def intersect_strings(first: Text, second: Text) -> Text | None:
+    """The strings that are in `first` and `second`; None if their lengths exclude each other."""
+    low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
     if high is not None and low > high:
         return None
     return Text(
         low,
         high,
-        one.patterns | other.patterns,
-        one.absent_patterns | other.absent_patterns,
-        one.excluded | other.excluded,
-        one.format or other.format,
+        first.patterns | second.patterns,
+        first.absent_patterns | second.absent_patterns,
+        first.excluded | second.excluded,
+        first.format or second.format,
     )
 
 
-def intersect_arrays(one: Array, other: Array) -> Array | None:
-    """The arrays that are in `one` and `other`; None if their lengths exclude each other."""
-    low, high = max(one.low, other.low), lower_maximum(one.high, other.high)
+def intersect_arrays(first: Array, second: Array) -> Array | None:
+    """The arrays that are in `first` and `second`; None if their lengths exclude each other."""
+    low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
     if high is not None and low > high:
         return None
-    count = max(len(one.prefix), len(other.prefix))
+    count = max(len(first.prefix), len(second.prefix))
     return Array(
-        tuple(conjunction(schemas_of_item(one, index), schemas_of_item(other, index)) for index in range(count)),
-        conjunction(one.rest, other.rest),
+        tuple(conjunction(schemas_of_item(first, index), schemas_of_item(second, index)) for index in range(count)),
+        conjunction(first.rest, second.rest),
         low,
         high,
-        one.unique or other.unique,
-        one.contains | other.contains,
-        one.rest_is_declared or other.rest_is_declared,
+        first.unique or second.unique,
+        first.contains | second.contains,
+        first.rest_is_declared or second.rest_is_declared,
     )
 
 
@@ -220,6 +219,11 @@ def with_origins_of(shape: Shape, *origins: Shape) -> Shape:
         is_narrowed=any(origin.is_narrowed for origin in origins),
         is_negated=any(origin.is_negated for origin in origins),
     )
+
+
+def allows_count(shape: Text | Array | Object, count: int) -> bool:
+    """Whether `count` characters, items or properties are within the shape's limits."""
+    return shape.low <= count and (shape.high is None or count <= shape.high)
 
 
 def keyword_place(shape: Shape, keyword: str) -> str | None:

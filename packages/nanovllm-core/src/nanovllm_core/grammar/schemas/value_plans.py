@@ -30,19 +30,19 @@ from nanovllm_core.grammar.schemas.shapes import (
 from nanovllm_core.grammar.schemas.string_patterns import format_pattern, string_pattern
 from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_properties
 
-# Most constants that replace a keyword such as multipleOf or uniqueItems.
+# Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_ENUMERATED_VALUES = 2_000
-# Most items of an enum whose arrangements are listed for uniqueItems.
+# Maximum number of values of an enum whose arrangements are listed for uniqueItems.
 MAX_UNIQUE_ENUM_VALUES = 200
-# Largest minItems or maxItems that xgrammar gets.
+# Maximum minItems and maxItems that are passed to xgrammar.
 MAX_ITEMS = 100_000
-# Largest multipleOf without bounds.
+# Maximum multipleOf without bounds.
 MAX_UNBOUNDED_MULTIPLE = 1024
-# Largest magnitudes of integers and of other numbers' bounds in xgrammar.
-INT64 = 2**63 - 1
+# Maximum magnitudes in xgrammar: of integers, and of the bounds of other numbers.
+MAX_INT64 = 2**63 - 1
 MAX_EXACT_INTEGER = 2**53
 # xgrammar writes a bounded number with up to 6 fraction digits.
-FRACTIONS_PER_UNIT = 10**6
+DECIMAL_SCALE = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Numbers:
     """Numbers between bounds; fields as in `shapes.Number`. multiple: all numbers are multiples of it; None for any."""
 
     integer: bool
-    low: Fraction | None
-    high: Fraction | None
-    excludes_low: bool
-    excludes_high: bool
-    multiple: int | None
+    low: Fraction | None = None
+    high: Fraction | None = None
+    excludes_low: bool = False
+    excludes_high: bool = False
+    multiple: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,6 @@ def plan_values(resolver: ShapeResolver, schema_set: SchemaSet) -> tuple[Plan, .
     if set(shapes) == set(ANY_VALUE):
         return None
     shapes = _infer_types(shapes)
-    constants = [shape for shape in shapes if isinstance(shape, Constant)]
     planned: list[Plan] = []
     place = resolver.place(schema_set)
     for shape in shapes:
@@ -119,11 +118,10 @@ def plan_values(resolver: ShapeResolver, schema_set: SchemaSet) -> tuple[Plan, .
                 planned.extend(_plan_objects(resolver, shape, place))
             case _:
                 pass
-    if constants:
-        for shape in constants:
-            _check_constant(shape, place)
-        planned.append(Constants(tuple(shape.value for shape in constants)))
-    return tuple(planned)
+    constants = [shape for shape in shapes if isinstance(shape, Constant)]
+    for shape in constants:
+        _check_constant(shape, place)
+    return (*planned, Constants(tuple(shape.value for shape in constants))) if constants else tuple(planned)
 
 
 def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
@@ -156,7 +154,7 @@ def _check_constant(shape: Constant, place: str) -> None:
         value = pending.pop()
         if isinstance(value, dict | list):
             pending.extend(value.values() if isinstance(value, dict) else value)
-        elif type(value) is int and abs(value) > INT64:
+        elif type(value) is int and abs(value) > MAX_INT64:
             keyword = "const" if keyword_place(shape, "const") else "enum"
             raise _unsupported(shape, keyword, place, f"has an integer beyond 64 bits: {str(value)[:40]}")
 
@@ -175,21 +173,23 @@ def _plan_numbers(shape: Number, place: str) -> list[Plan]:
         low, excludes_low = Fraction(-MAX_EXACT_INTEGER), False
     if high is not None and high > MAX_EXACT_INTEGER:
         high, excludes_high = Fraction(MAX_EXACT_INTEGER), False
-    keyword = next((k for k, _ in shape.places if k in BOUND_KEYWORDS), "minimum")
     if (low is not None and low > MAX_EXACT_INTEGER) or (high is not None and high < -MAX_EXACT_INTEGER):
-        raise _unsupported(shape, keyword, place, "is beyond what can be enforced: 2**53")
+        raise _unsupported(shape, _bound_keyword(shape), place, "is beyond what can be enforced: 2**53")
     if low is not None and high is not None and not _has_writable_number(low, high, excludes_low, excludes_high):
-        raise _unsupported(shape, keyword, place, "leaves no number of at most 6 fraction digits")
-    return [Numbers(False, low, high, excludes_low, excludes_high, None)]
+        raise _unsupported(shape, _bound_keyword(shape), place, "leaves no number of at most 6 fraction digits")
+    return [Numbers(False, low, high, excludes_low, excludes_high)]
 
 
-BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+def _bound_keyword(shape: Number) -> str:
+    """The keyword that an error about the bounds names."""
+    keywords = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    return next((keyword for keyword, _ in shape.places if keyword in keywords), "minimum")
 
 
 def _has_writable_number(low: Fraction, high: Fraction, excludes_low: bool, excludes_high: bool) -> bool:
-    first, last = ceil(low * FRACTIONS_PER_UNIT), floor(high * FRACTIONS_PER_UNIT)
-    first += excludes_low and Fraction(first, FRACTIONS_PER_UNIT) == low
-    last -= excludes_high and Fraction(last, FRACTIONS_PER_UNIT) == high
+    first, last = ceil(low * DECIMAL_SCALE), floor(high * DECIMAL_SCALE)
+    first += excludes_low and Fraction(first, DECIMAL_SCALE) == low
+    last -= excludes_high and Fraction(last, DECIMAL_SCALE) == high
     return first <= last
 
 
@@ -213,15 +213,9 @@ def _plan_between_excluded(shape: Number, place: str) -> list[Plan]:
 def _common_multiple(shape: Number, place: str) -> Fraction | None:
     """The number of which all `multiples` require a multiple; None without `multiples`."""
     step: Fraction | None = None
-    for other in shape.multiples:
+    for divisor in shape.multiples:
         # The least common multiple of fractions in lowest terms.
-        if step is None:
-            step = other
-        else:
-            top = step.numerator * other.denominator
-            bottom = other.numerator * step.denominator
-            ratio = Fraction(top, bottom)
-            step *= ratio.denominator
+        step = divisor if step is None else step * (step / divisor).denominator
     if step is not None and shape.integer and step.denominator != 1:
         # An integer is a multiple of n/d (in lowest terms) if it is a multiple of n.
         # A large d means that a float such as 0.1 is not the fraction that its author meant.
@@ -234,45 +228,32 @@ def _common_multiple(shape: Number, place: str) -> Fraction | None:
 def _plan_integers(shape: Number, step: Fraction | None, place: str) -> list[Plan]:
     low = None if shape.low is None else ceil(shape.low) + (shape.excludes_low and shape.low.denominator == 1)
     high = None if shape.high is None else floor(shape.high) - (shape.excludes_high and shape.high.denominator == 1)
-    if (low is not None and low > INT64) or (high is not None and high < -INT64):
-        raise _unsupported(
-            shape, next((k for k, _ in shape.places if k in BOUND_KEYWORDS), "minimum"), place, "is beyond 64 bits"
-        )
+    if (low is not None and low > MAX_INT64) or (high is not None and high < -MAX_INT64):
+        raise _unsupported(shape, _bound_keyword(shape), place, "is beyond 64 bits")
     if low is not None and high is not None and low > high:
         return []
     if step is not None and step != 1:
         return _plan_multiples(shape, int(step), low, high, place)
-    return [
-        Numbers(
-            True,
-            None if low is None else Fraction(max(low, -INT64)),
-            None if high is None else Fraction(min(high, INT64)),
-            False,
-            False,
-            None,
-        )
-    ]
+    low_bound = None if low is None else Fraction(max(low, -MAX_INT64))
+    return [Numbers(True, low_bound, None if high is None else Fraction(min(high, MAX_INT64)))]
 
 
 def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None, place: str) -> list[Plan]:
     if low is None and high is None:
         if step > MAX_UNBOUNDED_MULTIPLE:
-            raise _unsupported(
-                shape, "multipleOf", place, f"above {MAX_UNBOUNDED_MULTIPLE} can be enforced between bounds only"
-            )
+            problem = f"above {MAX_UNBOUNDED_MULTIPLE} can be enforced between bounds only"
+            raise _unsupported(shape, "multipleOf", place, problem)
         if _ends_with_zeros(step):
-            return [Numbers(True, None, None, False, False, step)]
+            return [Numbers(True, multiple=step)]
         # Appended zeros never make such a number a multiple, so the grammar could not let it end.
         low, high = -(MAX_ENUMERATED_VALUES // 2 - 1) * step, MAX_ENUMERATED_VALUES // 2 * step
     if low is None or high is None:
-        raise _unsupported(
-            shape, "multipleOf", place, "can be enforced with both bounds or with none; give the other one"
-        )
+        problem = "can be enforced with both bounds or without bounds; give the other bound"
+        raise _unsupported(shape, "multipleOf", place, problem)
     first, last = -(-low // step), high // step
     if last - first >= MAX_ENUMERATED_VALUES:
-        raise _unsupported(
-            shape, "multipleOf", place, f"between bounds leaves more than {MAX_ENUMERATED_VALUES} values"
-        )
+        problem = f"between bounds leaves more than {MAX_ENUMERATED_VALUES} values"
+        raise _unsupported(shape, "multipleOf", place, problem)
     return [Constants(tuple(index * step for index in range(first, last + 1)))] if first <= last else []
 
 
@@ -324,9 +305,8 @@ def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[li
         if contains.high is not None and (high is None or high > contains.high):
             raise _unsupported(shape, "contains", place, "can't be enforced with maxContains below maxItems")
         if contains.low > MAX_ENUMERATED_VALUES:
-            raise _unsupported(
-                shape, "contains", place, f"can't be enforced with minContains above {MAX_ENUMERATED_VALUES}"
-            )
+            problem = f"can't be enforced with minContains above {MAX_ENUMERATED_VALUES}"
+            raise _unsupported(shape, "contains", place, problem)
         prefix += [shape.rest] * (position + contains.low - len(prefix))
         for index in range(position, position + contains.low):
             prefix[index] = conjunction(prefix[index], contains.item)
@@ -340,12 +320,12 @@ def _plan_unique_items(
     """Lists all arrays of distinct items; if there are too many, only those in the order of the enum."""
     items = resolver.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
-    most = min(len(values) if high is None else high, len(values))
+    max_length = min(len(values) if high is None else high, len(values))
     if not prefix and len(values) == len(items) and len(values) <= MAX_UNIQUE_ENUM_VALUES:
         for arrange, count in ((permutations, perm), (combinations, comb)):
-            if sum(count(len(values), length) for length in range(low, most + 1)) <= MAX_ENUMERATED_VALUES:
-                arrays = (list(array) for length in range(low, most + 1) for array in arrange(values, length))
-                return Constants(tuple(arrays))
+            lengths = range(low, max_length + 1)
+            if sum(count(len(values), length) for length in lengths) <= MAX_ENUMERATED_VALUES:
+                return Constants(tuple(list(array) for length in lengths for array in arrange(values, length)))
     problem = f"can be enforced only if items are an enum that allows at most {MAX_ENUMERATED_VALUES} arrays"
     raise _unsupported(shape, "uniqueItems", place, f"{problem}; leave it out")
 
@@ -358,13 +338,9 @@ def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Pl
     missing = tuple((name, resolver.schemas_of_property(shape, name)) for name in shape.required if name not in known)
     shape = replace(shape, properties=shape.properties + missing)
     named = [(name, resolver.schemas_of_property(shape, name), name in shape.required) for name, _ in shape.properties]
-    named = [
-        (name, schema_set, is_required)
-        for name, schema_set, is_required in named
-        if schema_set != (NEVER,) or is_required
-    ]
-    if any(schema_set == (NEVER,) for _, schema_set, _ in named):
+    if any(schema_set == (NEVER,) and is_required for _, schema_set, is_required in named):
         return []
+    named = [prop for prop in named if prop[1] != (NEVER,)]
     rest = shape.rest
     if rest is None:
         # No keyword is about other properties: there are none if some are declared and they suffice for `low`.
