@@ -11,7 +11,7 @@ from nanovllm_server.protocol.json import JSON
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-def json_object(value: str | None) -> str | None:
+def object_json(value: str | None) -> str | None:
     """The arguments of a call as JSON text: `value` if it is an object, its content if it is a string with an object.
 
     null is {}. Returns None for any other value.
@@ -24,7 +24,7 @@ def json_object(value: str | None) -> str | None:
     return value if value.startswith("{") else None
 
 
-def typed_json(value: str, schema: JSON, key: str) -> str:
+def parameter_json(value: str, schema: JSON, key: str) -> str:
     """Converts the text `value` of the parameter `key` to JSON. schema: the schema of all parameters.
 
     If the schema allows a string, the result is a string, or null if that is allowed too.
