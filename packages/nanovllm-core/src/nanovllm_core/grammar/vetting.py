@@ -1,4 +1,4 @@
-"""Vets grammars: converts and compiles them in separate processes that are killed if they take too long or too much.
+"""Vets grammars: converts and compiles each in a process that is killed if it takes too much time or memory.
 
 The converted grammar comes back, and the engine compiles it again, because serialising a compiled grammar takes far
 longer than compiling it.
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 MAX_SECONDS = 10.0
 MAX_BYTES = 512 << 20
 # Time allowed for the vetting process to start, which imports torch, and for killing a child at its deadline.
-_START_SECONDS = 60.0
+_START_TIMEOUT_S = 60.0
 
+# Verdicts: the last byte of a reply.
 PASSED, REFUSED, TOO_LONG, DIED = b"+", b"-", b"t", b"x"
 _HEADER = struct.Struct("<I")
 
 
-class Setup(msgspec.Struct, frozen=True):
+class VettingSetup(msgspec.Struct, frozen=True):
     """The first message to the vetting process: the vocabulary and the limits."""
 
     tokens: list[bytes]
@@ -84,7 +85,7 @@ class Vetter:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._is_set_up = False
-        self._closed = False
+        self._is_closed = False
 
     @property
     def pid(self) -> int | None:
@@ -99,7 +100,7 @@ class Vetter:
     def vet(self, spec: GrammarSpec) -> EnforceableGrammar:
         """Convert and compile a grammar in the vetting process, and wait for the reply. Raises GrammarError."""
         # No reply means that the vetting process died. The grammar's own child can't cause that, so try again.
-        reply = self._ask(spec) or self._ask(spec)
+        reply = self._request_verdict(spec) or self._request_verdict(spec)
         verdict = reply[-1:]
         if verdict == PASSED:
             return msgspec.msgpack.decode(reply[:-1], type=EnforceableGrammar)
@@ -117,7 +118,7 @@ class Vetter:
             )
         raise GrammarError("the process that compiles grammars was stopped: try again")
 
-    def _ask(self, spec: GrammarSpec) -> bytes:
+    def _request_verdict(self, spec: GrammarSpec) -> bytes:
         """The reply of the vetting process: a message and the verdict; b"" if the process ended without a reply."""
         read_end, write_end = os.pipe()
         try:
@@ -125,19 +126,19 @@ class Vetter:
                 self._send(spec, write_end)
             finally:
                 os.close(write_end)
-            return _read_all(read_end, time.monotonic() + _START_SECONDS + MAX_SECONDS)
+            return _read_all(read_end, time.monotonic() + _START_TIMEOUT_S + MAX_SECONDS)
         finally:
             os.close(read_end)
 
     def close(self) -> None:
         """End the vetting process and its children."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             self._stop()
 
     def _send(self, spec: GrammarSpec, reply_fd: int) -> None:
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise GrammarError("the engine was stopped")
             try:
                 self._send_to(self._connection or self._start(), spec, reply_fd)
@@ -149,9 +150,9 @@ class Vetter:
     def _send_to(self, connection: socket.socket, spec: GrammarSpec, reply_fd: int) -> None:
         if not self._is_set_up:
             tokens, end_ids = self._vocabulary()
-            setup = Setup(list(tokens), end_ids, self._vocab_size, self._max_seconds, self._max_bytes)
+            setup = VettingSetup(list(tokens), end_ids, self._vocab_size, self._max_seconds, self._max_bytes)
             # Sending megabytes blocks until the process has finished its imports. A timeout raises OSError.
-            connection.settimeout(_START_SECONDS)
+            connection.settimeout(_START_TIMEOUT_S)
             send_message(connection, setup, [])
             connection.settimeout(None)
             self._is_set_up = True

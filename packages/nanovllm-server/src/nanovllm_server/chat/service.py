@@ -198,7 +198,7 @@ class Service:
             include_stop=chat.include_stop,
             tag_ids=self.model_format.tag_ids(tools) if chat.skip_special_tokens else self.vocabulary.special_ids,
             include_reasoning=chat.include_reasoning,
-            allows_parallel_calls=chat.tools is None or chat.tools.parallel,
+            allows_parallel_calls=chat.tools is None or chat.tools.allows_parallel_calls,
             include_token_ids=chat.return_token_ids,
             is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )

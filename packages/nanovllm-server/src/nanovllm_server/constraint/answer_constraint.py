@@ -20,7 +20,6 @@ from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_server.constraint.call_grammar import (
     MAX_CALLS,
-    CallableFunction,
     call_beginnings,
     calls_format,
     is_bare,
@@ -30,7 +29,7 @@ from nanovllm_server.parsing.model_format import ModelFormat, ReasoningState
 from nanovllm_server.protocol.answer import Answer, ChoiceAnswer, GrammarAnswer, JsonAnswer, RegexAnswer, TagAnswer
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.tools import Toolbox
+from nanovllm_server.protocol.tools import Function, Toolbox
 
 # Maximum size of the grammar of one request, in bytes.
 MAX_SOURCE_BYTES = 1 << 20
@@ -66,7 +65,7 @@ def constrain(
     The engine converts the JSON schemas in it. Raises ApiError (400) for too large grammars.
     """
     form = model_format.chat_format.tool_calls if tools is not None else None
-    if tools is None or form is None or not (tools.constrains or answer is not None):
+    if tools is None or form is None or not (tools.needs_grammar or answer is not None):
         if answer is None:
             return None
         spec = _answer_spec(answer)
@@ -75,15 +74,12 @@ def constrain(
             return _with_checked_size(AnswerConstraint(spec, used, unused, calls_only_at_start=False))
         content, calls_only_at_start = _answer_format(answer), False
     else:
-        functions = [
-            CallableFunction(name, function.schema if function.is_enforced else None, function.path)
-            for name, function in tools.functions.items()
-        ]
+        functions = [*tools.functions.values()]
         content, calls_only_at_start = _content_format(answer, tools, form, functions)
         function_fields = tuple(
-            (function.path, _json_spec(function.schema, function.path))
+            (function.path, _json_spec(function.enforced_schema, function.path))
             for function in functions
-            if function.schema is not None
+            if function.is_enforced
         )
         answer_fields = () if answer is None else ((answer.path, _answer_spec(answer)),)
         if tools.mode != "auto":
@@ -97,10 +93,10 @@ def constrain(
 
 
 def _content_format(
-    answer: Answer | None, tools: Toolbox, form: ToolCallFormat, functions: Sequence[CallableFunction]
+    answer: Answer | None, tools: Toolbox, form: ToolCallFormat, functions: Sequence[Function]
 ) -> tuple[TagFormat, bool]:
     """The format of content and calls, and `AnswerConstraint.calls_only_at_start`."""
-    max_calls = MAX_CALLS if tools.parallel else 1
+    max_calls = MAX_CALLS if tools.allows_parallel_calls else 1
     if tools.mode != "auto":
         return calls_format(form, functions, max_calls), True
     match answer:

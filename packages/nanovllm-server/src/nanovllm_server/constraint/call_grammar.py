@@ -1,7 +1,6 @@
 """Structural tags for tool calls in each format. The package `parsing` can read every call that they allow."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import orjson
@@ -20,6 +19,7 @@ from nanovllm_core.grammar.structural_tag import (
 from nanovllm_core.grammar.xml_parameters import XmlParameters
 from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
 from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.tools import Function
 
 # Maximum number of calls in one answer: without a limit, a small model may never stop.
 MAX_CALLS = 16
@@ -27,20 +27,7 @@ MAX_CALLS = 16
 MAX_LEADING_SPACES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class CallableFunction:
-    """A function that the model may call.
-
-    schema: schema of the arguments, which must be an object; None for any object.
-    path: path of the schema in the request.
-    """
-
-    name: str
-    schema: JSON
-    path: str
-
-
-def calls_format(form: ToolCallFormat, functions: Sequence[CallableFunction], max_calls: int) -> TagFormat:
+def calls_format(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
     """One to `max_calls` calls and nothing else."""
     match form:
         case JsonCalls():
@@ -57,7 +44,7 @@ def calls_format(form: ToolCallFormat, functions: Sequence[CallableFunction], ma
             return _one_or_more(sequence(begin, call, end), "\n", max_calls)
 
 
-def text_with_calls(form: ToolCallFormat, functions: Sequence[CallableFunction], max_calls: int) -> TagFormat:
+def text_with_calls(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
     """Text with up to `max_calls` calls in it. Text that begins like a call must be a call.
 
     In bare formats, the answer is text or calls, never both.
@@ -88,28 +75,27 @@ def _text_that_begins_no_call(form: JsonCalls) -> TagFormat:
     return sequence(regex(begin), any_text())
 
 
-def _json_arguments(function: CallableFunction) -> TagFormat:
-    schema: JSON = {"type": "object"} if function.schema is None else function.schema
+def _json_arguments(function: Function) -> TagFormat:
+    any_object: JSON = {"type": "object"}
+    schema = any_object if function.enforced_schema is None else function.enforced_schema
     return unconverted_json(schema, function.path, objects_only=True)
 
 
-def _json_call(form: JsonCalls, functions: Sequence[CallableFunction]) -> TagFormat:
+def _json_call(form: JsonCalls, functions: Sequence[Function]) -> TagFormat:
     key = orjson.dumps(form.arguments[0]).decode()
 
-    def build(function: CallableFunction) -> TagFormat:
+    def build(function: Function) -> TagFormat:
         begin = literal(f'{{"name": "{function.name}", {key}: ')
         return sequence(begin, _json_arguments(function), literal("}"))
 
     call = either([build(function) for function in functions])
-    return (
-        call
-        if form.end is None
-        else sequence(literal(form.begin), literal("\n"), call, literal("\n"), literal(form.end))
-    )
+    if form.end is None:
+        return call
+    return sequence(literal(f"{form.begin}\n"), call, literal(f"\n{form.end}"))
 
 
-def _fenced_call(form: FencedCalls, functions: Sequence[CallableFunction]) -> TagFormat:
-    def build(function: CallableFunction) -> TagFormat:
+def _fenced_call(form: FencedCalls, functions: Sequence[Function]) -> TagFormat:
+    def build(function: Function) -> TagFormat:
         begin = literal(f"{function.name}\n{form.fence_begin}\n")
         return sequence(begin, _json_arguments(function), literal(f"\n{form.fence_end}"))
 
@@ -122,14 +108,14 @@ def _fenced_call(form: FencedCalls, functions: Sequence[CallableFunction]) -> Ta
     )
 
 
-def _xml_call(form: XmlCalls, functions: Sequence[CallableFunction]) -> TagFormat:
-    def build(function: CallableFunction) -> TagFormat:
+def _xml_call(form: XmlCalls, functions: Sequence[Function]) -> TagFormat:
+    def build(function: Function) -> TagFormat:
         parameters = XmlParameters(
             begin=form.parameter_begin,
             key_end=form.key_end,
             end=form.parameter_end,
             has_line_breaks=form.newlines,
-            json_schema=function.schema,
+            json_schema=function.enforced_schema,
             place=function.path,
         )
         return sequence(literal(f"{function.name}{form.name_end}\n"), msgspec.to_builtins(parameters))

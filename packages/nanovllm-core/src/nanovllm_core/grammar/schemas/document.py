@@ -6,6 +6,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.json_values import JSON
 
+# Limits of one schema: approximate size as JSON, depth of nested values, and number of values.
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
@@ -159,26 +160,26 @@ def escape_pointer_part(name: str) -> str:
 def check_schema_size(schema: JSON, place: str) -> None:
     """Refuses a schema that is too large or too deep. Iterates, because recursion would overflow on a deep one."""
     level: list[JSON] = [schema]
-    count = size = depth = 0
+    num_values = size_bytes = depth = 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
             raise SchemaError(place, "schema", f"is nested deeper than {MAX_DEPTH} levels", is_invalid=True)
         next_level: list[JSON] = []
         for value in level:
-            count += 1
+            num_values += 1
             match value:
                 case dict():
                     next_level.extend(value.values())
-                    size += sum(len(name) + 4 for name in value)
+                    size_bytes += sum(len(name) + 4 for name in value)
                 case list():
                     next_level.extend(value)
-                    size += len(value)
+                    size_bytes += len(value)
                 case str():
-                    size += len(value) + 2
+                    size_bytes += len(value) + 2
                 case _:
-                    size += 5
-        if count + len(next_level) > MAX_VALUES or size > MAX_BYTES:
+                    size_bytes += 5
+        if num_values + len(next_level) > MAX_VALUES or size_bytes > MAX_BYTES:
             limits = f"{MAX_BYTES // 1024} KiB or {MAX_VALUES} values"
             raise SchemaError(place, "schema", f"is larger than {limits}", is_invalid=True)
         level = next_level
