@@ -93,7 +93,9 @@ class Session:
             backend="torch",
         )
         states = self._plan_states(counts) if self._states else None
-        ctx = ForwardContext(attention, torch.tensor(slots), self._caches, state_caches=self._states, states=states)
+        ctx = ForwardContext(
+            attention, torch.tensor(slots), self._caches, state_caches=self._states, state_batch=states
+        )
         ids = torch.tensor([token for new_tokens in tokens for token in new_tokens], dtype=torch.int32)
         hidden = self.model.forward(ids, torch.tensor(positions), ctx)
         return list(self.model.compute_logits(hidden).split(counts))

@@ -58,7 +58,7 @@ def write_large(path: Path) -> tuple[int, int]:
     slots = {}
     for name, part in module.named_modules():
         if isinstance(part, WeightedModule):
-            slots |= dict(part.slots(name))
+            slots |= dict(part.weight_slots(name))
     tensors = {name: torch.zeros(slot.shape, dtype=slot.dtype or torch.bfloat16) for name, slot in slots.items()}
     names = list(tensors)
     weight_map, largest = {}, 0

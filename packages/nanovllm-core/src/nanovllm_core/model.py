@@ -11,20 +11,23 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch
 from nanovllm_kernels.linear_attention import StateBatch
 
-# Attention of one layer: (queries, batch) -> result.
-Attention = Callable[[Tensor, AttentionBatch], Tensor]
+# Computes one layer's attention: (queries, batch) -> result.
+AttentionFunction = Callable[[Tensor, AttentionBatch], Tensor]
 
 
 class LaunchAttention(Protocol):
     """Runs a layer's attention outside of a captured graph, see `ForwardContext.launch_attention`."""
 
-    def __call__(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
-        """Result [T, heads, value_dim] of `attention` of `q` [T, heads, head_dim]. value_dim: None for head_dim."""
+    def __call__(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
+        """The result [T, heads, value_dim] of `attention` for `q` [T, heads, head_dim].
+
+        value_dim: None for head_dim.
+        """
         ...
 
 
 class PagedSpec(NamedTuple):
-    """The KV cache of one attention layer, per rank. num_heads: query heads that read it."""
+    """The KV cache of one attention layer, per rank. num_heads: query heads that read the cache."""
 
     num_kv_heads: int
     head_dim: int
@@ -32,7 +35,10 @@ class PagedSpec(NamedTuple):
 
 
 class MLASpec(NamedTuple):
-    """The cache of one latent attention layer: per token the latent, then the rotated key part, shared by all heads."""
+    """The cache of one latent attention layer: per token the latent, then the rotated key part, shared by all heads.
+
+    num_heads: query heads that read the cache.
+    """
 
     latent_dim: int
     rope_dim: int
@@ -64,27 +70,27 @@ class StateCache(NamedTuple):
 class ForwardContext:
     """The batch of one forward pass: the tokens of its requests one after another, decodes first.
 
-    attention: lengths and block tables for the attention kernels.
+    attention_batch: lengths and block tables for the attention kernels.
     slot_mapping: int64 [num_tokens], the cache slot (block * block_size + offset) of each token.
     kv_caches: one per PagedSpec or MLASpec, in the order of `CausalLM.cache_specs`. PagedSpec: [num_blocks, block_size,
         2 * num_kv_heads, head_dim], key heads before value heads. MLASpec: [num_blocks, block_size, 1, latent_dim +
         rope_dim].
-    kv_scales: one per cache if these are FP8, else empty: uint8 [num_blocks, heads, block_size], where heads is the
-        third dimension of the cache; see `nanovllm_kernels.fp8`.
+    kv_scales: one per cache if the caches are FP8, else empty. uint8 [num_blocks, heads, block_size], where heads is
+        the third dimension of the cache; see `nanovllm_kernels.fp8`.
     launch_attention: if set, a layer calls this function with its attention and queries instead of computing attention.
         It is set while a step is captured in pieces: attention runs between the captured graphs and is launched anew at
         each replay.
     state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
-    states: state slots of the batch's requests; None for a model without recurrent layers.
+    state_batch: state slots of the batch's requests; None for a model without recurrent layers.
     """
 
-    attention: AttentionBatch
+    attention_batch: AttentionBatch
     slot_mapping: Tensor
     kv_caches: tuple[Tensor, ...]
     kv_scales: tuple[Tensor, ...] = ()
     launch_attention: LaunchAttention | None = None
     state_caches: tuple[StateCache, ...] = ()
-    states: StateBatch | None = None
+    state_batch: StateBatch | None = None
 
 
 class CausalLM(Protocol):
@@ -138,8 +144,8 @@ class ModelSpec:
     dtype: dtype of the checkpoint.
     build: creates the model with its weights; a module-level function or a functools.partial of one.
     vocabulary: returns the vocabulary; called for the first grammar. None for a model without grammars.
-    cuda_dtype: dtype on a GPU; None for `dtype`. float16 has three more bits than bfloat16 and the same speed, but it
-        is safe only for a model whose largest numbers are known.
+    cuda_dtype: dtype on a GPU; None for `dtype`. float16 has three more bits than bfloat16 and the same speed, but
+        float16 is safe only for a model whose largest numbers are known.
     """
 
     name: str

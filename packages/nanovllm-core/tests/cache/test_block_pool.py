@@ -6,31 +6,31 @@ from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState
 
 
-def manager(num_blocks: int = 8, *, prefix_hash: str = "fast", watermark: float = 0.0) -> CacheManager:
+def make_manager(num_blocks: int = 8, *, prefix_hash: str = "fast", watermark: float = 0.0) -> CacheManager:
     return CacheManager(num_blocks, 4, prefix_caching=True, prefix_hash=prefix_hash, watermark=watermark)
 
 
-def admitted(cache: CacheManager, name: str, tokens: list[int], salt: str = "") -> RequestState:
+def admit_request(cache: CacheManager, name: str, tokens: list[int], salt: str = "") -> RequestState:
     request = RequestState(0, Request(name, list(tokens), cache_salt=salt))
     assert cache.admit(request, keep_watermark=False) is not None
     return request
 
 
-def found(cache: CacheManager, tokens: list[int], salt: str = "") -> int | None:
-    """How many tokens of a prompt need not be computed."""
+def count_cached_tokens(cache: CacheManager, tokens: list[int], salt: str = "") -> int | None:
+    """Number of tokens of a prompt that are cached."""
     return cache.admit(RequestState(0, Request("x", list(tokens), cache_salt=salt)), keep_watermark=False)
 
 
-def finish(cache: CacheManager, request: RequestState) -> None:
+def finish_request(cache: CacheManager, request: RequestState) -> None:
     cache.commit(request, request.num_tokens)
     cache.release(request)
 
 
-def test_the_null_block_is_never_given_out():
+def test_null_block_is_never_allocated():
     assert NULL_BLOCK not in BlockPool(5).allocate(5)
 
 
-def test_a_double_free_is_an_error():
+def test_releasing_a_block_twice_is_an_error():
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.release(blocks)
@@ -38,7 +38,7 @@ def test_a_double_free_is_an_error():
         pool.release(blocks)
 
 
-def test_empty_blocks_go_before_cached_ones_and_cached_ones_oldest_first():
+def test_empty_blocks_are_allocated_first_and_then_the_oldest_cached_blocks():
     pool = BlockPool(4)
     a, b, c, d = pool.allocate(4)
     pool.register(a, 1)
@@ -65,30 +65,30 @@ def test_a_block_in_use_is_shared_and_freed_by_its_last_holder():
 
 
 def test_a_prompt_finds_full_blocks_but_always_computes_its_last_token():
-    cache = manager()
-    finish(cache, admitted(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8]))
-    assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8]) == 4
-    assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
-    assert found(cache, [9, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
+    cache = make_manager()
+    finish_request(cache, admit_request(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8]))
+    assert count_cached_tokens(cache, [1, 2, 3, 4, 5, 6, 7, 8]) == 4
+    assert count_cached_tokens(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
+    assert count_cached_tokens(cache, [9, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
 
 
 @pytest.mark.parametrize("prefix_hash", ["fast", "sha256"])
-def test_salts_keep_tenants_apart(prefix_hash: str):
-    cache = manager(prefix_hash=prefix_hash)
-    finish(cache, admitted(cache, "a", [1, 2, 3, 4, 5], "one"))
-    assert found(cache, [1, 2, 3, 4, 5], "two") == 0
-    assert found(cache, [1, 2, 3, 4, 5], "one") == 4
+def test_prompts_with_different_salts_share_no_blocks(prefix_hash: str):
+    cache = make_manager(prefix_hash=prefix_hash)
+    finish_request(cache, admit_request(cache, "a", [1, 2, 3, 4, 5], "one"))
+    assert count_cached_tokens(cache, [1, 2, 3, 4, 5], "two") == 0
+    assert count_cached_tokens(cache, [1, 2, 3, 4, 5], "one") == 4
 
 
 def test_blocks_of_a_step_still_in_flight_are_not_found():
-    cache = manager()
-    request = admitted(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    cache = make_manager()
+    request = admit_request(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     cache.commit(request, 4)
-    assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+    assert count_cached_tokens(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
 
 
 def test_failed_admission_changes_nothing():
-    cache = manager(num_blocks=2, watermark=0.5)
+    cache = make_manager(num_blocks=2, watermark=0.5)
     request = RequestState(0, Request("a", [1] * 8))
     assert cache.admit(request, keep_watermark=True) == BlockShortage(3)
     assert cache.pool.num_free == 2
@@ -97,20 +97,20 @@ def test_failed_admission_changes_nothing():
     assert len(request.block_ids) == 2
 
 
-def test_requests_that_grow_together_get_a_block_each_or_none():
-    cache = manager(num_blocks=4)
-    first, second = (admitted(cache, name, [1, 2]) for name in "ab")
+def test_either_all_requests_get_one_more_block_or_no_request():
+    cache = make_manager(num_blocks=4)
+    first, second = (admit_request(cache, name, [1, 2]) for name in "ab")
     assert cache.grow([first, second]) == [first.block_ids[-1], second.block_ids[-1]]
     assert len({*first.block_ids, *second.block_ids}) == 4
     cache.release(second)
-    third = admitted(cache, "c", [1, 2])
+    third = admit_request(cache, "c", [1, 2])
     assert cache.grow([first, third]) is None
     assert (len(first.block_ids), len(third.block_ids)) == (2, 1)
     assert cache.pool.num_free == 1
 
 
-def test_the_front_of_a_chain_outlives_its_end():
-    cache = manager(num_blocks=3)
-    finish(cache, admitted(cache, "a", list(range(12))))
-    finish(cache, admitted(cache, "b", [99, 98, 97]))
-    assert found(cache, list(range(12))) == 8
+def test_last_blocks_of_a_prompt_are_evicted_first():
+    cache = make_manager(num_blocks=3)
+    finish_request(cache, admit_request(cache, "a", list(range(12))))
+    finish_request(cache, admit_request(cache, "b", [99, 98, 97]))
+    assert count_cached_tokens(cache, list(range(12))) == 8

@@ -23,10 +23,10 @@ from nanovllm_core.model import CacheSpec, MLASpec, PagedSpec, StateSpec
 
 CPU = torch.device("cpu")
 
-FACTS = {"max_position": 4096, "model_dtype": torch.bfloat16, "has_cuda": True, "has_fp8": True}
+MODEL_AND_MACHINE = {"max_position": 4096, "model_dtype": torch.bfloat16, "has_cuda": True, "has_fp8": True}
 
 
-def layout_of(
+def make_layout(
     *specs: CacheSpec, block_size: int = 16, kv_cache_dtype=torch.bfloat16, state_dtype=torch.float32
 ) -> CacheLayout:
     attention_specs = tuple(spec for spec in specs if not isinstance(spec, StateSpec))
@@ -39,8 +39,8 @@ def test_fp8_holds_about_twice_as_many_blocks(head_dim, gain):
     specs = [PagedSpec(num_kv_heads=8, head_dim=head_dim, num_heads=32)] * 28
     num_blocks = {}
     for kind in ("auto", "fp8"):
-        config = resolve(EngineConfig(kv_cache_dtype=kind, max_num_seqs=4096), **FACTS)
-        layout = layout_of(*specs, kv_cache_dtype=config.torch_kv_cache_dtype)
+        config = resolve(EngineConfig(kv_cache_dtype=kind, max_num_seqs=4096), **MODEL_AND_MACHINE)
+        layout = make_layout(*specs, kv_cache_dtype=config.torch_kv_cache_dtype)
         num_blocks[kind] = plan_cache(config, layout, 8 << 30).num_blocks
     assert num_blocks["auto"] > 1000
     assert num_blocks["fp8"] / num_blocks["auto"] > gain
@@ -48,56 +48,56 @@ def test_fp8_holds_about_twice_as_many_blocks(head_dim, gain):
 
 def test_a_token_of_latent_attention_has_one_head_per_layer():
     specs = [MLASpec(latent_dim=512, rope_dim=64, num_heads=128)] * 61
-    assert layout_of(*specs, block_size=1).block_bytes == 61 * 576 * 2
-    assert layout_of(*specs, kv_cache_dtype=torch.float8_e4m3fn).block_bytes == 61 * (576 + 1) * 16
+    assert make_layout(*specs, block_size=1).block_bytes == 61 * 576 * 2
+    assert make_layout(*specs, kv_cache_dtype=torch.float8_e4m3fn).block_bytes == 61 * (576 + 1) * 16
 
 
-def test_fp8_is_refused_where_it_cannot_be_read():
+def test_fp8_cache_is_refused_if_the_backend_cannot_read_it():
     with pytest.raises(ConfigError, match="kv_cache_dtype is int4, but must be 'auto' or 'fp8'"):
-        resolve(EngineConfig(kv_cache_dtype="int4"), **FACTS)
+        resolve(EngineConfig(kv_cache_dtype="int4"), **MODEL_AND_MACHINE)
     with pytest.raises(ConfigError, match="kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9"):
-        resolve(EngineConfig(kv_cache_dtype="fp8"), **{**FACTS, "has_fp8": False})
+        resolve(EngineConfig(kv_cache_dtype="fp8"), **{**MODEL_AND_MACHINE, "has_fp8": False})
     flash = EngineConfig(kv_cache_dtype="fp8", attention_backend="flash")
     with pytest.raises(ConfigError, match="attention_backend 'flash': use 'fastest'"):
-        resolve(flash, has_flash_attention=True, **FACTS)
-    resolve(replace(flash, kv_cache_dtype="auto"), has_flash_attention=True, **FACTS)
-    on_cpu = resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), **FACTS)
+        resolve(flash, has_flash_attention=True, **MODEL_AND_MACHINE)
+    resolve(replace(flash, kv_cache_dtype="auto"), has_flash_attention=True, **MODEL_AND_MACHINE)
+    on_cpu = resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), **MODEL_AND_MACHINE)
     assert on_cpu.torch_kv_cache_dtype == torch.float8_e4m3fn
 
 
 def test_a_model_may_prefer_a_dtype_on_a_gpu():
     def dtype(config: EngineConfig) -> torch.dtype:
-        return resolve(config, cuda_dtype=torch.float16, **FACTS).torch_dtype
+        return resolve(config, cuda_dtype=torch.float16, **MODEL_AND_MACHINE).torch_dtype
 
     assert dtype(EngineConfig()) == torch.float16
     assert dtype(EngineConfig(device="cpu")) == torch.bfloat16
     assert dtype(EngineConfig(dtype="float32")) == torch.float32
 
 
-def num_blocks(free_bytes: int, **settings) -> int:
-    config = resolve(EngineConfig(max_num_seqs=4, max_model_len=160, **settings), **FACTS)
-    layout = layout_of(PagedSpec(num_kv_heads=1, head_dim=16, num_heads=1))
+def plan_num_blocks(free_bytes: int, **settings) -> int:
+    config = resolve(EngineConfig(max_num_seqs=4, max_model_len=160, **settings), **MODEL_AND_MACHINE)
+    layout = make_layout(PagedSpec(num_kv_heads=1, head_dim=16, num_heads=1))
     assert layout.block_bytes == 1024
     return plan_cache(config, layout, free_bytes).num_blocks
 
 
 def test_a_prefix_cache_takes_all_free_memory():
-    assert num_blocks(1_024_000) == 999
-    assert num_blocks(1_024_000, device="cpu") == 999
-    assert num_blocks(30 * 1024) == 29
-    assert num_blocks(1 << 50) == MAX_CACHED_BLOCKS
+    assert plan_num_blocks(1_024_000) == 999
+    assert plan_num_blocks(1_024_000, device="cpu") == 999
+    assert plan_num_blocks(30 * 1024) == 29
+    assert plan_num_blocks(1 << 50) == MAX_CACHED_BLOCKS
 
 
 def test_without_a_prefix_cache_blocks_are_for_running_requests():
-    assert num_blocks(1_024_000, prefix_caching=False) == 4 * 10
-    assert num_blocks(30 * 1024, prefix_caching=False) == 29
+    assert plan_num_blocks(1_024_000, prefix_caching=False) == 4 * 10
+    assert plan_num_blocks(30 * 1024, prefix_caching=False) == 29
 
 
 PAGED = PagedSpec(num_kv_heads=8, head_dim=128, num_heads=32)
 
 
-def block_size(attention=PAGED, *, has_states=False, **settings) -> int:
-    config = resolve(EngineConfig(**settings), has_flash_attention=True, **FACTS)
+def resolve_block_size(attention=PAGED, *, has_states=False, **settings) -> int:
+    config = resolve(EngineConfig(**settings), has_flash_attention=True, **MODEL_AND_MACHINE)
     return choose_block_size(config, attention, has_states=has_states)
 
 
@@ -107,9 +107,9 @@ def flash_attention(monkeypatch):
 
 
 @pytest.mark.usefixtures("flash_attention")
-def test_blocks_are_as_long_as_flash_attention_reads_fastest():
-    assert block_size() == 128
-    assert block_size(block_size=32) == 32
+def test_blocks_have_128_tokens_for_flash_attention():
+    assert resolve_block_size() == 128
+    assert resolve_block_size(block_size=32) == 32
 
 
 @pytest.mark.usefixtures("flash_attention")
@@ -125,13 +125,13 @@ def test_blocks_are_as_long_as_flash_attention_reads_fastest():
         {"device": "cpu"},
     ],
 )
-def test_blocks_are_short_where_long_ones_bring_nothing_or_do_not_fit(others):
-    assert block_size(**others) == 16
+def test_blocks_have_16_tokens_if_long_blocks_are_not_faster_or_do_not_fit(others):
+    assert resolve_block_size(**others) == 16
 
 
-def test_blocks_longer_than_the_distance_of_checkpoints_are_refused():
+def test_block_size_above_the_checkpoint_interval_is_refused():
     with pytest.raises(ConfigError, match="block_size is 128, but must be at most 64 for a model with recurrent"):
-        block_size(block_size=128, has_states=True)
+        resolve_block_size(block_size=128, has_states=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -156,8 +156,8 @@ def test_a_large_cache_takes_no_memory_before_it_is_used():
 STATE_SPECS = [StateSpec((2, 3, 5), (4, 6)), StateSpec((1, 2, 2), (2, 4)), StateSpec((2, 3, 5), (4, 6))]
 
 
-def filled_memory(num_slots: int, state_dtype: torch.dtype) -> CacheMemory:
-    memory = CacheMemory(layout_of(PAGED, *STATE_SPECS, state_dtype=state_dtype), CPU)
+def make_filled_memory(num_slots: int, state_dtype: torch.dtype) -> CacheMemory:
+    memory = CacheMemory(make_layout(PAGED, *STATE_SPECS, state_dtype=state_dtype), CPU)
     memory.allocate(0, num_slots)
     for cache in memory.state_caches:
         for states in cache:
@@ -165,12 +165,12 @@ def filled_memory(num_slots: int, state_dtype: torch.dtype) -> CacheMemory:
     return memory
 
 
-def column(values: list[int]) -> torch.Tensor:
+def as_tensor(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_random_copies_are_those_of_index_select(state_dtype):
+def test_ordered_copies_equal_simultaneous_copies(state_dtype):
     rng = random.Random(0)
     chains = cycles = 0
     for _ in range(200):
@@ -178,12 +178,12 @@ def test_random_copies_are_those_of_index_select(state_dtype):
         targets = rng.sample(range(1, num_slots + 1), rng.randrange(1, num_slots + 1))
         copies = [(rng.randrange(1, num_slots + 1), target) for target in targets]
         ordered = order_slot_copies(copies)
-        memory = filled_memory(num_slots, state_dtype)
+        memory = make_filled_memory(num_slots, state_dtype)
         expected = [states.clone() for cache in memory.state_caches for states in cache]
         for states in expected:
-            sources, targets = map(column, map(list, zip(*copies, strict=True)))
+            sources, targets = map(as_tensor, map(list, zip(*copies, strict=True)))
             states.index_copy_(0, targets, states.index_select(0, sources))
-        memory.copy_states(*map(column, map(list, zip(*ordered, strict=True))))
+        memory.copy_states(*map(as_tensor, map(list, zip(*ordered, strict=True))))
         found = [states for cache in memory.state_caches for states in cache]
         assert all(torch.equal(states[1:], same[1:]) for states, same in zip(found, expected, strict=True))
         chains += ordered != copies
@@ -193,27 +193,27 @@ def test_random_copies_are_those_of_index_select(state_dtype):
     assert cycles > 20
 
 
-def test_copies_that_do_not_overlap_stay_as_they_are():
+def test_copies_that_do_not_overlap_keep_their_order():
     copies = [(1, 5), (1, 4), (2, 3)]
     assert order_slot_copies(copies) == copies
     assert order_slot_copies([]) == []
 
 
-def test_a_chain_of_any_length_takes_as_many_copies():
+def test_chain_of_copies_takes_no_extra_copy():
     chain = [(index + 1, index) for index in range(1, 300)]
     random.Random(0).shuffle(chain)
     assert order_slot_copies(chain) == sorted(chain, key=lambda copy: copy[1])
 
 
 def test_state_caches_have_the_shapes_of_their_layers():
-    caches = filled_memory(3, torch.float32).state_caches
+    caches = make_filled_memory(3, torch.float32).state_caches
     assert [(*cache.recurrent.shape[1:],) for cache in caches] == [spec.recurrent for spec in STATE_SPECS]
     assert [(*cache.conv.shape,) for cache in caches] == [(4, *spec.conv) for spec in STATE_SPECS]
     assert len({states.data_ptr() for cache in caches for states in cache}) == 6
 
 
-def test_another_allocation_replaces_all_tensors():
-    memory = CacheMemory(layout_of(PAGED, *STATE_SPECS), CPU)
+def test_second_allocation_replaces_all_tensors():
+    memory = CacheMemory(make_layout(PAGED, *STATE_SPECS), CPU)
     for num_blocks, num_slots in [(5, 2), (3, 4)]:
         memory.allocate(num_blocks, num_slots)
         assert (memory.num_blocks, memory.num_slots) == (num_blocks, num_slots)

@@ -14,9 +14,9 @@ SIZE = 4
 KINDS = pytest.mark.parametrize("kind", ["fast", "sha256"])
 
 
-def hashes(hasher: PrefixHasher, tokens: list[int], salt: str = "") -> list[int | bytes]:
+def hash_tokens(hasher: PrefixHasher, tokens: list[int], salt: str = "") -> list[int | bytes]:
     request = RequestState(0, Request("a", tokens, cache_salt=salt))
-    hasher.extend(request)
+    hasher.extend_hashes(request)
     return request.block_hashes
 
 
@@ -27,43 +27,43 @@ def test_hashes_do_not_depend_on_when_tokens_became_known(kind):
         tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]
         request = RequestState(0, Request("a", tokens[: rng.randrange(1, len(tokens) + 1)]))
         while request.num_tokens < len(tokens):
-            hasher.extend(request)
+            hasher.extend_hashes(request)
             known = request.num_tokens
             request.output_ids += tokens[known : known + rng.randrange(1, 10)]
-        hasher.extend(request)
-        assert request.block_hashes == hashes(hasher, tokens)
+        hasher.extend_hashes(request)
+        assert request.block_hashes == hash_tokens(hasher, tokens)
         assert len(request.block_hashes) == len(tokens) // SIZE
 
 
 @KINDS
 def test_a_hash_covers_every_token_before_its_end(kind):
     hasher, tokens = PrefixHasher(kind, SIZE), [*range(20)]
-    whole = hashes(hasher, tokens)
+    whole = hash_tokens(hasher, tokens)
     assert len(set(whole)) == 5
     for index in range(20):
-        other = hashes(hasher, [*tokens[:index], 99, *tokens[index + 1 :]])
+        other = hash_tokens(hasher, [*tokens[:index], 99, *tokens[index + 1 :]])
         same = index // SIZE
         assert other[:same] == whole[:same]
         assert not set(other[same:]) & set(whole)
-    assert not set(hashes(hasher, tokens, "salt")) & set(whole)
-    assert not set(hashes(PrefixHasher(kind, SIZE), tokens)) & set(whole)
+    assert not set(hash_tokens(hasher, tokens, "salt")) & set(whole)
+    assert not set(hash_tokens(PrefixHasher(kind, SIZE), tokens)) & set(whole)
 
 
 @KINDS
-def test_arrays_and_lists_hash_alike(kind):
+def test_arrays_and_lists_have_the_same_hashes(kind):
     hasher, tokens = PrefixHasher(kind, SIZE), [0, 1, 65536, 2**31 - 1, 5, 6, 7, 8]
-    assert hashes(hasher, np.array(tokens, np.int32)) == hashes(hasher, tokens)
+    assert hash_tokens(hasher, np.array(tokens, np.int32)) == hash_tokens(hasher, tokens)
 
 
 def test_no_block_of_a_request_is_hashed_twice(monkeypatch):
     cache = CacheManager(8, SIZE, prefix_caching=True, prefix_hash="fast", watermark=0)
-    chain, hashed = cache._hasher._chain, []
+    chain, hashed = cache._hasher._hash_blocks, []
 
-    def counting(parent, tokens, block_bytes):
+    def count_hashes(parent, tokens, block_bytes):
         hashed.extend(found := chain(parent, tokens, block_bytes))
         return found
 
-    monkeypatch.setattr(cache._hasher, "_chain", counting)
+    monkeypatch.setattr(cache._hasher, "_hash_blocks", count_hashes)
     first, second = RequestState(0, Request("a", [*range(22)])), RequestState(0, Request("b", [*range(50, 72)]))
     assert cache.admit(first, keep_watermark=False) == 0
     for _ in range(3):

@@ -130,7 +130,7 @@ class SlowHostCopyRing:
         self._size = size
         self.end_events: list[SlowEvent] = []
 
-    def take(self) -> HostCopySlot:
+    def next_slot(self) -> HostCopySlot:
         tokens = torch.zeros(self._size, dtype=torch.int32)
         self.end_events.append(SlowEvent(0.05))
         return HostCopySlot(tokens, tokens.numpy(), SlowEvent(0.0), self.end_events[-1], None)

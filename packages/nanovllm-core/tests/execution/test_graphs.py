@@ -30,18 +30,18 @@ from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, Schedul
 from nanovllm_core.token_ids import as_token_ids
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 16, 100, 256, 1000])
-def test_decodes_are_padded_by_few(most):
-    sizes = decode_sizes(most)
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 16, 100, 256, 1000])
+def test_decodes_are_padded_by_few_requests(max_num_seqs):
+    sizes = decode_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == most
-    for count in range(1, most + 1):
+    assert sizes[-1] == max_num_seqs
+    for count in range(1, max_num_seqs + 1):
         padded = next(size for size in sizes if size >= count)
         assert padded - count < max(8, count / 3)
     assert len(sizes) < 50
 
 
-def test_mixed_steps_are_padded_by_few():
+def test_neighbouring_mixed_sizes_differ_by_at_most_256_or_a_quarter():
     sizes = mixed_sizes(8192)
     assert sizes[0] == graphs_module.MIN_MIXED_TOKENS
     assert sizes[-1] == 8192
@@ -54,7 +54,7 @@ def test_mixed_steps_are_padded_by_few():
     assert mixed_sizes(50) == [50]
 
 
-def test_shapes_come_largest_first_and_within_the_budget():
+def test_shapes_come_largest_first_and_fit_the_token_budget():
     shapes = graph_shapes("full", 64, 800)
     assert [shape.num_tokens for shape in shapes] == sorted((shape.num_tokens for shape in shapes), reverse=True)
     mixed = {shape.num_tokens: shape.mode for shape in shapes if shape.mode != "full_decode_only"}
@@ -64,7 +64,7 @@ def test_shapes_come_largest_first_and_within_the_budget():
     assert graph_shapes("none", 64, 800) == []
 
 
-def test_steps_of_many_tokens_have_shapes_with_few_places_too():
+def test_steps_of_many_tokens_also_have_shapes_with_few_requests():
     few, many = graphs_module.NUM_FEW_REQUESTS, graphs_module.MIN_FEW_REQUEST_TOKENS
     shapes = [shape for shape in graph_shapes("full", 64, 2 * many) if shape.max_query_len > 1]
     sizes = mixed_sizes(2 * many)
@@ -73,25 +73,25 @@ def test_steps_of_many_tokens_have_shapes_with_few_places_too():
     assert {shape.num_reqs for shape in graph_shapes("full", few, 2 * many) if shape.max_query_len > 1} == {few}
     graphs = StepGraphs(shapes)
     graphs._steps = {shape: shape for shape in shapes}
-    assert found(graphs, few, many, None) == (few, many, many, "full", False)
-    assert found(graphs, few + 1, many, None) == (64, many, many, "full", False)
-    assert found(graphs, few, many // 2, None) == (64, many // 2, many // 2, "full", False)
+    assert dispatch(graphs, few, many, None) == (few, many, many, "full", False)
+    assert dispatch(graphs, few + 1, many, None) == (64, many, many, "full", False)
+    assert dispatch(graphs, few, many // 2, None) == (64, many // 2, many // 2, "full", False)
 
 
-def test_steps_of_few_whole_prompts_are_captured_by_themselves():
+def test_steps_of_few_whole_prompts_have_separate_shapes():
     few = graphs_module.NUM_FEW_REQUESTS
     shapes = graph_shapes("full", 64, 1024, min_whole_tokens=512)
     assert {shape[:2] for shape in shapes if shape.whole} == {(few, size) for size in mixed_sizes(1024) if size >= 512}
     assert not any(shape.whole for shape in graph_shapes("piecewise", 64, 1024, min_whole_tokens=512))
     graphs = StepGraphs(shapes)
     graphs._steps = {shape: shape for shape in shapes}
-    assert found(graphs, few, 500, None, True) == (few, 512, 512, "full", True)
-    assert found(graphs, few, 500, None, False) == (few, 512, 512, "full", False)
-    assert found(graphs, few + 1, 500, None, True) == (64, 512, 512, "full", False)
-    assert found(graphs, few, 250, None, True) == (few, 256, 256, "full", False)
+    assert dispatch(graphs, few, 500, None, True) == (few, 512, 512, "full", True)
+    assert dispatch(graphs, few, 500, None, False) == (few, 512, 512, "full", False)
+    assert dispatch(graphs, few + 1, 500, None, True) == (64, 512, 512, "full", False)
+    assert dispatch(graphs, few, 250, None, True) == (few, 256, 256, "full", False)
 
 
-def test_decodes_with_drafts_have_shapes_of_their_own():
+def test_decodes_with_drafts_have_separate_shapes():
     shapes = graph_shapes("full_decode_only", 16, 40, query_lens=(1, 4))
     assert {shape for shape in shapes if shape.max_query_len == 4} == {
         GraphShape(size, 4 * size, 4, "full_decode_only") for size in (1, 2, 4, 8, 10)
@@ -99,26 +99,26 @@ def test_decodes_with_drafts_have_shapes_of_their_own():
     assert {shape.num_reqs for shape in shapes if shape.max_query_len == 1} == {1, 2, 4, 8, 16}
 
 
-class Graphs(StepGraphs):
-    """With every shape captured, by nothing."""
+class AllCapturedGraphs(StepGraphs):
+    """Claims that every shape is captured: the captured step of a shape is the shape itself."""
 
     def __init__(self, mode, budget=256, query_lens=(1,)):
         super().__init__(graph_shapes(mode, 16, budget, query_lens))
         self._steps = {shape: shape for shape in self._shapes}
 
 
-def found(graphs: StepGraphs, *batch) -> GraphShape | CapturedStep | None:
+def dispatch(graphs: StepGraphs, *batch) -> GraphShape | CapturedStep | None:
     return graphs.dispatch(BatchShape(*batch))
 
 
-def test_the_smallest_that_holds_the_batch_answers():
-    graphs = Graphs("full", 1024)
-    assert found(graphs, 3, 3, 1) == GraphShape(4, 4, 1, "full_decode_only")
-    assert found(graphs, 16, 16, 1) == GraphShape(16, 16, 1, "full_decode_only")
-    assert found(graphs, 3, 50, None) == GraphShape(16, 64, 64, "full")
-    assert found(graphs, 2, 130, 65) == GraphShape(16, 256, 256, "full")
-    assert found(graphs, 2, 513, None) == GraphShape(16, 768, 768, "full")
-    assert found(graphs, 2, 1025, None) is None
+def test_dispatch_selects_the_smallest_shape_that_fits():
+    graphs = AllCapturedGraphs("full", 1024)
+    assert dispatch(graphs, 3, 3, 1) == GraphShape(4, 4, 1, "full_decode_only")
+    assert dispatch(graphs, 16, 16, 1) == GraphShape(16, 16, 1, "full_decode_only")
+    assert dispatch(graphs, 3, 50, None) == GraphShape(16, 64, 64, "full")
+    assert dispatch(graphs, 2, 130, 65) == GraphShape(16, 256, 256, "full")
+    assert dispatch(graphs, 2, 513, None) == GraphShape(16, 768, 768, "full")
+    assert dispatch(graphs, 2, 1025, None) is None
     assert graphs.num_steps == {
         ("full_decode_only", "decode"): 2,
         ("full", "mixed"): 3,
@@ -126,25 +126,25 @@ def test_the_smallest_that_holds_the_batch_answers():
     }
 
 
-def test_a_uniform_decode_with_drafts_has_its_own_graph():
-    graphs = Graphs("full", query_lens=(1, 4))
-    assert found(graphs, 3, 12, 4) == GraphShape(4, 16, 4, "full_decode_only")
-    assert found(graphs, 3, 3, 1) == GraphShape(4, 4, 1, "full_decode_only")
-    # Not what was captured for it: a mix like any other.
-    assert found(graphs, 3, 9, 3) == GraphShape(16, 64, 64, "full")
-    assert found(Graphs("full"), 3, 12, 4) == GraphShape(16, 64, 64, "full")
+def test_decode_with_drafts_is_dispatched_to_its_own_shape():
+    graphs = AllCapturedGraphs("full", query_lens=(1, 4))
+    assert dispatch(graphs, 3, 12, 4) == GraphShape(4, 16, 4, "full_decode_only")
+    assert dispatch(graphs, 3, 3, 1) == GraphShape(4, 4, 1, "full_decode_only")
+    # A query length without captured shapes counts as mixed.
+    assert dispatch(graphs, 3, 9, 3) == GraphShape(16, 64, 64, "full")
+    assert dispatch(AllCapturedGraphs("full"), 3, 12, 4) == GraphShape(16, 64, 64, "full")
     assert graphs.num_steps == {("full_decode_only", "decode"): 2, ("full", "mixed"): 1}
 
 
-def test_without_mixed_graphs_a_mix_is_launched_kernel_by_kernel():
-    graphs = Graphs("full_decode_only")
-    assert found(graphs, 3, 50, None) is None
-    assert found(graphs, 1, 1, 1) == GraphShape(1, 1, 1, "full_decode_only")
-    assert found(Graphs("none"), 1, 1, 1) is None
+def test_mixed_step_is_launched_if_only_decodes_are_captured():
+    graphs = AllCapturedGraphs("full_decode_only")
+    assert dispatch(graphs, 3, 50, None) is None
+    assert dispatch(graphs, 1, 1, 1) == GraphShape(1, 1, 1, "full_decode_only")
+    assert dispatch(AllCapturedGraphs("none"), 1, 1, 1) is None
 
 
-class Recording(TorchDispatchMode):
-    """In place of a CUDA graph: remembers what is called, and calls it again into the same tensors."""
+class RecordedGraph(TorchDispatchMode):
+    """Stands in for a CUDA graph: records the operators, and a replay writes their results to the same tensors."""
 
     def __init__(self):
         super().__init__()
@@ -168,13 +168,13 @@ class Recording(TorchDispatchMode):
                 result.copy_(again)
 
 
-def test_pieces_and_the_attention_between_them_make_a_step(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+def test_replayed_pieces_and_attention_equal_the_captured_forward_pass(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(graphs_module, "_alias", lambda tensor: tensor)
     inputs, lengths, tables = torch.ones(8, 2), torch.tensor([3, 2]), torch.zeros(2, 4)
 
     def attention(layer):
-        # Like the true one, of as many rows as the batch has.
+        # Like real attention, this takes only the rows of the batch.
         return lambda q, batch: q * batch + layer
 
     def forward(launch):
@@ -209,7 +209,7 @@ def test_selected_sampling_graph_is_the_first_that_does_all_operations():
     assert select_graph(graphs, SamplingOps.FILTER) == SamplingOps.RANDOM | SamplingOps.FILTER
 
 
-def test_graphs_need_kernels_that_never_wait():
+def test_graph_mode_is_none_for_the_torch_backend():
     facts = {"max_position": 64, "model_dtype": torch.float32}
     assert resolve(EngineConfig(device="cpu"), has_cuda=True, **facts).graph_mode == "none"
     assert resolve(EngineConfig(), has_cuda=True, **facts).graph_mode == "full"
@@ -218,7 +218,7 @@ def test_graphs_need_kernels_that_never_wait():
         resolve(EngineConfig(device="cpu", graph_mode="full"), has_cuda=True, **facts)
 
 
-def test_compiling_is_for_a_gpu():
+def test_torch_compile_is_on_by_default_only_on_a_gpu():
     facts = {"max_position": 64, "model_dtype": torch.float32, "has_cuda": True}
     assert resolve(EngineConfig(), **facts).compile
     assert not resolve(EngineConfig(compile=False), **facts).compile
@@ -232,8 +232,8 @@ PROMPTS = ([*range(7, 51)], [*range(30, 54)], [*range(60, 73)])
 CHUNKS = (40, 20, 9)
 
 
-def plans() -> list[StepPlan]:
-    """Three prompts but for their last four tokens; these, as a drafter would have them verified; then decodes."""
+def make_plans() -> list[StepPlan]:
+    """Three prompts without their last four tokens; these four tokens, as if they were drafts; then decodes."""
     greedy = SamplingParams(temperature=0)
     new_rows = [
         NewRow(row, as_token_ids(prompt), len(prompt), 0, greedy, seed=0, stop_ids=())
@@ -257,13 +257,13 @@ def plans() -> list[StepPlan]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["piecewise", "full"])
-def test_captured_steps_do_what_launched_ones_do(mode, monkeypatch):
+def test_captured_steps_choose_the_tokens_of_launched_steps(mode, monkeypatch):
     def run(mode):
         asked = EngineConfig(device="cuda", graph_mode=mode, max_num_seqs=4, num_blocks=20, forbid_sync=True)
         config = resolve(asked, max_position=256, model_dtype=torch.float32, has_cuda=True)
         runner = start_runner(toy_model.toy_spec(), config)
         made = []
-        for plan in plans():
+        for plan in make_plans():
             step = runner.launch(plan)
             step.wait()
             made.append(step.read_results().tokens.tolist())

@@ -8,25 +8,25 @@ from nanovllm_core.execution.host_copy import HostCopyRing, HostCopySlot
 
 
 @pytest.fixture
-def unpinned(monkeypatch):
-    """Slots in unpinned memory, for machines without CUDA."""
+def unpinned_slots(monkeypatch):
+    """Slots in unpinned_slots memory, for machines without CUDA."""
 
-    def make(size: int, stream: torch.cuda.Stream) -> HostCopySlot:
+    def make_unpinned_slot(size: int, stream: torch.cuda.Stream) -> HostCopySlot:
         tokens = torch.zeros(size, dtype=torch.int32)
         return HostCopySlot(tokens, tokens.numpy(), torch.cuda.Event(), torch.cuda.Event(), stream)
 
     monkeypatch.setattr(torch.cuda, "Event", object)
     monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(host_copy, "_make_slot", make)
+    monkeypatch.setattr(host_copy, "_make_slot", make_unpinned_slot)
 
 
-@pytest.mark.usefixtures("unpinned")
+@pytest.mark.usefixtures("unpinned_slots")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_slots_of_steps_in_flight_are_not_overwritten(depth):
     ring = HostCopyRing(3, depth, torch.cuda.Stream())
-    taken = [ring.take() for _ in range(20)]
-    for index, slot in enumerate(taken):
+    slots = [ring.next_slot() for _ in range(20)]
+    for index, slot in enumerate(slots):
         slot.token_array[:] = index
-        in_flight = taken[max(0, index - depth) : index]
+        in_flight = slots[max(0, index - depth) : index]
         assert [int(other.token_array[0]) for other in in_flight] == list(range(max(0, index - depth), index))
-    assert taken[depth + 2].tokens is taken[0].tokens
+    assert slots[depth + 2].tokens is slots[0].tokens

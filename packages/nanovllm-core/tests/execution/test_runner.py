@@ -9,18 +9,18 @@ from nanovllm_core.execution.runner import start_runner
 from nanovllm_core.model import MLASpec
 
 
-class TwoKinds(ToyLM):
+class MixedAttentionLM(ToyLM):
     def cache_specs(self):
         return self.heads.cache_spec, MLASpec(latent_dim=32, rope_dim=8, num_heads=4)
 
 
-class TwoShapes(ToyLM):
+class MixedHeadDimLM(ToyLM):
     def cache_specs(self):
         return self.heads.cache_spec, self.heads.cache_spec._replace(head_dim=32)
 
 
-@pytest.mark.parametrize("build", [TwoKinds, TwoShapes])
-def test_attention_layers_that_are_not_alike_are_refused(build):
+@pytest.mark.parametrize("build", [MixedAttentionLM, MixedHeadDimLM])
+def test_different_attention_layers_are_refused(build):
     spec = replace(toy_spec(), build=build)
     config = resolve(EngineConfig(device="cpu"), max_position=64, model_dtype=torch.float32, has_cuda=False)
     with pytest.raises(ValueError, match=r"gives both PagedSpec\(.* attention layers of a model must be alike"):

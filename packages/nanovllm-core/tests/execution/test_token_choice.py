@@ -30,25 +30,25 @@ def table() -> RequestTable:
     return table
 
 
-def test_greedy_rows_are_not_looked_up(table):
-    def refuse(rows, columns):
-        raise AssertionError("nothing here is drawn")
+def test_greedy_step_gathers_no_settings(table):
+    def refuse_gather(rows, columns):
+        raise AssertionError("settings are gathered for a greedy step")
 
     logits, rows = torch.randn(3, VOCAB), torch.tensor([4, 1, 2], dtype=torch.int32)
-    found = choose_tokens(logits, rows, rows, table, SamplingOps.GREEDY, refuse)
+    found = choose_tokens(logits, rows, rows, table, SamplingOps.GREEDY, refuse_gather)
     assert found.tolist() == logits.argmax(-1).tolist()
 
 
-def test_a_compiled_look_up_draws_the_same(table, monkeypatch):
+def test_compiled_gather_gives_the_same_tokens(table, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compilation, "BACKEND", counter)
-    fast = compilation.compile_for_rows(gather_columns, min_rows=1)
+    compiled_gather = compilation.compile_for_rows(gather_columns, min_rows=1)
     needs = SamplingOps.RANDOM | SamplingOps.FILTER
-    # As many rows as the table has come first: that is chance, and nothing to rely on.
+    # The first count equals the number of table rows, which the compiled function must not take for granted.
     for count in (ROWS, 1, 2, 9, 1, 5):
         logits, rows = torch.randn(count, VOCAB), torch.randperm(ROWS)[:count].int()
         expected = choose_tokens(logits, rows, rows, table, needs, gather_columns)
-        assert torch.equal(choose_tokens(logits, rows, rows, table, needs, fast), expected)
+        assert torch.equal(choose_tokens(logits, rows, rows, table, needs, compiled_gather), expected)
     assert counter.frame_count == 2
 
 
@@ -71,8 +71,8 @@ OPTIONS = [
 ]
 
 
-def started(table: RequestTable, options: list[dict]) -> list[int]:
-    """Give each row of `table` a new request, and return what each needs."""
+def assign_rows(table: RequestTable, options: list[dict]) -> list[int]:
+    """Give each row of `table` a new request, and return the `SamplingOps` of each row."""
     rng = np.random.default_rng(len(options))
     new_rows = [
         NewRow(row, as_token_ids(rng.integers(0, 12, 9)), 5, 8, SamplingParams(**wanted), seed=row * 31, stop_ids=())
@@ -85,12 +85,12 @@ def started(table: RequestTable, options: list[dict]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_needs_of_other_rows_do_not_change_tokens(seed):
+def test_operations_of_other_rows_do_not_change_tokens(seed):
     rng = np.random.default_rng(seed)
     table = RequestTable(ROWS, 32, 16, VOCAB, 1, torch.device("cpu"))
-    # Requests before these leave tables that the next ones must not see.
+    # Entries of earlier requests must not affect later requests.
     for _ in range(3):
-        needs = started(table, [OPTIONS[index] for index in rng.integers(0, len(OPTIONS), ROWS)])
+        needs = assign_rows(table, [OPTIONS[index] for index in rng.integers(0, len(OPTIONS), ROWS)])
         generator = torch.Generator().manual_seed(seed)
         logits, rows = torch.randn(ROWS, VOCAB, generator=generator), torch.randperm(ROWS, generator=generator).int()
         positions = torch.full((ROWS,), 9, dtype=torch.int32)
@@ -104,24 +104,26 @@ def test_needs_of_other_rows_do_not_change_tokens(seed):
             need = needs[rows[index]] | (int(SamplingOps.MASK) if masked[index] else 0)
             assert not need & ~CAPTURED_OPS[-1]
             mask = Masks(torch.zeros(1, dtype=torch.int32), bits[index : index + 1]) if masked[index] else None
-            one = slice(index, index + 1)
-            alone = choose_tokens(logits[one], rows[one], positions[one], table, need, gather_columns, mask)
-            assert alone.tolist() == found[one].tolist(), OPTIONS
-        # What the captured choice writes to the counts of all rows.
+            single_row = slice(index, index + 1)
+            alone = choose_tokens(
+                logits[single_row], rows[single_row], positions[single_row], table, need, gather_columns, mask
+            )
+            assert alone.tolist() == found[single_row].tolist(), OPTIONS
+        # A captured sampling graph changes the counts of all rows.
         table.counts[rows.long(), found.long()] += 1
 
 
-def test_counts_start_anew_whatever_was_written_for_the_row():
+def test_counts_of_a_new_request_do_not_include_earlier_requests():
     table = RequestTable(2, 32, 16, VOCAB, 1, torch.device("cpu"))
     table.counts.random_(-(2**31), 2**31)
-    started(table, [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.5}])
+    assign_rows(table, [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.5}])
     counts = table.counts[1]
     prompt, output = table.tokens[1, :5].tolist(), table.tokens[1, 5:9].tolist()
     for token in range(VOCAB):
         assert int(counts[token]) == output.count(token) + (IN_PROMPT_BIT if token in prompt else 0)
 
 
-def inputs_of(num_rows: int, sampling_indices: list[int], num_logprobs: list[int]) -> StepInputs:
+def make_inputs(num_rows: int, sampling_indices: list[int], num_logprobs: list[int]) -> StepInputs:
     rows = DeviceRows(torch.arange(num_rows), torch.arange(num_rows + 1), torch.ones(num_rows))
     max_num_logprobs = max(num_logprobs, default=-1)
     return StepInputs(rows, np.array(sampling_indices, np.int64), 0, np.array(num_logprobs, np.int64), max_num_logprobs)
@@ -131,7 +133,7 @@ def test_only_rows_that_asked_get_log_probabilities():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
     which, wanted = np.array([0, 1, 3, 4]), np.array([2, -1, 0, 3])
-    step = inputs_of(5, which, wanted)
+    step = make_inputs(5, which, wanted)
     found = StepHandle(step, tokens, compute_logprobs(tokens, logits, step), None).read_results()
     assert found.tokens.tolist() == [3, 1, 1, 5]
     expected = logits.log_softmax(-1)
@@ -145,21 +147,21 @@ def test_only_rows_that_asked_get_log_probabilities():
 
 
 @pytest.mark.parametrize("count", [1, MAX_SCORED_TOKENS, 2 * MAX_SCORED_TOKENS + 3])
-def test_a_prompt_is_scored_piece_by_piece(count):
+def test_prompt_is_scored_in_chunks(count):
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(count, 8, generator=generator), torch.randn(VOCAB, 8, generator=generator)
     tokens = torch.randint(0, VOCAB, (count,), generator=generator, dtype=torch.int32)
-    most = 0
+    max_chunk_len = 0
 
-    def compute_logits(piece):
-        nonlocal most
-        most = max(most, len(piece))
-        return piece @ head.t()
+    def compute_logits(chunk):
+        nonlocal max_chunk_len
+        max_chunk_len = max(max_chunk_len, len(chunk))
+        return chunk @ head.t()
 
     scores = score_prompt_tokens(hidden, tokens, 3, compute_logits)
-    handle = StepHandle(inputs_of(0, [], []), None, None, None, prompt_scores=[scores])
+    handle = StepHandle(make_inputs(0, [], []), None, None, None, prompt_scores=[scores])
     (found,) = handle.read_results().prompt_logprobs
-    assert most <= MAX_SCORED_TOKENS
+    assert max_chunk_len <= MAX_SCORED_TOKENS
     assert (len(found), found.num_top) == (count, 3)
     expected = (hidden @ head.t()).log_softmax(-1)
     for row, token, entry in zip(expected, tokens.tolist(), found, strict=True):
@@ -187,7 +189,7 @@ class CountingEvent:
 def test_step_without_sampling_records_an_event_at_its_end():
     end, tokens = CountingEvent(), torch.zeros(4, dtype=torch.int32)
     host_slot = HostCopySlot(tokens, tokens.numpy(), CountingEvent(), end, None)
-    handle = StepHandle(inputs_of(0, [], []), None, None, host_slot)
+    handle = StepHandle(make_inputs(0, [], []), None, None, host_slot)
     assert end.num_records == 1
     assert not handle.is_finished
     handle.wait()

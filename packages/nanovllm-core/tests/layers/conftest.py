@@ -1,4 +1,4 @@
-"""Build contexts: of one rank, and of ranks that only say how much is theirs."""
+"""Build contexts of one rank, and of fake ranks that only split weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class FakeRank:
     rank: int
     size: int
 
-    def share(self, total: int, what: str) -> int:
+    def split_evenly(self, total: int, quantity: str) -> int:
         if total % self.size:
-            raise ValueError(f"{what} is {total}")
+            raise ValueError(f"{quantity} is {total}")
         return total // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nanovllm_core.layers.attention import Heads, attend, qkv_parts
+from nanovllm_core.layers.attention import HeadLayout, attend, qkv_parts
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, rotary_table
 from nanovllm_core.model import ForwardContext, PagedSpec
 from nanovllm_core.parallel import ParallelContext
@@ -25,7 +25,7 @@ def naive(qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_request_in_two_steps_attends_as_if_whole(launched):
     torch.manual_seed(0)
-    heads = Heads.of_rank(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ParallelContext())
+    heads = HeadLayout.for_rank(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ParallelContext())
     assert heads.cache_spec == PagedSpec(NUM_KV_HEADS, HEAD_DIM, NUM_HEADS)
     width = sum(part.out_features for part in qkv_parts(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, bias=False))
     qkv = torch.randn(LENGTH, width)

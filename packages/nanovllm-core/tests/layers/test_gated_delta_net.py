@@ -16,7 +16,7 @@ SHAPE = DeltaShape(num_k_heads=4, num_v_heads=8, k_dim=8, v_dim=16, width=4, eps
 HIDDEN = 24
 
 
-def weights():
+def make_weights():
     generator = torch.Generator().manual_seed(0)
     keys, values = 4 * 8, 8 * 16
     shapes = {
@@ -31,12 +31,12 @@ def weights():
     return {f"layer.{name}": torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
 
 
-def loaded(layer, tensors):
+def load_layer(layer, tensors):
     load_weights(nn.ModuleDict({"layer": layer}), tensors.items())
     return layer
 
 
-def run(layer, norm, x):
+def run_layer(layer, norm, x):
     spec = layer.cache_spec
     cache = StateCache(torch.full((2, *spec.recurrent), torch.nan), torch.full((2, *spec.conv), torch.nan))
     one, starts = torch.tensor([len(x)], dtype=torch.int32), torch.tensor([0, len(x)], dtype=torch.int32)
@@ -61,19 +61,19 @@ def run(layer, norm, x):
         kv_cache=torch.zeros(1, 128, 2, 8),
         backend="torch",
     )
-    ctx = ForwardContext(attention, torch.arange(len(x)), (), state_caches=(cache,), states=states)
+    ctx = ForwardContext(attention, torch.arange(len(x)), (), state_caches=(cache,), state_batch=states)
     return layer.out_proj(layer.forward(*layer.project(x, norm), ctx))
 
 
-def test_ranks_add_up(build, ranks):
+def test_results_of_all_ranks_add_up_to_that_of_one_rank(build, ranks):
     x = torch.randn(70, HIDDEN)
-    norm = loaded(RMSNorm(HIDDEN, 1e-6, build), {"layer.weight": torch.rand(HIDDEN)})
-    whole = loaded(GatedDeltaNet(HIDDEN, SHAPE, 0, build), weights())
+    norm = load_layer(RMSNorm(HIDDEN, 1e-6, build), {"layer.weight": torch.rand(HIDDEN)})
+    whole = load_layer(GatedDeltaNet(HIDDEN, SHAPE, 0, build), make_weights())
     assert whole.cache_spec == StateSpec((8, 16, 8), (4, 192))
-    shares = [loaded(GatedDeltaNet(HIDDEN, SHAPE, 0, each), weights()) for each in ranks(2)]
+    shares = [load_layer(GatedDeltaNet(HIDDEN, SHAPE, 0, each), make_weights()) for each in ranks(2)]
     assert shares[1].cache_spec == StateSpec((4, 16, 8), (4, 96))
-    total = sum(run(layer, norm, x) for layer in shares)
-    torch.testing.assert_close(total, run(whole, norm, x), atol=1e-4, rtol=1e-4)
+    total = sum(run_layer(layer, norm, x) for layer in shares)
+    torch.testing.assert_close(total, run_layer(whole, norm, x), atol=1e-4, rtol=1e-4)
 
 
 def test_key_heads_that_ranks_cannot_split_are_refused(ranks):
@@ -81,10 +81,10 @@ def test_key_heads_that_ranks_cannot_split_are_refused(ranks):
         GatedDeltaNet(HIDDEN, SHAPE, 0, ranks(3)[0])
 
 
-def test_without_states_there_is_a_clear_error(build):
-    layer = loaded(GatedDeltaNet(HIDDEN, SHAPE, 0, build), weights())
+def test_missing_state_batch_is_an_error(build):
+    layer = load_layer(GatedDeltaNet(HIDDEN, SHAPE, 0, build), make_weights())
     ctx = ForwardContext(None, torch.zeros(1), ())
-    with pytest.raises(ValueError, match="ctx.states is None"):
+    with pytest.raises(ValueError, match="ctx.state_batch is None"):
         layer.forward(torch.zeros(1, 2 * 4 * 8 + 2 * 8 * 16), torch.zeros(1, 16), ctx)
 
 
@@ -95,7 +95,7 @@ def test_gates_come_behind_queries_keys_and_values_on_each_rank(ranks):
     tensors = {"q_proj.weight": q.flatten(0, 2), "k_proj.weight": k.flatten(0, 1), "v_proj.weight": v.flatten(0, 1)}
     biases = {"q_proj.bias": bias.flatten(), "k_proj.bias": torch.zeros(16), "v_proj.bias": torch.zeros(16)}
     for rank, build in enumerate(ranks(2)):
-        layer = loaded(GatedQKVLinear(HIDDEN, 4, 2, 8, build, bias=True), tensors | biases)
+        layer = load_layer(GatedQKVLinear(HIDDEN, 4, 2, 8, build, bias=True), tensors | biases)
         mine = slice(2 * rank, 2 * rank + 2)
         found = layer(x).split((16, 8, 8, 16), -1)
         of_queries = torch.einsum("td,hpcd->tphc", x, q[mine]) + bias[mine].transpose(0, 1)
@@ -104,7 +104,7 @@ def test_gates_come_behind_queries_keys_and_values_on_each_rank(ranks):
             torch.testing.assert_close(part, wanted)
 
 
-def test_a_norm_stored_less_1_keeps_what_16_bits_would_round(build):
+def test_zero_centred_norm_weight_is_not_rounded_to_16_bits(build):
     stored = torch.tensor([2**-9, 2**-12], dtype=torch.bfloat16)
-    norm = loaded(RMSNorm(2, 1e-6, build, zero_centred=True), {"layer.weight": stored})
+    norm = load_layer(RMSNorm(2, 1e-6, build, zero_centred=True), {"layer.weight": stored})
     assert norm.weight.tolist() == [1 + 2**-9, 1 + 2**-12]

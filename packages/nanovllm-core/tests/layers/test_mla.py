@@ -110,7 +110,7 @@ def test_a_request_in_two_steps_attends_as_the_paper_says(changes, launched):
         ctx = ForwardContext(
             None if launched else attention, slots, (other, mine), launch_attention=launch if launched else None
         )
-        outputs.append(layer.forward(*layer.before(x[begin:end], norm), rotary.plan(positions), ctx))
+        outputs.append(layer.forward(*layer.project(x[begin:end], norm), rotary.plan(positions), ctx))
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     torch.testing.assert_close(torch.cat(outputs).double(), naive(normed, shape, weights), atol=1e-5, rtol=1e-5)
     assert other.isnan().all()

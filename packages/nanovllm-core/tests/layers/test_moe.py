@@ -18,7 +18,7 @@ from nanovllm_core.layers.moe import (
     SharedExpert,
     SparseMLP,
     TokenGate,
-    runs_among,
+    can_fuse_shared_expert,
 )
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
@@ -51,7 +51,7 @@ def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, tensors: dict[str, Tensor], names: ExpertNames) -> Tensor:
+def compute_experts(x: Tensor, weights: Tensor, ids: Tensor, tensors: dict[str, Tensor], names: ExpertNames) -> Tensor:
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
@@ -61,7 +61,7 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, tensors: dict[str, Tensor], nam
 
 
 @pytest.fixture
-def routed() -> tuple[Tensor, Tensor, Tensor]:
+def routing() -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, and weights and ids of their experts."""
     weights, ids = torch.rand(5, NUM_EXPERTS).topk(2)
     return torch.randn(5, HIDDEN), weights, ids.int()
@@ -69,15 +69,15 @@ def routed() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("names", [STANDARD_NAMES, NAMES])
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_have_an_even_share_of_every_experts_width(names, size, ranks, routed):
-    x, weights, ids = routed
+def test_ranks_have_an_even_share_of_every_experts_width(names, size, ranks, routing):
+    x, weights, ids = routing
     tensors = expert_tensors("experts", names)
     residual, total = torch.randn(5, HIDDEN), torch.zeros(5, HIDDEN)
     for build in ranks(size):
         experts = Experts(NUM_EXPERTS, HIDDEN, WIDTH, build, names)
         load_weights(nn.ModuleDict({"experts": experts}), reversed(tensors.items()))
         total += experts.forward(x, weights, ids, residual.clone())
-    torch.testing.assert_close(total, run(x, weights, ids, tensors, names) + residual, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total, compute_experts(x, weights, ids, tensors, names) + residual, rtol=1e-4, atol=1e-4)
 
 
 def test_widths_that_ranks_cannot_share_are_refused(ranks):
@@ -88,8 +88,8 @@ def test_widths_that_ranks_cannot_share_are_refused(ranks):
 
 
 @pytest.mark.parametrize(("size", "width"), [(1, 150), (2, 256)])
-def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, routed):
-    x, weights, ids = routed
+def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, routing):
+    x, weights, ids = routing
     stored = quantized(expert_tensors("experts", width=width))
     plain = {
         name: dequantize(BlockFP8Weight(tensor, stored[f"{name}_scale_inv"].float()))
@@ -102,7 +102,7 @@ def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, ro
         load_weights(nn.ModuleDict({"experts": experts}), stored.items())
         assert experts.weights.w13.dtype == torch.float8_e4m3fn
         total += experts.forward(x, weights, ids)
-    expected = run(x, weights, ids, plain, STANDARD_NAMES)
+    expected = compute_experts(x, weights, ids, plain, STANDARD_NAMES)
     # What is multiplied is rounded to e4m3 too.
     assert (total - expected).norm() < 0.08 * expected.norm()
     del stored["experts.2.up_proj.weight_scale_inv"]
@@ -129,7 +129,7 @@ def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
     weights = scores.gather(1, ids)
     weights /= weights.sum(-1, keepdim=True)
     own = {key.removeprefix("mlp."): tensor for key, tensor in tensors.items()}
-    expected = run(x, weights, ids, own, STANDARD_NAMES)
+    expected = compute_experts(x, weights, ids, own, STANDARD_NAMES)
     torch.testing.assert_close(mlp.forward(x), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mlp.forward(x, residual.clone()), expected + residual, rtol=1e-4, atol=1e-4)
     normed = mlp.forward(norm.forward(x), residual.clone())
@@ -139,7 +139,7 @@ def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
 @pytest.mark.parametrize("quantization", [None, BlockFP8()])
 @pytest.mark.parametrize("gate", [None, "shared_expert_gate"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_shared_expert_is_one_more(size, gate, quantization, ranks):
+def test_shared_expert_is_computed_as_one_more_expert(size, gate, quantization, ranks):
     """The same as beside the others, of the same tensors."""
     width, shared = (256, SharedExpert("shared_expert", gate))
     tensors = expert_tensors("mlp.experts", width=width) | {"mlp.gate.weight": torch.randn(NUM_EXPERTS, HIDDEN)}
@@ -173,13 +173,13 @@ def test_a_shared_expert_is_one_more(size, gate, quantization, ranks):
         load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | own | gates).items())
 
 
-def test_a_shared_expert_runs_among_others_that_are_like_it_and_narrow(build, ranks):
-    assert runs_among(512, 512, build, alike=True)
-    assert not runs_among(512, 512, build, alike=False)
-    assert not runs_among(512, 1024, build, alike=True)
-    assert not runs_among(2048, 2048, build, alike=True)
+def test_shared_expert_is_fused_only_if_narrow_and_of_the_same_width_and_format(build, ranks):
+    assert can_fuse_shared_expert(512, 512, build, same_format=True)
+    assert not can_fuse_shared_expert(512, 512, build, same_format=False)
+    assert not can_fuse_shared_expert(512, 1024, build, same_format=True)
+    assert not can_fuse_shared_expert(2048, 2048, build, same_format=True)
     first, _ = ranks(2)
-    assert runs_among(2048, 2048, first, alike=True)
+    assert can_fuse_shared_expert(2048, 2048, first, same_format=True)
 
 
 def test_a_router_decides_in_float32_on_a_cpu(build):
@@ -195,14 +195,14 @@ def test_a_router_decides_in_float32_on_a_cpu(build):
 
 
 def test_random_experts_depend_on_the_seed(build):
-    def made(seed: int, quantization: BlockFP8 | None = None) -> Experts:
+    def make_experts(seed: int, quantization: BlockFP8 | None = None) -> Experts:
         experts = Experts(1, 64, 64, build, shared=SharedExpert("shared"), quantization=quantization)
         fill_random(nn.ModuleList([experts]), seed)
         return experts
 
-    assert torch.equal(made(1).weights.w13, made(1).weights.w13)
-    assert not torch.equal(made(1).weights.w2, made(2).weights.w2)
-    w13, w2, scales13, scales2, _ = made(1, BlockFP8()).weights
+    assert torch.equal(make_experts(1).weights.w13, make_experts(1).weights.w13)
+    assert not torch.equal(make_experts(1).weights.w2, make_experts(2).weights.w2)
+    w13, w2, scales13, scales2, _ = make_experts(1, BlockFP8()).weights
     assert 0.015 < (w13.float() * scales13.flatten(0, 1).view(2, 2, 1).repeat_interleave(64, 1)).std() < 0.025
     assert 0.015 < (w2.float() * scales2).std() < 0.025
 
@@ -210,7 +210,7 @@ def test_random_experts_depend_on_the_seed(build):
 def test_many_experts_are_loaded_in_little_time(build):
     """As many tensors as DeepSeek-R1 has layers and experts, a tenth of them."""
     layers = nn.ModuleList(Experts(256, 2, 2, build, quantization=BlockFP8()) for _ in range(6))
-    slots = [slot for index, layer in enumerate(layers) for slot in layer.slots(str(index))]
+    slots = [slot for index, layer in enumerate(layers) for slot in layer.weight_slots(str(index))]
     assert len(slots) == 6 * 256 * 6
     numbers, scales = torch.zeros(2, 2, dtype=torch.float8_e4m3fn), torch.zeros(1, 1)
     begin = time.perf_counter()

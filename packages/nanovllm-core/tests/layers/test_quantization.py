@@ -6,72 +6,76 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import BlockFP8, quantization_of
+from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.weights import WeightError, fill_random, load_weights
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, dequantize, linear, quantize_blocks
 
 FP8 = BlockFP8()
 
 
-def quantized(name, rows, width):
+def make_quantized_tensors(name, rows, width):
     """Tensors as a checkpoint has them; each block's scale is its own."""
     data, scales = quantize_blocks(torch.randn(rows, width))
     scales = scales * torch.rand(scales.shape).add(0.5)
     return {f"{name}.weight": data, f"{name}.weight_scale_inv": scales}
 
 
-def whole(tensors, *names):
+def dequantize_modules(tensors, *names):
     """The float32 weights of those modules, one after another."""
     weights = [BlockFP8Weight(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]) for name in names]
     return torch.cat([dequantize(weight) for weight in weights])
 
 
-def loaded(layer, tensors):
+def load_layer(layer, tensors):
     load_weights(nn.ModuleDict({"layer": layer}), tensors.items())
     return layer
 
 
 @pytest.mark.parametrize("sizes", [(256, 128, 128), (192, 64, 64), (96, 40, 40), (300,), (5, 3)])
 def test_parts_keep_their_own_blocks(build, sizes):
-    parts = tuple(Part(f"p{index}", size) for index, size in enumerate(sizes))
-    tensors = {name: t for part in parts for name, t in quantized(part.name, part.out_features, 200).items()}
-    layer = loaded(ColumnParallelLinear(200, parts, build, quantization=FP8), tensors)
+    parts = tuple(LinearPart(f"p{index}", size) for index, size in enumerate(sizes))
+    tensors = {
+        name: t for part in parts for name, t in make_quantized_tensors(part.name, part.out_features, 200).items()
+    }
+    layer = load_layer(ColumnParallelLinear(200, parts, build, quantization=FP8), tensors)
     assert layer.weight.data.dtype == torch.float8_e4m3fn
-    assert torch.equal(dequantize(layer.weight), whole(tensors, *(part.name for part in parts)))
+    assert torch.equal(dequantize(layer.weight), dequantize_modules(tensors, *(part.name for part in parts)))
 
 
 @pytest.mark.parametrize("sizes", [(512, 256), (192, 64), (320, 24)])
 def test_ranks_keep_the_scales_of_their_rows(ranks, sizes):
-    parts = tuple(Part(f"p{index}", size, bias=True) for index, size in enumerate(sizes))
-    tensors = {name: t for part in parts for name, t in quantized(part.name, part.out_features, 130).items()}
+    parts = tuple(LinearPart(f"p{index}", size, bias=True) for index, size in enumerate(sizes))
+    tensors = {
+        name: t for part in parts for name, t in make_quantized_tensors(part.name, part.out_features, 130).items()
+    }
     tensors |= {f"{part.name}.bias": torch.randn(part.out_features) for part in parts}
-    found = [loaded(ColumnParallelLinear(130, parts, build, quantization=FP8), tensors) for build in ranks(2)]
+    found = [load_layer(ColumnParallelLinear(130, parts, build, quantization=FP8), tensors) for build in ranks(2)]
     for index, part in enumerate(parts):
         shares = [dequantize(layer.weight).split([size // 2 for size in sizes])[index] for layer in found]
-        assert torch.equal(torch.cat(shares), whole(tensors, part.name))
+        assert torch.equal(torch.cat(shares), dequantize_modules(tensors, part.name))
 
 
 def test_row_parallel_ranks_split_whole_blocks(ranks, build):
-    tensors = quantized("layer", 200, 512)
+    tensors = make_quantized_tensors("layer", 200, 512)
     x, residual = torch.randn(3, 512), torch.randn(3, 200)
-    expected = loaded(RowParallelLinear(512, 200, build, quantization=FP8), tensors)(x, residual.clone())
+    expected = load_layer(RowParallelLinear(512, 200, build, quantization=FP8), tensors)(x, residual.clone())
     total = torch.zeros(3, 200)
     for rank, share in zip(ranks(2), x.chunk(2, 1), strict=True):
-        layer = loaded(RowParallelLinear(512, 200, rank, quantization=FP8), tensors)
+        layer = load_layer(RowParallelLinear(512, 200, rank, quantization=FP8), tensors)
         total += layer(share.contiguous(), residual.clone())
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
     with pytest.raises(ValueError, match=r"in_features is 320, but 2 ranks can't split its FP8 blocks of 128"):
         RowParallelLinear(320, 200, ranks(2)[0], quantization=FP8)
 
 
-def test_a_gated_mlp(build):
+def test_gated_mlp_multiplies_quantised_weights(build):
     norm = RMSNorm(160, 1e-6, build)
     model = nn.ModuleDict({"mlp": GatedMLP(160, 200, build, quantization=FP8), "norm": norm})
-    tensors = quantized("mlp.gate_proj", 200, 160) | quantized("mlp.up_proj", 200, 160)
-    tensors |= quantized("mlp.down_proj", 160, 200) | {"norm.weight": torch.rand(160)}
+    tensors = make_quantized_tensors("mlp.gate_proj", 200, 160) | make_quantized_tensors("mlp.up_proj", 200, 160)
+    tensors |= make_quantized_tensors("mlp.down_proj", 160, 200) | {"norm.weight": torch.rand(160)}
     load_weights(model, tensors.items())
     x = torch.randn(4, 160)
     gate, up, down = (
@@ -101,36 +105,36 @@ def test_a_gated_mlp(build):
     ],
     ids=["no scale", "not quantised", "other blocks"],
 )
-def test_a_checkpoint_that_is_not_quantised_so_is_refused(build, change, message):
-    tensors = quantized("layer", 200, 256)
+def test_checkpoint_of_another_format_is_refused(build, change, message):
+    tensors = make_quantized_tensors("layer", 200, 256)
     change(tensors)
     with pytest.raises(WeightError, match=re.escape(message)):
-        loaded(RowParallelLinear(256, 200, build, quantization=FP8), tensors)
+        load_layer(RowParallelLinear(256, 200, build, quantization=FP8), tensors)
 
 
 def test_a_quantised_tensor_in_a_plain_model_is_refused(build):
-    tensors = quantized("layer", 200, 256)
+    tensors = make_quantized_tensors("layer", 200, 256)
     scale = tensors.pop("layer.weight_scale_inv")
     message = "tensor layer.weight is of float8_e4m3fn, but the model expects floating-point numbers of 16 or 32 bits"
     with pytest.raises(WeightError, match=message):
-        loaded(RowParallelLinear(256, 200, build), tensors)
+        load_layer(RowParallelLinear(256, 200, build), tensors)
     with pytest.raises(WeightError, match=r"layer\.weight_scale_inv \[2, 2\] is in the checkpoint, but the model has"):
-        loaded(RowParallelLinear(256, 200, build), {"layer.weight_scale_inv": scale})
+        load_layer(RowParallelLinear(256, 200, build), {"layer.weight_scale_inv": scale})
 
 
 def test_random_weights_are_normal(build):
-    layer = ColumnParallelLinear(300, (Part("a", 192), Part("b", 64)), build, quantization=FP8)
+    layer = ColumnParallelLinear(300, (LinearPart("a", 192), LinearPart("b", 64)), build, quantization=FP8)
     fill_random(nn.ModuleList([layer]), 1)
     assert layer.weight.block_rows == 64
     assert 0.019 < dequantize(layer.weight).std() < 0.021
 
 
-def test_modules_that_are_kept():
-    kept = BlockFP8(("lm_head", "gate", "model.layers.3", "model.layers.1.self_attn.q_proj"))
-    assert quantization_of(None, "model.layers.0.mlp", "up_proj") is None
-    assert quantization_of(kept, "model.layers.0.mlp", "gate_proj", "up_proj") is kept
-    assert quantization_of(kept, "model.layers.30.mlp", "gate_proj", "up_proj") is kept
-    assert quantization_of(kept, "model.layers.3.mlp", "gate_proj", "up_proj") is None
-    assert kept.keeps("model.layers.0.mlp.gate")
+def test_excluded_modules_are_not_quantised():
+    scheme = BlockFP8(("lm_head", "gate", "model.layers.3", "model.layers.1.self_attn.q_proj"))
+    assert find_quantization(None, "model.layers.0.mlp", "up_proj") is None
+    assert find_quantization(scheme, "model.layers.0.mlp", "gate_proj", "up_proj") is scheme
+    assert find_quantization(scheme, "model.layers.30.mlp", "gate_proj", "up_proj") is scheme
+    assert find_quantization(scheme, "model.layers.3.mlp", "gate_proj", "up_proj") is None
+    assert scheme.excludes("model.layers.0.mlp.gate")
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj is not quantised, but .*k_proj is"):
-        quantization_of(kept, "model.layers.1.self_attn", "q_proj", "k_proj")
+        find_quantization(scheme, "model.layers.1.self_attn", "q_proj", "k_proj")

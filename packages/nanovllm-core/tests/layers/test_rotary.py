@@ -46,7 +46,7 @@ def test_llama3_scaling_slows_slow_frequencies_only():
         (4, 10.0, YarnScaling(2.0, 8, 1.0, beta_fast=4.0, beta_slow=4.0)),
     ],
 )
-def test_yarn_is_transformers_own(dim, theta, scaling):
+def test_yarn_table_equals_that_of_transformers(dim, theta, scaling):
     rope = {
         "rope_type": "yarn",
         "rope_theta": theta,
@@ -65,7 +65,7 @@ def test_yarn_is_transformers_own(dim, theta, scaling):
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=0)
 
 
-def test_mscale_is_one_where_nothing_is_stretched():
+def test_mscale_is_one_without_context_extension():
     assert yarn_mscale(1.0, 3.0) == 1.0
     assert yarn_mscale(40.0) == pytest.approx(0.1 * math.log(40) + 1)
     assert yarn_mscale(40.0, 0.0) == 1.0

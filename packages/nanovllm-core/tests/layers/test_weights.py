@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.weights import WeightError, fill_random, load_weights
@@ -15,7 +15,7 @@ def model(build) -> nn.Module:
     return nn.ModuleDict({"mlp": GatedMLP(4, 6, build), "norm": RMSNorm(4, 1e-6, build)})
 
 
-def whole() -> dict[str, torch.Tensor]:
+def make_tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {
         "mlp.gate_proj.weight": torch.randn(6, 4),
@@ -25,8 +25,8 @@ def whole() -> dict[str, torch.Tensor]:
     }
 
 
-def test_every_weight_lands_where_it_belongs(model):
-    tensors = whole()
+def test_every_weight_is_copied_to_its_layer(model):
+    tensors = make_tensors()
     load_weights(model, reversed(tensors.items()))
     x = torch.randn(3, 4)
     gate, up, down, norm = tensors.values()
@@ -36,7 +36,7 @@ def test_every_weight_lands_where_it_belongs(model):
 
 
 def test_weights_are_converted_to_the_dtype_of_the_model(model):
-    load_weights(model, ((name, tensor.bfloat16()) for name, tensor in whole().items()))
+    load_weights(model, ((name, tensor.bfloat16()) for name, tensor in make_tensors().items()))
     assert model["norm"].weight.dtype == torch.float32
 
 
@@ -56,8 +56,8 @@ def test_weights_are_converted_to_the_dtype_of_the_model(model):
     ],
     ids=["missing", "many missing", "misshapen", "extra"],
 )
-def test_a_checkpoint_of_another_model_is_refused_in_one_line(model, change, message):
-    tensors = whole()
+def test_checkpoint_of_another_model_is_refused_with_a_one_line_message(model, change, message):
+    tensors = make_tensors()
     change(tensors)
     with pytest.raises(WeightError) as caught:
         load_weights(model, tensors.items())
@@ -65,30 +65,30 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(model, change, mes
 
 
 def test_a_tensor_that_comes_twice_is_refused(model):
-    pairs = [*whole().items(), ("norm.weight", torch.ones(4))]
+    pairs = [*make_tensors().items(), ("norm.weight", torch.ones(4))]
     with pytest.raises(WeightError, match=r"norm\.weight is in the checkpoint twice"):
         load_weights(model, pairs)
 
 
 def test_extra_tensor_is_an_error_unless_ignored(model):
     extra = {"old.inv_freq": torch.ones(2)}
-    load_weights(model, (whole() | extra).items(), lambda name: name.endswith("inv_freq"))
+    load_weights(model, (make_tensors() | extra).items(), lambda name: name.endswith("inv_freq"))
     with pytest.raises(WeightError, match="extra"):
-        load_weights(model, (whole() | {"extra": torch.ones(1)}).items(), lambda name: name.endswith("inv_freq"))
+        load_weights(model, (make_tensors() | {"extra": torch.ones(1)}).items(), lambda name: name.endswith("inv_freq"))
 
 
 def test_random_weights_depend_on_the_seed_alone(build):
-    def made(seed: int) -> tuple[torch.Tensor, torch.Tensor, RMSNorm]:
-        column = ColumnParallelLinear(64, (Part("a", 32), Part("b", 32, bias=True)), build)
+    def make_weights(seed: int) -> tuple[torch.Tensor, torch.Tensor, RMSNorm]:
+        column = ColumnParallelLinear(64, (LinearPart("a", 32), LinearPart("b", 32, bias=True)), build)
         row, norm = RowParallelLinear(64, 64, build, bias=True), RMSNorm(64, 1e-6, build)
         fill_random(nn.ModuleList([column, row, norm]), seed)
         assert not column.bias.any()
         assert not row.bias.any()
         return column.weight.data, row.weight.data, norm
 
-    column, row, norm = made(1)
-    assert torch.equal(column, made(1)[0])
-    assert not torch.equal(column, made(2)[0])
+    column, row, norm = make_weights(1)
+    assert torch.equal(column, make_weights(1)[0])
+    assert not torch.equal(column, make_weights(2)[0])
     assert not torch.equal(column, row)
     assert norm.weight.eq(1).all()
     assert 0.018 < column.std() < 0.022

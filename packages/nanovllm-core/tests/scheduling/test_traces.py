@@ -136,10 +136,10 @@ def check_ownership(scheduler: Scheduler, requests: list[RequestState]) -> None:
     num_holders = Counter(block for request in requests for block in request.block_ids)
     pool = scheduler.cache.pool
     for block in range(1, pool.num_blocks + 1):
-        assert pool.refs(block) == num_holders[block]
+        assert pool.count_holders(block) == num_holders[block]
     assert pool.num_free == pool.num_blocks - len(num_holders)
     assert 0 not in num_holders, "the null block was given out"
-    states = scheduler.cache.states
+    states = scheduler.cache.state_pool
     if states is not None:
         slots = [slot for request in requests for slot in (request.state_slot, *(c.slot for c in request.checkpoints))]
         slots = [slot for slot in slots if slot]
@@ -181,7 +181,7 @@ class Trace:
             prefix_caching=(prefix_caching := rng.random() < 0.8),
             prefix_hash=rng.choice(["fast", "sha256"]),
             watermark=rng.choice([0, 0.1]),
-            states=StatePool(max_num_seqs + prefix_caching * rng.choice([1, 3, 20]), max_num_seqs, self.block_size)
+            state_pool=StatePool(max_num_seqs + prefix_caching * rng.choice([1, 3, 20]), max_num_seqs, self.block_size)
             if is_recurrent
             else None,
         )
@@ -293,7 +293,7 @@ class Trace:
         assert scheduler.num_waiting == 0
         assert pool.num_free == pool.num_blocks
         assert pool.num_cached <= pool.num_free
-        if (states := scheduler.cache.states) is not None:
+        if (states := scheduler.cache.state_pool) is not None:
             assert states.slots.num_free == states.slots.num_blocks
         for request in self.requests:
             assert request.status is RequestStatus.FINISHED

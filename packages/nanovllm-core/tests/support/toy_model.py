@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanovllm_core import BuildContext, CacheSpec, ForwardContext, ModelSpec, ParallelContext, Vocabulary
-from nanovllm_core.layers.attention import Heads, attend, qkv_parts
+from nanovllm_core.layers.attention import HeadLayout, attend, qkv_parts
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
@@ -58,7 +58,7 @@ def toy_weights() -> Iterator[tuple[str, Tensor]]:
 class ToyLM(nn.Module):
     def __init__(self, build: BuildContext):
         super().__init__()
-        self.heads = Heads.of_rank(HEADS, KV_HEADS, HEAD_DIM, build.parallel)
+        self.heads = HeadLayout.for_rank(HEADS, KV_HEADS, HEAD_DIM, build.parallel)
         self.embed = VocabEmbedding(VOCAB, HIDDEN, build)
         self.layers = nn.ModuleList(ToyLayer(build) for _ in range(LAYERS))
         self.head = LMHead(VOCAB, HIDDEN, build)

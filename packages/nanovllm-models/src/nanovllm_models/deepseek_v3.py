@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart
 from nanovllm_core.layers.mla import LatentAttention, LatentShape
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert, runs_among
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert, can_fuse_shared_expert
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import BlockFP8, quantization_of
+from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
 from nanovllm_models.checkpoint import WeightSource
@@ -153,8 +153,8 @@ def _parse_moe(config: JsonFields) -> DeepseekMoEConfig:
 class DeepseekV3MoE(nn.Module):
     """Routed experts, and shared experts that process every token.
 
-    If `runs_among` allows it, the shared expert runs as one of the routed experts. Otherwise all shared experts
-    together are one dense layer.
+    If `can_fuse_shared_expert` allows it, the shared expert runs as one of the routed experts. Otherwise all shared
+    experts together are one dense layer.
 
     name: name of this module in the checkpoint.
     """
@@ -163,11 +163,11 @@ class DeepseekV3MoE(nn.Module):
         super().__init__()
         hidden_size, moe = config.hidden_size, config.moe
         width, bias_name = moe.intermediate_size, "gate.e_score_correction_bias"
-        quantization = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
-        shared_quantization = quantization_of(config.quantization, f"{name}.shared_experts", *STANDARD_NAMES)
+        quantization = STANDARD_NAMES.find_quantization(config.quantization, f"{name}.experts")
+        shared_quantization = find_quantization(config.quantization, f"{name}.shared_experts", *STANDARD_NAMES)
         shared_width = moe.num_shared_experts * width
         is_alike = shared_quantization == quantization
-        shared = SHARED_EXPERT if runs_among(width, shared_width, build, alike=is_alike) else None
+        shared = SHARED_EXPERT if can_fuse_shared_expert(width, shared_width, build, same_format=is_alike) else None
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared, correction_bias=bias_name)
         self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=shared, quantization=quantization)
         self.shared_experts = None
@@ -200,12 +200,12 @@ class DeepseekV3Layer(nn.Module):
         if self.has_experts:
             self.mlp = DeepseekV3MoE(config, f"{name}.mlp", build)
         else:
-            mlp_quantization = quantization_of(quantization, f"{name}.mlp", *STANDARD_NAMES)
+            mlp_quantization = find_quantization(quantization, f"{name}.mlp", *STANDARD_NAMES)
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of attention for the residual stream x [T, hidden]; see `LatentAttention.before`."""
-        return self.self_attn.before(x, self.input_layernorm)
+        """Return the input of attention for the residual stream x [T, hidden]; see `LatentAttention.project`."""
+        return self.self_attn.project(x, self.input_layernorm)
 
     def after(self, attended: Tensor, x: Tensor) -> Tensor:
         """Return the residual stream after the layer, [T, hidden].
@@ -239,7 +239,7 @@ class MTPLayer(DeepseekV3Layer):
         self.embed_tokens = VocabEmbedding(config.vocab_size, hidden_size, build)
         self.enorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
         self.hnorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
-        self.eh_proj = ColumnParallelLinear(2 * hidden_size, (Part("eh_proj", hidden_size),), build)
+        self.eh_proj = ColumnParallelLinear(2 * hidden_size, (LinearPart("eh_proj", hidden_size),), build)
         self.shared_head = MTPOutputHead(config, build)
 
 

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from nanovllm_core.layers.attention import Heads, QKNorm, attend, qkv_parts
+from nanovllm_core.layers.attention import HeadLayout, QKNorm, attend, qkv_parts
 from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.moe import STANDARD_NAMES, SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import BlockFP8, quantization_of
+from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
@@ -135,9 +135,9 @@ class LlamaAttention(nn.Module):
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=config.attention_bias)
         name = f"model.layers.{index}.self_attn"
-        qkv_quantization = quantization_of(config.quantization, name, *(part.name for part in parts))
-        o_quantization = quantization_of(config.quantization, name, "o_proj")
-        self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
+        qkv_quantization = find_quantization(config.quantization, name, *(part.name for part in parts))
+        o_quantization = find_quantization(config.quantization, name, "o_proj")
+        self.heads = HeadLayout.for_rank(num_heads, num_kv_heads, head_dim, build.parallel)
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=qkv_quantization)
         self.o_proj = RowParallelLinear(
             num_heads * head_dim, config.hidden_size, build, bias=config.output_bias, quantization=o_quantization
@@ -176,7 +176,7 @@ class LlamaLayer(nn.Module):
         if mlp is not None:
             self.mlp = mlp
             return
-        quantization = quantization_of(config.quantization, f"model.layers.{index}.mlp", *STANDARD_NAMES)
+        quantization = find_quantization(config.quantization, f"model.layers.{index}.mlp", *STANDARD_NAMES)
         self.mlp = GatedMLP(
             config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias, quantization=quantization
         )
@@ -214,7 +214,7 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: LlamaConfig, build: BuildContext, make_layer: MakeLayer):
         super().__init__()
-        rotary_dim = config.rotary.rotated(config.head_dim)
+        rotary_dim = config.rotary.rotary_dim(config.head_dim)
         self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(make_layer(config, index, build) for index in range(config.num_hidden_layers))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from nanovllm_core.layers.attention import Heads, attend, qkv_parts
+from nanovllm_core.layers.attention import HeadLayout, attend, qkv_parts
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.moe import ExpertNames, Experts, Router, Routing, SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import quantization_of
+from nanovllm_core.layers.quantization import find_quantization
 from nanovllm_core.layers.rotary import Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import norm_parts
@@ -82,9 +82,9 @@ class MiniMaxM2Attention(nn.Module):
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=False)
         name = f"model.layers.{index}.self_attn"
-        qkv_quantization = quantization_of(config.quantization, name, *(part.name for part in parts))
-        o_quantization = quantization_of(config.quantization, name, "o_proj")
-        self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
+        qkv_quantization = find_quantization(config.quantization, name, *(part.name for part in parts))
+        o_quantization = find_quantization(config.quantization, name, "o_proj")
+        self.heads = HeadLayout.for_rank(num_heads, num_kv_heads, head_dim, build.parallel)
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=qkv_quantization)
         self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build, quantization=o_quantization)
         self.q_norm = RMSNorm(num_heads * head_dim, config.rms_norm_eps, build)
@@ -113,9 +113,9 @@ class MiniMaxM2Layer(nn.Module):
         self.self_attn = MiniMaxM2Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         hidden_size, num_experts, bias_name = config.hidden_size, moe.num_experts, "e_score_correction_bias"
-        router = Router(hidden_size, num_experts, moe.routing, build, correction_bias=bias_name, in_float32=True)
+        router = Router(hidden_size, num_experts, moe.routing, build, correction_bias=bias_name, uses_float32=True)
         name, width = f"model.layers.{index}.block_sparse_moe.experts", config.intermediate_size
-        quantization = EXPERT_NAMES.quantization_of(config.quantization, name)
+        quantization = EXPERT_NAMES.find_quantization(config.quantization, name)
         experts = Experts(num_experts, hidden_size, width, build, EXPERT_NAMES, quantization=quantization)
         self.block_sparse_moe = SparseMLP(router, experts)
 

@@ -72,7 +72,7 @@ def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, moe: Qwe
     if index not in moe.sparse_layers:
         return LlamaLayer(config, index, build)
     router = Router(config.hidden_size, moe.num_experts, moe.routing, build)
-    quantization = STANDARD_NAMES.quantization_of(config.quantization, f"model.layers.{index}.mlp.experts")
+    quantization = STANDARD_NAMES.find_quantization(config.quantization, f"model.layers.{index}.mlp.experts")
     width = moe.intermediate_size
     experts = Experts(moe.num_experts, config.hidden_size, width, build, quantization=quantization)
     return LlamaLayer(config, index, build, SparseMLP(router, experts))

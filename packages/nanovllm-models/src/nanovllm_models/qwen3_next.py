@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanovllm_core.layers.attention import Heads, QKNorm, attend
+from nanovllm_core.layers.attention import HeadLayout, QKNorm, attend
 from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, SharedExpert, TokenGate, runs_among
+from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, SharedExpert, TokenGate, can_fuse_shared_expert
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import BlockFP8, quantization_of
+from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, CacheSpec, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import sigmoid_and_mul
@@ -143,11 +143,11 @@ class GatedAttention(nn.Module):
 
     def __init__(self, config: Qwen3NextConfig, index: int, build: BuildContext, name: str):
         super().__init__()
-        qkv_quantization = quantization_of(config.quantization, name, "q_proj", "k_proj", "v_proj")
-        o_quantization = quantization_of(config.quantization, name, "o_proj")
+        qkv_quantization = find_quantization(config.quantization, name, "q_proj", "k_proj", "v_proj")
+        o_quantization = find_quantization(config.quantization, name, "o_proj")
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         hidden_size, bias = config.hidden_size, config.attention_bias
-        self.heads = Heads.of_rank(num_heads, num_kv_heads, head_dim, build.parallel)
+        self.heads = HeadLayout.for_rank(num_heads, num_kv_heads, head_dim, build.parallel)
         self.qkv_proj = GatedQKVLinear(
             hidden_size, num_heads, num_kv_heads, head_dim, build, bias=bias, quantization=qkv_quantization
         )
@@ -175,17 +175,20 @@ class GatedAttention(nn.Module):
 class Qwen3NextMoE(nn.Module):
     """Routed experts, and a gated shared expert that processes every token.
 
-    If `runs_among` allows it, the shared expert runs as one of the routed experts. Otherwise it runs separately.
+    If `can_fuse_shared_expert` allows it, the shared expert runs as one of the routed experts. Otherwise the shared
+    expert runs separately.
     name: name of this module in the checkpoint.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, name: str):
         super().__init__()
         hidden_size, moe, width = config.hidden_size, config.moe, config.shared_intermediate_size
-        quantization = STANDARD_NAMES.quantization_of(config.quantization, f"{name}.experts")
-        shared_quantization = quantization_of(config.quantization, f"{name}.shared_expert", *STANDARD_NAMES)
+        quantization = STANDARD_NAMES.find_quantization(config.quantization, f"{name}.experts")
+        shared_quantization = find_quantization(config.quantization, f"{name}.shared_expert", *STANDARD_NAMES)
         is_alike = shared_quantization == quantization
-        shared_expert = SHARED_EXPERT if runs_among(moe.intermediate_size, width, build, alike=is_alike) else None
+        shared_expert = (
+            SHARED_EXPERT if can_fuse_shared_expert(moe.intermediate_size, width, build, same_format=is_alike) else None
+        )
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared_expert)
         self.experts = Experts(
             moe.num_experts, hidden_size, moe.intermediate_size, build, shared=shared_expert, quantization=quantization
@@ -232,10 +235,10 @@ class Qwen3NextLayer(nn.Module):
                 config.delta,
                 index,
                 build,
-                in_quantization=quantization_of(quantization, f"{name}.linear_attn", "in_proj_qkvz"),
-                out_quantization=quantization_of(quantization, f"{name}.linear_attn", "out_proj"),
+                in_quantization=find_quantization(quantization, f"{name}.linear_attn", "in_proj_qkvz"),
+                out_quantization=find_quantization(quantization, f"{name}.linear_attn", "out_proj"),
             )
-        mlp_quantization = None if is_sparse else quantization_of(quantization, f"{name}.mlp", *STANDARD_NAMES)
+        mlp_quantization = None if is_sparse else find_quantization(quantization, f"{name}.mlp", *STANDARD_NAMES)
         if is_sparse:
             self.mlp = Qwen3NextMoE(config, build, f"{name}.mlp")
         else:
@@ -279,7 +282,7 @@ class Qwen3NextModel(nn.Module):
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext):
         super().__init__()
-        rotary_dim = config.rotary.rotated(config.head_dim)
+        rotary_dim = config.rotary.rotary_dim(config.head_dim)
         self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         # Number of layers so far with attention, and without.
@@ -328,7 +331,7 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
             RMSNorm(hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(3)
         )
-        self.fc = ColumnParallelLinear(2 * hidden_size, (Part("fc", hidden_size),), build)
+        self.fc = ColumnParallelLinear(2 * hidden_size, (LinearPart("fc", hidden_size),), build)
         name, index = f"{MTP_PREFIX}layers.0", len(config.attention_layers)
         layer = Qwen3NextLayer(config, name, index, build, has_attention=True, is_sparse=is_sparse)
         self.layers = nn.ModuleList([layer])

@@ -17,7 +17,7 @@ class BlockShortage(NamedTuple):
 
 
 class CacheManager:
-    """Manages the blocks of all requests, and their state slots if the model has recurrent layers (`states`).
+    """Manages the blocks of all requests, and their state slots if the model has recurrent layers (`state_pool`).
 
     With recurrent layers, a cached prefix can be used only up to a state checkpoint.
     """
@@ -30,45 +30,53 @@ class CacheManager:
         prefix_caching: bool,
         prefix_hash: PrefixHash,
         watermark: float,
-        states: StatePool | None = None,
+        state_pool: StatePool | None = None,
     ):
         self.pool = BlockPool(num_blocks)
-        self.states = states
+        self.state_pool = state_pool
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._hasher = PrefixHasher(prefix_hash, block_size) if prefix_caching else None
         self._watermark_blocks = int(num_blocks * watermark)
 
     def admit(self, request: RequestState, *, keep_watermark: bool) -> int | BlockShortage:
-        """Allocate the blocks of all known tokens of a request without blocks, using cached blocks of its prefix.
+        """Allocate blocks for all known tokens of a request without blocks, using cached blocks of its prefix.
 
         keep_watermark: leave the watermark's share of blocks free.
-        Returns the number of cached tokens, or a BlockShortage, which changes nothing. The last token is never counted
-        as cached, because its logits are needed; nor are tokens whose successor's log-probability is still wanted.
+        Returns the number of cached tokens; or a BlockShortage, and then nothing has changed. The last token never
+        counts as cached, because its logits are needed. Nor do tokens whose successor's log-probability is needed.
         """
-        hits = self._find_blocks(request)
-        shared, origin = len(hits), NULL_SLOT
-        if self.states is not None:
-            num_hits, origin = self.states.find(request.block_hashes[:shared])
-            del hits[num_hits:]
-        needed = self._blocks_for(request.num_tokens) - len(hits)
-        revived = sum(1 for block in hits if self.pool.refs(block) == 0)
-        spare = self._watermark_blocks if keep_watermark else 0
-        if needed + revived + spare > self.pool.num_free:
-            return BlockShortage(needed + revived + spare)
-        for block in hits:
+        cached_blocks = self._find_cached_blocks(request)
+        num_shared_blocks, source_slot = len(cached_blocks), NULL_SLOT
+        if self.state_pool is not None:
+            num_usable_blocks, source_slot = self.state_pool.find_checkpoint(request.block_hashes[:num_shared_blocks])
+            del cached_blocks[num_usable_blocks:]
+        num_new_blocks = -(-request.num_tokens // self.block_size) - len(cached_blocks)
+        num_free_cached_blocks = sum(1 for block in cached_blocks if self.pool.count_holders(block) == 0)
+        num_reserved_blocks = self._watermark_blocks if keep_watermark else 0
+        num_needed_blocks = num_new_blocks + num_free_cached_blocks + num_reserved_blocks
+        if num_needed_blocks > self.pool.num_free:
+            return BlockShortage(num_needed_blocks)
+        for block in cached_blocks:
             self.pool.acquire(block)
-        request.block_ids = hits + self.pool.allocate(needed)
-        request.num_committed_blocks = len(hits)
-        num_computed = len(hits) * self.block_size
-        if self.states is not None:
-            self.states.open(
-                request, origin, begin=num_computed, shared=shared * self.block_size, caching=self.prefix_caching
+        request.block_ids = cached_blocks + self.pool.allocate(num_new_blocks)
+        request.num_committed_blocks = len(cached_blocks)
+        num_computed = len(cached_blocks) * self.block_size
+        if self.state_pool is not None:
+            self.state_pool.allocate(
+                request,
+                source_slot,
+                num_computed=num_computed,
+                num_shared=num_shared_blocks * self.block_size,
+                leaves_checkpoints=self.prefix_caching,
             )
         return num_computed
 
     def grow(self, requests: Sequence[RequestState]) -> list[int] | None:
-        """Allocate one more block for each of `requests`, in order. Returns None, without any change, if too few."""
+        """Allocate one more block for each of `requests`, in order.
+
+        Returns None, without any change, if too few blocks are free.
+        """
         if len(requests) > self.pool.num_free:
             return None
         blocks = self.pool.allocate(len(requests))
@@ -81,15 +89,15 @@ class CacheManager:
 
         The step that computed these tokens must have finished.
         """
-        full = num_computed // self.block_size
-        if self._hasher is None or full <= request.num_committed_blocks:
+        num_full_blocks = num_computed // self.block_size
+        if self._hasher is None or num_full_blocks <= request.num_committed_blocks:
             return
-        self._hasher.extend(request)
-        for index in range(request.num_committed_blocks, full):
+        self._hasher.extend_hashes(request)
+        for index in range(request.num_committed_blocks, num_full_blocks):
             self.pool.register(request.block_ids[index], request.block_hashes[index])
-        request.num_committed_blocks = full
-        if self.states is not None:
-            self.states.commit(request, num_computed)
+        request.num_committed_blocks = num_full_blocks
+        if self.state_pool is not None:
+            self.state_pool.commit(request, num_computed)
 
     def release(self, request: RequestState) -> None:
         """Release all blocks and the state slot of `request`."""
@@ -97,42 +105,40 @@ class CacheManager:
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
         request.num_committed_blocks = 0
-        if self.states is not None:
-            self.states.close(request)
+        if self.state_pool is not None:
+            self.state_pool.release(request)
 
     def hash_prompt(self, request: RequestState) -> None:
         """Hash the full blocks of a new request. This takes a millisecond for 16,000 tokens."""
         if self._hasher is not None:
-            self._hasher.extend(request)
+            self._hasher.extend_hashes(request)
 
-    def count_hits(self, request: RequestState, known: int | None) -> int:
-        """Estimate the cached tokens at the start of a waiting request.
+    def estimate_cached_tokens(self, request: RequestState, last_estimate: int | None) -> int:
+        """Estimate the number of cached tokens at the start of a waiting request.
 
-        known: result of the last call for this request, or None. These tokens are not searched again, although they may
-            have been evicted.
+        last_estimate: result of the last call for this request; None for the first call. These tokens are not searched
+            again, although they may have been evicted.
         """
-        if self.states is None:
-            num_blocks = (known or 0) // self.block_size
-            return (num_blocks + len(self._find_blocks(request, num_blocks))) * self.block_size
+        if self.state_pool is None:
+            num_blocks = (last_estimate or 0) // self.block_size
+            return (num_blocks + len(self._find_cached_blocks(request, num_blocks))) * self.block_size
         # With recurrent layers the last checkpoint counts. Finding it takes many lookups, so search only once.
-        if known is None:
-            hits = self._find_blocks(request)
-            known = self.states.find(request.block_hashes[: len(hits)])[0] * self.block_size
-        return known
+        if last_estimate is None:
+            num_cached_blocks = len(self._find_cached_blocks(request))
+            num_usable_blocks, _ = self.state_pool.find_checkpoint(request.block_hashes[:num_cached_blocks])
+            return num_usable_blocks * self.block_size
+        return last_estimate
 
-    def _find_blocks(self, request: RequestState, skip: int = 0) -> list[int]:
-        """The cached blocks with which `request` begins, from block `skip` on."""
-        hits: list[int] = []
+    def _find_cached_blocks(self, request: RequestState, start: int = 0) -> list[int]:
+        """The cached blocks with which `request` begins, from block `start` on."""
+        cached_blocks: list[int] = []
         if self._hasher is None:
-            return hits
-        self._hasher.extend(request)
-        most = (request.num_scored_tokens if request.num_unscored_tokens else request.num_tokens - 1) // self.block_size
-        for block_hash in request.block_hashes[skip:most]:
+            return cached_blocks
+        self._hasher.extend_hashes(request)
+        max_cached_tokens = request.num_scored_tokens if request.num_unscored_tokens else request.num_tokens - 1
+        for block_hash in request.block_hashes[start : max_cached_tokens // self.block_size]:
             block = self.pool.lookup(block_hash)
             if block is None:
                 break
-            hits.append(block)
-        return hits
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+            cached_blocks.append(block)
+        return cached_blocks

@@ -77,7 +77,7 @@ def _make_scheduler(
         prefix_caching=config.prefix_caching,
         prefix_hash=config.prefix_hash,
         watermark=config.watermark,
-        states=StatePool(num_slots, config.max_num_seqs, block_size) if num_slots else None,
+        state_pool=StatePool(num_slots, config.max_num_seqs, block_size) if num_slots else None,
     )
     limits = StepLimits(
         max_tokens=config.max_num_batched_tokens,

@@ -82,16 +82,16 @@ class ForwardPass:
         )
         # Attention between graph pieces is planned at each replay, so the graph plans as little as possible.
         planned = bounds if launch_attention is None else bounds._replace(num_decodes=0)
-        attention = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned)
-        states = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None
+        attention_batch = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned)
+        state_batch = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None
         context = ForwardContext(
-            attention,
+            attention_batch,
             batch.slot_mapping,
             cache.kv_caches,
             cache.kv_scales,
             launch_attention,
             cache.state_caches,
-            states,
+            state_batch,
         )
         return self._model.forward(batch.input_ids, batch.positions, context), batch
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from nanovllm_core.config import GraphMode
 from nanovllm_core.execution.forward import ForwardOutput
 from nanovllm_core.execution.token_choice import CAPTURED_OPS
-from nanovllm_core.model import Attention, LaunchAttention
+from nanovllm_core.model import AttentionFunction, LaunchAttention
 from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
 
@@ -284,7 +284,7 @@ class _Capture:
         self.pieces.append(torch.cuda.CUDAGraph())
         self.pieces[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def launch_attention(self, attention: Attention, q: Tensor, /, value_dim: int | None = None) -> Tensor:
+    def launch_attention(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """End the piece, record `attention` of these queries, and begin the next piece. Returns the result's tensor.
 
         At a replay, padding rows hold stale data. That is harmless: rows read each other only through the cache, and
@@ -297,5 +297,5 @@ class _Capture:
         return out
 
 
-def _attend(attention: Attention, q: Tensor, out: Tensor, batch: AttentionBatch, num_tokens: int) -> None:
+def _attend(attention: AttentionFunction, q: Tensor, out: Tensor, batch: AttentionBatch, num_tokens: int) -> None:
     out[:num_tokens] = attention(q[:num_tokens], batch)

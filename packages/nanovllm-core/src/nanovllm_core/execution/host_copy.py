@@ -14,26 +14,26 @@ class HostCopySlot:
 
     tokens: pinned int32 [size].
     token_array: int32 [size], the same memory as a numpy array.
-    begin, end: timing events, recorded on `stream` where the step begins and ends.
+    begin_event, end_event: timing events, recorded on `stream` where the step begins and ends.
     stream: the stream that steps run on. Asking torch for the current stream takes longer than recording an event.
     """
 
     tokens: Tensor
     token_array: NDArray[np.int32]
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
+    begin_event: torch.cuda.Event
+    end_event: torch.cuda.Event
     stream: torch.cuda.Stream
-    _views: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _view_by_length: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def first_tokens(self, count: int) -> Tensor:
         """A view of the first `count` of `tokens`, kept for later steps of the same size."""
-        if (view := self._views.get(count)) is None:
-            view = self._views[count] = self.tokens[:count]
+        if (view := self._view_by_length.get(count)) is None:
+            view = self._view_by_length[count] = self.tokens[:count]
         return view
 
 
 class HostCopyRing:
-    """Slots that steps use in turn, because making a buffer and events takes longer than a copy.
+    """Slots that steps use in turn, because creating a buffer and events takes longer than a copy.
 
     size: maximum number of tokens of a step.
     depth: maximum number of steps in flight. A slot is used again `depth` + 2 steps later.
@@ -44,7 +44,7 @@ class HostCopyRing:
         self._slots = [_make_slot(size, stream) for _ in range(depth + 2)]
         self._index = 0
 
-    def take(self) -> HostCopySlot:
+    def next_slot(self) -> HostCopySlot:
         """The slot for the next step."""
         self._index = (self._index + 1) % len(self._slots)
         return self._slots[self._index]

@@ -132,11 +132,11 @@ class RequestTable:
         """Update the tables with `plan`, and return the inputs of its step."""
         if self._last_step is not None and plan.scheduled is self._last_step[0] and not plan.new_rows:
             if plan.new_blocks.rows:
-                self._write_diffs(plan)
+                self._write_changes(plan)
             return self._last_step[1]
         rows, lengths, samples = plan.scheduled
         if plan.new_rows or plan.new_blocks.rows:
-            self._write_diffs(plan)
+            self._write_changes(plan)
         state_copies = self._write_states(plan.new_rows) if self._has_states and plan.new_rows else None
         self.step_buffer.write(rows, lengths, samples)
         sampling_indices = np.flatnonzero(samples)
@@ -155,18 +155,18 @@ class RequestTable:
 
     def _write_states(self, new_rows: Sequence[NewRow]) -> tuple[Tensor, Tensor] | None:
         states = [new.state for new in new_rows]
-        saves = np.zeros((len(states), MAX_CHECKPOINTS, 2), np.int32)
+        checkpoints = np.zeros((len(states), MAX_CHECKPOINTS, 2), np.int32)
         for index, state in enumerate(states):
             if state.checkpoints:
-                saves[index, : len(state.checkpoints)] = state.checkpoints
+                checkpoints[index, : len(state.checkpoints)] = state.checkpoints
         # A checkpoint that the pool evicted for one request may be the origin of an earlier one in the same plan.
         pairs = order_slot_copies([(state.source_slot, state.slot) for state in states if state.source_slot])
         copies = np.array(pairs, np.int64).reshape(-1, 2)
-        rows, slots, saved, sources, targets = upload(
+        rows, slots, flat_checkpoints, sources, targets = upload(
             [
                 np.array([new.row for new in new_rows], np.int32),
                 np.array([state.slot for state in states], np.int32),
-                saves.reshape(-1),
+                checkpoints.reshape(-1),
                 copies[:, 0].copy().view(np.int32),
                 copies[:, 1].copy().view(np.int32),
             ],
@@ -174,14 +174,14 @@ class RequestTable:
         )
         rows = rows.long()
         self.state_slots[rows] = slots
-        self.checkpoints[rows] = saved.view(-1, MAX_CHECKPOINTS, 2)
+        self.checkpoints[rows] = flat_checkpoints.view(-1, MAX_CHECKPOINTS, 2)
         return (sources.view(torch.int64), targets.view(torch.int64)) if len(copies) else None
 
-    def _write_diffs(self, plan: StepPlan) -> None:
-        arrays = self._block_diffs(plan.new_blocks)
+    def _write_changes(self, plan: StepPlan) -> None:
+        arrays = self._block_columns(plan.new_blocks)
         if plan.new_rows:
             self._record_options(plan.new_rows)
-            arrays += self._row_diffs(plan.new_rows)
+            arrays += self._row_columns(plan.new_rows)
         indices, block_ids, *row_tensors = upload(arrays, self.device)
         if plan.new_blocks.rows:
             self.block_table.view(-1).index_copy_(0, indices.view(torch.int64), block_ids)
@@ -195,11 +195,11 @@ class RequestTable:
             self._ops[new.row] = _find_ops(new.sampling)
             self._num_logprobs[new.row] = -1 if logprobs is None else logprobs
 
-    def _block_diffs(self, new: NewBlocks) -> list[Int32Array]:
+    def _block_columns(self, new: NewBlocks) -> list[Int32Array]:
         indices = np.array(new.rows, np.int64) * self.block_table.shape[1] + np.array(new.entries, np.int64)
         return [indices.view(np.int32), np.array(new.block_ids, np.int32)]
 
-    def _row_diffs(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
+    def _row_columns(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
         width = self.tokens.shape[1]
         samplings = [new.sampling for new in new_rows]
         floats = np.array(

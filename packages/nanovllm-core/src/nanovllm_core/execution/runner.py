@@ -153,9 +153,9 @@ class Runner:
         return handle
 
     def _launch(self, plan: StepPlan) -> StepHandle:
-        host_slot = None if self._host_copies is None else self._host_copies.take()
+        host_slot = None if self._host_copies is None else self._host_copies.next_slot()
         if host_slot is not None:
-            host_slot.begin.record(host_slot.stream)
+            host_slot.begin_event.record(host_slot.stream)
         step = self._table.apply_plan(plan)
         if step.state_copies is not None:
             self.cache.copy_states(*step.state_copies)

@@ -52,7 +52,7 @@ class StepHandle:
             if logprobs is not None:
                 logprobs = Logprobs(*map(_copy_to_host, logprobs))
             prompt_scores = [PromptScores(*map(_copy_to_host, scores)) for scores in prompt_scores]
-            host_slot.end.record(host_slot.stream)
+            host_slot.end_event.record(host_slot.stream)
         self._host_slot = host_slot
         self._logprobs = logprobs
         self._prompt_scores = prompt_scores
@@ -62,24 +62,24 @@ class StepHandle:
     @property
     def is_finished(self) -> bool:
         """Whether the device has finished the step."""
-        return self._host_slot is None or self._host_slot.end.query()
+        return self._host_slot is None or self._host_slot.end_event.query()
 
     def wait(self) -> None:
         """Wait until the device has finished the step."""
         if self._host_slot is not None:
-            self._host_slot.end.synchronize()
+            self._host_slot.end_event.synchronize()
 
     @property
     def events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
         """The events recorded where a GPU began and finished the step; None on a CPU."""
-        return None if self._host_slot is None else (self._host_slot.begin, self._host_slot.end)
+        return None if self._host_slot is None else (self._host_slot.begin_event, self._host_slot.end_event)
 
     @property
     def duration_s(self) -> float:
         """Seconds that the step took on the device. Read only after the step has finished."""
         if self._host_slot is None:
             return self.launch_s
-        return self._host_slot.begin.elapsed_time(self._host_slot.end) / 1e3
+        return self._host_slot.begin_event.elapsed_time(self._host_slot.end_event) / 1e3
 
     @property
     def token_ids(self) -> NDArray[np.int32]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm_core.layers.linear import Part
+from nanovllm_core.layers.linear import LinearPart
 from nanovllm_core.model import ForwardContext, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch, paged_attention
@@ -12,19 +12,19 @@ from nanovllm_kernels.elementwise import QKNorm, Rotation, rope_and_cache
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """This rank's heads: the layout of one row of a joint query, key and value projection."""
+class HeadLayout:
+    """This rank's query, key and value heads, which follow one another in a row of a fused projection."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
     @staticmethod
-    def of_rank(num_heads: int, num_kv_heads: int, head_dim: int, parallel: ParallelContext) -> "Heads":
+    def for_rank(num_heads: int, num_kv_heads: int, head_dim: int, parallel: ParallelContext) -> "HeadLayout":
         """This rank's share of a layer's heads. Raises ValueError if the heads can't be split evenly."""
-        return Heads(
-            parallel.share(num_heads, "num_attention_heads"),
-            parallel.share(num_kv_heads, "num_key_value_heads"),
+        return HeadLayout(
+            parallel.split_evenly(num_heads, "num_attention_heads"),
+            parallel.split_evenly(num_kv_heads, "num_key_value_heads"),
             head_dim,
         )
 
@@ -34,14 +34,14 @@ class Heads:
         return PagedSpec(self.num_kv_heads, self.head_dim, self.num_heads)
 
     def split(self, qkv: Tensor) -> Tensor:
-        """A view of `qkv` [T, all heads * head_dim] as [T, query, key and value heads, head_dim]."""
+        """A view of `qkv` [T, all heads * head_dim] as [T, all heads, head_dim]: query, key, then value heads."""
         return qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
 
-def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> tuple[Part, ...]:
-    """The parts of a layer's joint projection, over all ranks, with the usual checkpoint names."""
-    sizes = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-    return tuple(Part(name, heads * head_dim, bias) for name, heads in sizes.items())
+def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> tuple[LinearPart, ...]:
+    """The linears of a layer's fused projection, over all ranks, with the usual checkpoint names."""
+    num_heads_by_name = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+    return tuple(LinearPart(name, count * head_dim, bias) for name, count in num_heads_by_name.items())
 
 
 def attend(
@@ -52,13 +52,13 @@ def attend(
     qkv: [T, num_heads + 2 * num_kv_heads, head_dim], overwritten.
     rotation: rotation of this step's positions.
     cache_index: index of this layer in `ctx.kv_caches`.
-    qk_norm: norm of query and key heads before the rotation; None without one.
+    qk_norm: norm of query and key heads before the rotation; None for no norm.
     Returns [T, num_heads * head_dim].
     """
     kv_cache = ctx.kv_caches[cache_index]
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
-    # Attention that is launched between graph pieces reads keys and values from the cache.
-    keep_keys = ctx.launch_attention is None and ctx.attention.reads_own_keys
+    # Attention that is launched between graph pieces reads all keys and values from the cache.
+    keep_keys = ctx.launch_attention is None and ctx.attention_batch.reads_own_keys
     q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, keep_keys=keep_keys)
     step_keys_values = qkv[:, q.shape[1] :] if keep_keys else None
     scale = q.shape[-1] ** -0.5
@@ -66,5 +66,5 @@ def attend(
     def attention(q: Tensor, batch: AttentionBatch) -> Tensor:
         return paged_attention(q, kv_cache, batch, scale=scale, kv_scales=kv_scales, own_keys_values=step_keys_values)
 
-    result = attention(q, ctx.attention) if ctx.launch_attention is None else ctx.launch_attention(attention, q)
+    result = attention(q, ctx.attention_batch) if ctx.launch_attention is None else ctx.launch_attention(attention, q)
     return result.flatten(1)

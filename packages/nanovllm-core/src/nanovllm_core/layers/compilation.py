@@ -11,17 +11,17 @@ from torch import Tensor
 from nanovllm_kernels.gemm import MAX_OWN_ROWS
 from nanovllm_kernels.platform import make_cache_directory
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 BACKEND = "inductor"
-# For fewer rows our own kernels, which fuse norm, gate and residual with the product, are faster.
+# For fewer rows, our kernels that fuse norm, gate and residual with the product are faster.
 MIN_COMPILED_ROWS = MAX_OWN_ROWS + 1
 
 
 def compile_for_rows(
-    function: Callable[Concatenate[Tensor, P], R], min_rows: int
-) -> Callable[Concatenate[Tensor, P], R]:
+    function: Callable[Concatenate[Tensor, Params], Result], min_rows: int
+) -> Callable[Concatenate[Tensor, Params], Result]:
     """Compile `function` for calls with at least `min_rows` rows; calls with fewer rows run it uncompiled.
 
     All tensor arguments have the same number of rows, which may change between calls. Other arguments (modules, tuples)
@@ -30,23 +30,23 @@ def compile_for_rows(
     """
     _set_cache_directory()
     # torch.compile caches by code object. A copy of the code object keeps models separate.
-    plain = cast(FunctionType, function)
-    own = FunctionType(plain.__code__.replace(), plain.__globals__)
-    fast = torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
-    is_marked = False
+    python_function = cast(FunctionType, function)
+    copied_function = FunctionType(python_function.__code__.replace(), python_function.__globals__)
+    compiled_function = torch.compile(copied_function, fullgraph=True, dynamic=False, backend=BACKEND)
+    has_dynamic_rows = False
 
-    def call(rows: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal is_marked
+    def call_by_num_rows(rows: Tensor, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        nonlocal has_dynamic_rows
         if rows.shape[0] < min_rows:
             return function(rows, *args, **kwargs)
-        if not is_marked and rows.shape[0] > 1:
+        if not has_dynamic_rows and rows.shape[0] > 1:
             for argument in (rows, *args):
                 if isinstance(argument, Tensor):
                     torch._dynamo.mark_dynamic(argument, 0)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-            is_marked = True
-        return fast(rows, *args, **kwargs)
+            has_dynamic_rows = True
+        return compiled_function(rows, *args, **kwargs)
 
-    return call
+    return call_by_num_rows
 
 
 def _set_cache_directory() -> None:

@@ -6,19 +6,20 @@ from functools import partial
 from torch import Tensor
 
 from nanovllm_core.layers.attention import qkv_parts
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart
 from nanovllm_core.layers.quantization import BlockFP8
-from nanovllm_core.layers.weights import Slot
+from nanovllm_core.layers.weights import WeightSlot
 from nanovllm_core.model import BuildContext
 
-GATE = "q_gate"
+# Name of the gates among the fused linears. Checkpoints have no tensor of this name.
+GATE_PART_NAME = "q_gate"
 
 
 class GatedQKVLinear(ColumnParallelLinear):
     """Queries, keys, values and gates in one matmul: [T, hidden_size] -> [T, shares of all heads * head_dim].
 
-    Checkpoints hold the gates in `q_proj`: per head the rows of the query, then those of the gate. Here the gates come
-    last, so that queries, keys and values are contiguous. If quantised, `head_dim` must be a multiple of 128.
+    Checkpoints hold the gates in `q_proj`: per head the rows of the query, then the rows of the gate. Here all gates
+    come last, so that queries, keys and values are contiguous. If quantised, `head_dim` must be a multiple of 128.
     Raises ValueError if the ranks can't share the heads evenly.
     """
 
@@ -33,27 +34,31 @@ class GatedQKVLinear(ColumnParallelLinear):
         bias: bool = False,
         quantization: BlockFP8 | None = None,
     ):
-        parts = (*qkv_parts(num_heads, num_kv_heads, head_dim, bias=bias), Part(GATE, num_heads * head_dim, bias))
+        parts = (
+            *qkv_parts(num_heads, num_kv_heads, head_dim, bias=bias),
+            LinearPart(GATE_PART_NAME, num_heads * head_dim, bias),
+        )
         super().__init__(hidden_size, parts, build, quantization=quantization)
         self._num_heads = num_heads
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """The slots of queries, keys and values. The slots of queries also fill the gates."""
         prefix = name[: name.rfind(".") + 1]
-        queries, gates = f"{prefix}q_proj.", f"{prefix}{GATE}."
-        slots = dict(super().slots(name))
-        for full, slot in slots.items():
-            if full.startswith(queries):
-                gate = slots[gates + full.removeprefix(queries)]
+        query_prefix, gate_prefix = f"{prefix}q_proj.", f"{prefix}{GATE_PART_NAME}."
+        slot_by_name = dict(super().weight_slots(name))
+        for tensor_name, slot in slot_by_name.items():
+            if tensor_name.startswith(query_prefix):
+                gate_slot = slot_by_name[gate_prefix + tensor_name.removeprefix(query_prefix)]
                 shape = (2 * slot.shape[0], *slot.shape[1:])
-                yield full, Slot(shape, partial(_copy_halves, self._num_heads, slot.copy, gate.copy), slot.dtype)
-            elif not full.startswith(gates):
-                yield full, slot
+                copy = partial(_copy_queries_and_gates, self._num_heads, slot.copy, gate_slot.copy)
+                yield tensor_name, WeightSlot(shape, copy, slot.dtype)
+            elif not tensor_name.startswith(gate_prefix):
+                yield tensor_name, slot
 
 
-def _copy_halves(
-    num_heads: int, copy_first: Callable[[Tensor], object], copy_second: Callable[[Tensor], object], whole: Tensor
+def _copy_queries_and_gates(
+    num_heads: int, copy_queries: Callable[[Tensor], object], copy_gates: Callable[[Tensor], object], tensor: Tensor
 ) -> None:
-    first, second = whole.unflatten(0, (num_heads, 2, -1)).unbind(1)
-    copy_first(first.flatten(0, 1))
-    copy_second(second.flatten(0, 1))
+    queries, gates = tensor.unflatten(0, (num_heads, 2, -1)).unbind(1)
+    copy_queries(queries.flatten(0, 1))
+    copy_gates(gates.flatten(0, 1))

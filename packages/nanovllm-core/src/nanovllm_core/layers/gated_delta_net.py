@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
-from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share
+from nanovllm_core.layers.weights import WeightedModule, WeightSlot, make_share_copier
 from nanovllm_core.model import BuildContext, ForwardContext, StateSpec
 from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net
 
 # Range of the decay A in random weights.
-LEAST_DECAY, MOST_DECAY = 0.01, 16.0
+MIN_DECAY, MAX_DECAY = 0.01, 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class DeltaShape:
     """The shape of a layer over all ranks.
 
     num_v_heads: a multiple of num_k_heads. k_dim, v_dim: head sizes.
-    width: taps of the convolution. eps: of the norm.
+    width: taps of the convolution. eps: added to the norm's variance.
     """
 
     num_k_heads: int
@@ -36,8 +36,8 @@ class DeltaShape:
     eps: float
 
     @property
-    def group(self) -> int:
-        """Value heads per key head."""
+    def v_heads_per_k_head(self) -> int:
+        """Number of value heads that share a key head."""
         return self.num_v_heads // self.num_k_heads
 
 
@@ -45,8 +45,9 @@ class GatedDeltaNet(WeightedModule):
     """A recurrent layer without its residual: [T, hidden_size] -> [T, hidden_size], with a state per request.
 
     It has three parts, `project`, `forward` and `out_proj`, so that the code between the recurrences of two layers can
-    be compiled as one function. The checkpoint's joint projections stay interleaved by key head.
-    index: index of the layer in `ForwardContext.state_caches`.
+    be compiled as one function. The checkpoint's fused projections stay interleaved by key head.
+
+    cache_index: index of the layer in `ForwardContext.state_caches`.
     in_quantization, out_quantization: how `in_proj_qkvz` and `out_proj` are stored; None for the model's dtype.
     Raises ValueError if the ranks can't share the heads evenly.
     """
@@ -55,28 +56,28 @@ class GatedDeltaNet(WeightedModule):
         self,
         hidden_size: int,
         shape: DeltaShape,
-        index: int,
+        cache_index: int,
         build: BuildContext,
         *,
         in_quantization: BlockFP8 | None = None,
         out_quantization: BlockFP8 | None = None,
     ):
         super().__init__(build)
-        self._whole = shape
-        self._index = index
+        self._shape = shape
+        self._cache_index = cache_index
         self._rank = build.parallel.rank
-        self._share = build.parallel.share(shape.num_k_heads, "linear_num_key_heads")
-        num_v_heads = self._share * shape.group
-        channels = self._share * (2 * shape.k_dim + shape.group * shape.v_dim)
-        qkvz = Part("in_proj_qkvz", 2 * shape.num_k_heads * shape.k_dim + 2 * shape.num_v_heads * shape.v_dim)
-        ba = Part("in_proj_ba", 2 * shape.num_v_heads)
-        self._sizes = (channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
+        self._num_k_heads = build.parallel.split_evenly(shape.num_k_heads, "linear_num_key_heads")
+        num_v_heads = self._num_k_heads * shape.v_heads_per_k_head
+        channels = self._num_k_heads * (2 * shape.k_dim + shape.v_heads_per_k_head * shape.v_dim)
+        qkvz = LinearPart("in_proj_qkvz", 2 * shape.num_k_heads * shape.k_dim + 2 * shape.num_v_heads * shape.v_dim)
+        ba = LinearPart("in_proj_ba", 2 * shape.num_v_heads)
+        self._split_sizes = (channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
         # Both projections share one matmul unless one of them is quantised.
-        joint = in_quantization is None
+        is_fused = in_quantization is None
         self.in_proj = ColumnParallelLinear(
-            hidden_size, (qkvz, ba) if joint else (qkvz,), build, quantization=in_quantization
+            hidden_size, (qkvz, ba) if is_fused else (qkvz,), build, quantization=in_quantization
         )
-        self.in_proj_ba = None if joint else ColumnParallelLinear(hidden_size, (ba,), build)
+        self.in_proj_ba = None if is_fused else ColumnParallelLinear(hidden_size, (ba,), build)
         self.out_proj = RowParallelLinear(
             shape.num_v_heads * shape.v_dim, hidden_size, build, quantization=out_quantization
         )
@@ -92,51 +93,51 @@ class GatedDeltaNet(WeightedModule):
     def cache_spec(self) -> StateSpec:
         """The spec of the layer's state per sequence."""
         width, channels = self.weights.conv.shape
-        shape = self._whole
-        return StateSpec((self._share * shape.group, shape.v_dim, shape.k_dim), (width, channels))
+        shape = self._shape
+        return StateSpec((self._num_k_heads * shape.v_heads_per_k_head, shape.v_dim, shape.k_dim), (width, channels))
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """The inputs of `forward`, projected from norm(x) with x [T, hidden_size]; see `gated_delta_net`."""
         if self.in_proj_ba is None:
-            qkvz, ba = self.in_proj.forward(x, norm).split(self._sizes, -1)
+            qkvz, ba = self.in_proj.forward(x, norm).split(self._split_sizes, -1)
             return qkvz, ba
         x = norm.forward(x)
         return self.in_proj.forward(x), self.in_proj_ba.forward(x)
 
     def forward(self, qkvz: Tensor, ba: Tensor, ctx: ForwardContext) -> Tensor:
         """The input of `out_proj`, [T, value heads * v_dim], from the projections. Updates the states."""
-        if ctx.states is None:
-            raise ValueError("ctx.states is None: a model with recurrent layers needs its requests' states")
-        cache = ctx.state_caches[self._index]
-        return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv, ctx.states)
+        if ctx.state_batch is None:
+            raise ValueError("ctx.state_batch is None: a model with recurrent layers needs its requests' states")
+        cache = ctx.state_caches[self._cache_index]
+        return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv, ctx.state_batch)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """The convolution, the parameters of the gates and the norm. The projections have slots of their own."""
-        shape, weights = self._whole, self.weights
+        shape, weights = self._shape, self.weights
         channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
-        yield f"{name}.conv1d.weight", Slot((channels, 1, shape.width), self._copy_conv)
-        yield f"{name}.A_log", Slot((shape.num_v_heads,), self._copy_decay)
-        heads = slice(self._rank * len(weights.dt_bias), (self._rank + 1) * len(weights.dt_bias))
-        yield f"{name}.dt_bias", Slot((shape.num_v_heads,), copy_share(weights.dt_bias, heads))
-        yield f"{name}.norm.weight", Slot((shape.v_dim,), weights.norm.copy_)
+        yield f"{name}.conv1d.weight", WeightSlot((channels, 1, shape.width), self._copy_conv)
+        yield f"{name}.A_log", WeightSlot((shape.num_v_heads,), self._copy_decay)
+        own_heads = slice(self._rank * len(weights.dt_bias), (self._rank + 1) * len(weights.dt_bias))
+        yield f"{name}.dt_bias", WeightSlot((shape.num_v_heads,), make_share_copier(weights.dt_bias, own_heads))
+        yield f"{name}.norm.weight", WeightSlot((shape.v_dim,), weights.norm.copy_)
 
-    def _copy_decay(self, log: Tensor) -> object:
+    def _copy_decay(self, log_decay: Tensor) -> object:
         decay = self.weights.decay
-        return decay.copy_(log.narrow(0, self._rank * len(decay), len(decay)).float().exp())
+        return decay.copy_(log_decay.narrow(0, self._rank * len(decay), len(decay)).float().exp())
 
     def _copy_conv(self, weight: Tensor) -> object:
         """Copy the convolution. Channels are ordered queries, keys, values in the checkpoint; here by key head."""
-        shape, width = self._whole, self._whole.width
-        keys = shape.num_k_heads * shape.k_dim
-        parts = weight.split((keys, keys, shape.num_v_heads * shape.v_dim))
-        by_head = torch.cat([part.reshape(shape.num_k_heads, -1, width) for part in parts], 1)
-        own_heads = by_head.narrow(0, self._rank * self._share, self._share)
+        shape, width = self._shape, self._shape.width
+        key_channels = shape.num_k_heads * shape.k_dim
+        qkv = weight.split((key_channels, key_channels, shape.num_v_heads * shape.v_dim))
+        by_head = torch.cat([part.reshape(shape.num_k_heads, -1, width) for part in qkv], 1)
+        own_heads = by_head.narrow(0, self._rank * self._num_k_heads, self._num_k_heads)
         return self.weights.conv.copy_(own_heads.reshape(-1, width).t())
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw decays over their whole range, and convolution taps whose sum is about 1."""
         weights = self.weights
-        weights.conv.uniform_(-1.0, 1.0, generator=generator).mul_(self._whole.width**-0.5)
-        weights.decay.uniform_(LEAST_DECAY, MOST_DECAY, generator=generator)
+        weights.conv.uniform_(-1.0, 1.0, generator=generator).mul_(self._shape.width**-0.5)
+        weights.decay.uniform_(MIN_DECAY, MAX_DECAY, generator=generator)
         weights.dt_bias.fill_(1.0)
         weights.norm.fill_(1.0)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import BlockFP8, block_slots, joint_weight, randomize_blocks
-from nanovllm_core.layers.weights import Slot, WeightedModule, copy_share, fill_normal
+from nanovllm_core.layers.quantization import BlockFP8, allocate_fused_weight, block_fp8_slots, randomize_block_fp8
+from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal, make_share_copier
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.gemm import PackedWeight, linear, norm_linear, pack_linear
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 
 
-class Part(NamedTuple):
-    """One of the linears that a ColumnParallelLinear joins: its name in the checkpoint and its number of outputs."""
+class LinearPart(NamedTuple):
+    """One of the linears that a ColumnParallelLinear fuses: its name in the checkpoint and its number of outputs."""
 
     name: str
     out_features: int
@@ -33,23 +33,23 @@ class _Linear(WeightedModule):
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights. Biases stay 0."""
         if isinstance(self.weight, BlockFP8Weight):
-            randomize_blocks(self.weight, generator)
+            randomize_block_fp8(self.weight, generator)
         else:
             fill_normal(self.weight.data, generator)
 
-    def finish(self) -> None:
+    def finish_loading(self) -> None:
         """Pack the weight where that is faster."""
         if isinstance(self.weight, PackedWeight):
             self.weight = pack_linear(self.weight.data)
 
     def _weight_slots(
         self, name: str, shape: tuple[int, int], rows: slice, source_rows: slice, columns: slice
-    ) -> Iterator[tuple[str, Slot]]:
+    ) -> Iterator[tuple[str, WeightSlot]]:
         """Slots that copy `source_rows` and `columns` of the checkpoint's weight `name` to `rows` of this weight."""
         if isinstance(self.weight, BlockFP8Weight):
-            yield from block_slots(name, shape, self.weight, rows, source_rows, columns)
+            yield from block_fp8_slots(name, shape, self.weight, rows, source_rows, columns)
         else:
-            yield f"{name}.weight", Slot(shape, copy_share(self.weight.data[rows], source_rows, columns))
+            yield f"{name}.weight", WeightSlot(shape, make_share_copier(self.weight.data[rows], source_rows, columns))
 
 
 class ColumnParallelLinear(_Linear):
@@ -61,20 +61,25 @@ class ColumnParallelLinear(_Linear):
     """
 
     def __init__(
-        self, in_features: int, parts: tuple[Part, ...], build: BuildContext, *, quantization: BlockFP8 | None = None
+        self,
+        in_features: int,
+        parts: tuple[LinearPart, ...],
+        build: BuildContext,
+        *,
+        quantization: BlockFP8 | None = None,
     ):
         super().__init__(build)
         self._parts = parts
         self._in_features = in_features
         self._rank = build.parallel.rank
-        self._shares = [build.parallel.share(part.out_features, part.name) for part in parts]
+        self._part_sizes = [build.parallel.split_evenly(part.out_features, part.name) for part in parts]
         if quantization is None:
-            self.weight = PackedWeight(self.allocate(sum(self._shares), in_features), in_onednn_layout=False)
+            self.weight = PackedWeight(self.allocate(sum(self._part_sizes), in_features), in_onednn_layout=False)
         else:
-            starts = [self._rank * share for share in self._shares]
-            self.weight = joint_weight(starts, self._shares, in_features, build.device)
-        # Parts without a bias have zeros in the joint bias.
-        self.bias = self.allocate(sum(self._shares)).zero_() if any(part.bias for part in parts) else None
+            source_starts = [self._rank * size for size in self._part_sizes]
+            self.weight = allocate_fused_weight(source_starts, self._part_sizes, in_features, build.device)
+        # Parts without a bias have zeros in the fused bias.
+        self.bias = self.allocate(sum(self._part_sizes)).zero_() if any(part.bias for part in parts) else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """The concatenated outputs of all parts for norm(x), or for x without `norm`: [T, in_features] -> [T, out]."""
@@ -82,19 +87,19 @@ class ColumnParallelLinear(_Linear):
             return linear(x, self.weight, self.bias)
         return norm_linear(x, norm.packed, norm.eps, self.weight, self.bias)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Per part the weight, its scales if it is quantised, and its bias if it has one."""
         prefix = name[: name.rfind(".") + 1]
         columns = slice(0, self._in_features)
-        begin = 0
-        for part, share in zip(self._parts, self._shares, strict=True):
-            rows = slice(begin, begin + share)
-            own_rows = slice(self._rank * share, (self._rank + 1) * share)
+        start = 0
+        for part, size in zip(self._parts, self._part_sizes, strict=True):
+            rows = slice(start, start + size)
+            own_rows = slice(self._rank * size, (self._rank + 1) * size)
             shape = (part.out_features, self._in_features)
             yield from self._weight_slots(f"{prefix}{part.name}", shape, rows, own_rows, columns)
             if part.bias and self.bias is not None:
-                yield f"{prefix}{part.name}.bias", Slot(shape[:1], copy_share(self.bias[rows], own_rows))
-            begin += share
+                yield f"{prefix}{part.name}.bias", WeightSlot(shape[:1], make_share_copier(self.bias[rows], own_rows))
+            start += size
 
 
 class RowParallelLinear(_Linear):
@@ -116,30 +121,34 @@ class RowParallelLinear(_Linear):
         super().__init__(build)
         self._parallel = build.parallel
         self._shape = (out_features, in_features)
-        self._share = build.parallel.share(in_features, "in_features")
+        self._in_features_per_rank = build.parallel.split_evenly(in_features, "in_features")
         self._stored_bias = self.allocate(out_features).zero_() if bias else None
         if quantization is None:
-            self.weight = PackedWeight(self.allocate(out_features, self._share), in_onednn_layout=False)
-        elif build.parallel.size > 1 and self._share % GROUP:
-            ranks = build.parallel.size
-            raise ValueError(f"in_features is {in_features}, but {ranks} ranks can't split its FP8 blocks of {GROUP}")
+            self.weight = PackedWeight(self.allocate(out_features, self._in_features_per_rank), in_onednn_layout=False)
+        elif build.parallel.size > 1 and self._in_features_per_rank % GROUP:
+            num_ranks = build.parallel.size
+            raise ValueError(
+                f"in_features is {in_features}, but {num_ranks} ranks can't split its FP8 blocks of {GROUP}"
+            )
         else:
-            self.weight = joint_weight([0], [out_features], self._share, build.device)
-        # Added on one rank only, because the ranks' results are summed.
+            self.weight = allocate_fused_weight([0], [out_features], self._in_features_per_rank, build.device)
+        # The bias is added on one rank only, because the ranks' results are summed.
         self.bias = self._stored_bias if build.parallel.rank == 0 else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, share of in_features] -> [T, out_features], plus `residual` of that shape, which may be overwritten."""
         # Every rank holds the residual, so it is added on one rank only, like the bias.
         own_residual = residual if self._parallel.rank == 0 else None
-        part = linear(x, self.weight, self.bias, own_residual)
+        partial_sum = linear(x, self.weight, self.bias, own_residual)
         # Without a residual the product may have another dtype than the residual stream.
-        return self._parallel.all_reduce(part if residual is None else part.to(residual.dtype))
+        return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """The weight, with its scales if it is quantised, and the bias if there is one."""
-        columns = slice(self._parallel.rank * self._share, (self._parallel.rank + 1) * self._share)
+        columns = slice(
+            self._parallel.rank * self._in_features_per_rank, (self._parallel.rank + 1) * self._in_features_per_rank
+        )
         rows = slice(0, self._shape[0])
         yield from self._weight_slots(name, self._shape, rows, rows, columns)
         if self._stored_bias is not None:
-            yield f"{name}.bias", Slot(self._shape[:1], self._stored_bias.copy_)
+            yield f"{name}.bias", WeightSlot(self._shape[:1], self._stored_bias.copy_)

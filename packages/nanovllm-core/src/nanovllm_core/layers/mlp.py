@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from nanovllm_core.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.model import BuildContext
@@ -26,7 +26,7 @@ class GatedMLP(nn.Module):
         quantization: BlockFP8 | None = None,
     ):
         super().__init__()
-        parts = (Part("gate_proj", intermediate_size, bias), Part("up_proj", intermediate_size, bias))
+        parts = (LinearPart("gate_proj", intermediate_size, bias), LinearPart("up_proj", intermediate_size, bias))
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, build, quantization=quantization)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, build, bias=bias, quantization=quantization)
 

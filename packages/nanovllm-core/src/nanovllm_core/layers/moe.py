@@ -1,6 +1,7 @@
 """Mixtures of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): a router, and experts in two tensors.
 
-Experts are split over ranks by their width. A shared expert is stored behind the routed ones if `runs_among` allows.
+Experts are split over ranks by their width. If `can_fuse_shared_expert` allows, a shared expert
+is stored behind the routed experts.
 """
 
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import BlockFP8, quantization_of, randomize_blocks
-from nanovllm_core.layers.weights import Slot, WeightedModule, fill_normal
+from nanovllm_core.layers.quantization import BlockFP8, find_quantization, randomize_block_fp8
+from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import PackedWeight, linear, logits, split_float32
@@ -29,14 +30,15 @@ __all__ = [
     "SharedExpert",
     "SparseMLP",
     "TokenGate",
-    "runs_among",
+    "can_fuse_shared_expert",
 ]
 
-# Widest shared expert that runs among the routed ones. For wider experts reading weights takes so long that a saved
-# launch does not matter.
-NARROW = 1024
-# Rows are padded to this multiple, so that each token's logits are aligned to 16 bytes for cuBLAS's fastest kernels.
-COLUMN_STEP = 8
+# Maximum width of a shared expert that is computed as a routed expert. For wider experts reading weights takes so long
+# that a saved launch does not matter.
+MAX_FUSED_SHARED_WIDTH = 1024
+# The number of logits is padded to this multiple, so that each token's logits are aligned to 16 bytes for cuBLAS's
+# fastest kernels.
+LOGITS_ALIGNMENT = 8
 
 
 class ExpertNames(NamedTuple):
@@ -46,12 +48,12 @@ class ExpertNames(NamedTuple):
     up: str
     down: str
 
-    def quantization_of(self, quantization: BlockFP8 | None, prefix: str) -> BlockFP8 | None:
+    def find_quantization(self, quantization: BlockFP8 | None, prefix: str) -> BlockFP8 | None:
         """The quantisation of the experts of the module `prefix`, taken from the first expert; None if not quantised.
 
         Raises ValueError if only some of its linears are quantised.
         """
-        return quantization_of(quantization, f"{prefix}.0", *self)
+        return find_quantization(quantization, f"{prefix}.0", *self)
 
 
 STANDARD_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
@@ -68,9 +70,12 @@ class SharedExpert(NamedTuple):
     gate: str | None = None
 
 
-def runs_among(width: int, shared_width: int, build: BuildContext, *, alike: bool) -> bool:
-    """Whether a shared expert is computed as one of the routed ones. alike: both are stored in the same format."""
-    return alike and shared_width == width and width // build.parallel.size <= NARROW
+def can_fuse_shared_expert(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
+    """Whether a shared expert can be computed as one of the routed experts.
+
+    width, shared_width: widths of a routed and of the shared expert. same_format: both are stored in the same format.
+    """
+    return same_format and shared_width == width and width // build.parallel.size <= MAX_FUSED_SHARED_WIDTH
 
 
 class Router(WeightedModule):
@@ -78,11 +83,11 @@ class Router(WeightedModule):
 
     The router is the same on every rank.
     routing: how the routed experts are chosen.
-    shared: a shared expert that is computed among the routed ones, or None. With it the results are [T, k + 1], and its
-        gate is one more row of the router's weight.
+    shared: a shared expert that is computed as one of the routed experts; None for no such expert. With a shared expert
+        the results are [T, k + 1], and its gate is one more row of the router's weight.
     correction_bias: the name of the checkpoint's bias next to this module, for example "gate.name" for a tensor within
         the module "gate"; None without a bias.
-    in_float32: the checkpoint keeps the weight in float32 for every dtype of the model.
+    uses_float32: whether the checkpoint keeps the weight in float32 for every dtype of the model.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class Router(WeightedModule):
         *,
         shared: SharedExpert | None = None,
         correction_bias: str | None = None,
-        in_float32: bool = False,
+        uses_float32: bool = False,
     ):
         super().__init__(build)
         self._gate_name = None if shared is None else shared.gate
@@ -103,37 +108,39 @@ class Router(WeightedModule):
         self._routing = routing
         self._bias_name = correction_bias
         # On a CPU bf16 products are rounded, which could change the choice of experts, so the weight is float32 there.
-        dtype = torch.float32 if in_float32 or build.device.type == "cpu" else build.dtype
+        dtype = torch.float32 if uses_float32 or build.device.type == "cpu" else build.dtype
         self._num_logits = num_experts + (self._gate_name is not None)
-        num_rows = num_experts if self._gate_name is None else -(-self._num_logits // COLUMN_STEP) * COLUMN_STEP
-        self._rows = torch.zeros((num_rows, hidden_size), dtype=dtype, device=build.device)
-        self.weight, self.shared_gate = self._rows[:num_experts], self._rows[num_experts : self._num_logits]
+        num_rows = (
+            num_experts if self._gate_name is None else -(-self._num_logits // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
+        )
+        self._gate_rows = torch.zeros((num_rows, hidden_size), dtype=dtype, device=build.device)
+        self.weight, self.shared_gate = self._gate_rows[:num_experts], self._gate_rows[num_experts : self._num_logits]
         self.bias = None if correction_bias is None else torch.zeros(num_experts, device=build.device)
-        self._packed = PackedWeight(self._rows, in_onednn_layout=False)
-        self._thirds: Tensor | None = None
+        self._packed = PackedWeight(self._gate_rows, in_onednn_layout=False)
+        self._bf16_parts: Tensor | None = None
 
-    def finish(self) -> None:
+    def finish_loading(self) -> None:
         """Split a float32 weight into bfloat16 parts for tensor cores, if activations are bfloat16."""
-        if self._rows.dtype == torch.float32 and self._rows.is_cuda and self.dtype == torch.bfloat16:
-            self._thirds = split_float32(self._rows)
+        if self._gate_rows.dtype == torch.float32 and self._gate_rows.is_cuda and self.dtype == torch.bfloat16:
+            self._bf16_parts = split_float32(self._gate_rows)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] -> weights and ids, each [T, k], or [T, k + 1] with a shared expert."""
-        scores = logits(x, self._packed, self._rows, self._thirds)[:, : self._num_logits]
+        scores = logits(x, self._packed, self._gate_rows, self._bf16_parts)[:, : self._num_logits]
         return route(scores, self._routing, self.bias)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """The weight, the shared expert's gate and the bias if they exist; the same on every rank."""
         prefix = name[: name.rfind(".") + 1]
-        yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
+        yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
         if self._gate_name is not None:
-            yield f"{prefix}{self._gate_name}.weight", Slot(tuple(self.shared_gate.shape), self.shared_gate.copy_)
+            yield f"{prefix}{self._gate_name}.weight", WeightSlot(tuple(self.shared_gate.shape), self.shared_gate.copy_)
         if self.bias is not None:
-            yield f"{prefix}{self._bias_name}", Slot(tuple(self.bias.shape), self.bias.copy_)
+            yield f"{prefix}{self._bias_name}", WeightSlot(tuple(self.bias.shape), self.bias.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights. The bias stays 0."""
-        fill_normal(self._rows, generator)
+        fill_normal(self._gate_rows, generator)
 
 
 class Experts(WeightedModule):
@@ -159,23 +166,25 @@ class Experts(WeightedModule):
         super().__init__(build)
         self._parallel = build.parallel
         self._names = names
-        self._shared = shared
+        self._shared_expert = shared
         num_experts += shared is not None
         self._shape = (intermediate_size, hidden_size)
-        self._share = build.parallel.share(intermediate_size, "the width of an expert")
-        if quantization is not None and build.parallel.size > 1 and self._share % GROUP:
-            ranks = build.parallel.size
+        self._width_per_rank = build.parallel.split_evenly(intermediate_size, "the width of an expert")
+        if quantization is not None and build.parallel.size > 1 and self._width_per_rank % GROUP:
+            num_ranks = build.parallel.size
             raise ValueError(
-                f"an expert is {intermediate_size} wide, but {ranks} ranks can't split its FP8 blocks of {GROUP}"
+                f"an expert is {intermediate_size} wide, but {num_ranks} ranks can't split its FP8 blocks of {GROUP}"
             )
         dtype = build.dtype if quantization is None else DTYPE
-        w13 = torch.empty((num_experts, 2 * self._share, hidden_size), dtype=dtype, device=build.device)
-        w2 = torch.empty((num_experts, hidden_size, self._share), dtype=dtype, device=build.device)
+        w13 = torch.empty((num_experts, 2 * self._width_per_rank, hidden_size), dtype=dtype, device=build.device)
+        w2 = torch.empty((num_experts, hidden_size, self._width_per_rank), dtype=dtype, device=build.device)
         scales13 = scales2 = None
         if quantization is not None:
-            width, depth = _num_groups(self._share), _num_groups(hidden_size)
-            scales13 = torch.empty((num_experts, 2, width, depth), dtype=torch.float32, device=build.device)
-            scales2 = torch.empty((num_experts, depth, width), dtype=torch.float32, device=build.device)
+            width_groups, hidden_groups = _num_groups(self._width_per_rank), _num_groups(hidden_size)
+            scales13 = torch.empty(
+                (num_experts, 2, width_groups, hidden_groups), dtype=torch.float32, device=build.device
+            )
+            scales2 = torch.empty((num_experts, hidden_groups, width_groups), dtype=torch.float32, device=build.device)
         self.weights = pack_experts(w13, w2, scales13, scales2)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -185,33 +194,33 @@ class Experts(WeightedModule):
         """
         # Every rank holds the residual. It is added on one rank only, because the ranks' results are summed.
         own_residual = residual if self._parallel.rank == 0 else None
-        part = fused_experts(x, self.weights, ChosenExperts(weights, ids), own_residual)
-        return self._parallel.all_reduce(part if residual is None else part.to(residual.dtype))
+        partial_sum = fused_experts(x, self.weights, ChosenExperts(weights, ids), own_residual)
+        return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Three weights per expert, each with its scales if it is quantised."""
         w13, w2, scales13, scales2, _ = self.weights
-        halves = w13.unflatten(1, (2, -1))
+        gate_and_up = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
-        rows, columns = (width, hidden_size), (hidden_size, width)
-        modules = [f"{name}.{expert}" for expert in range(w2.shape[0])]
-        if self._shared is not None:
-            modules[-1] = f"{name[: name.rfind('.') + 1]}{self._shared.name}"
-        for expert, module in enumerate(modules):
-            gate, up, down = (f"{module}.{part}.weight" for part in self._names)
-            yield gate, self._slot(rows, halves, (expert, 0), 0)
-            yield up, self._slot(rows, halves, (expert, 1), 0)
-            yield down, self._slot(columns, w2, (expert,), 1)
+        up_shape, down_shape = (width, hidden_size), (hidden_size, width)
+        module_names = [f"{name}.{expert}" for expert in range(w2.shape[0])]
+        if self._shared_expert is not None:
+            module_names[-1] = f"{name[: name.rfind('.') + 1]}{self._shared_expert.name}"
+        for expert, module_name in enumerate(module_names):
+            gate, up, down = (f"{module_name}.{linear_name}.weight" for linear_name in self._names)
+            yield gate, self._make_slot(up_shape, gate_and_up, (expert, 0), 0)
+            yield up, self._make_slot(up_shape, gate_and_up, (expert, 1), 0)
+            yield down, self._make_slot(down_shape, w2, (expert,), 1)
             if scales13 is not None and scales2 is not None:
-                row_blocks, column_blocks = _blocks(rows), _blocks(columns)
-                yield f"{gate}_scale_inv", self._slot(row_blocks, scales13, (expert, 0), 0)
-                yield f"{up}_scale_inv", self._slot(row_blocks, scales13, (expert, 1), 0)
-                yield f"{down}_scale_inv", self._slot(column_blocks, scales2, (expert,), 1)
+                up_scales_shape, down_scales_shape = _scales_shape(up_shape), _scales_shape(down_shape)
+                yield f"{gate}_scale_inv", self._make_slot(up_scales_shape, scales13, (expert, 0), 0)
+                yield f"{up}_scale_inv", self._make_slot(up_scales_shape, scales13, (expert, 1), 0)
+                yield f"{down}_scale_inv", self._make_slot(down_scales_shape, scales2, (expert,), 1)
 
-    def _slot(self, shape: tuple[int, int], target: Tensor, index: tuple[int, ...], dim: int) -> Slot:
+    def _make_slot(self, shape: tuple[int, int], target: Tensor, index: tuple[int, ...], dim: int) -> WeightSlot:
         """A slot that copies this rank's share along `dim` of a tensor of `shape` to `target[index]`."""
-        copy = partial(_copy_share, target, index, dim, self._parallel.rank)
-        return Slot(shape, copy, DTYPE if target.dtype == DTYPE else None)
+        copy = partial(_copy_rank_share, target, index, dim, self._parallel.rank)
+        return WeightSlot(shape, copy, DTYPE if target.dtype == DTYPE else None)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights, quantised if the weights are."""
@@ -222,11 +231,11 @@ class Experts(WeightedModule):
             return
         for expert in range(w13.shape[0]):
             for numbers, scales in zip(w13[expert].chunk(2), scales13[expert], strict=True):
-                randomize_blocks(BlockFP8Weight(numbers, scales), generator)
-            randomize_blocks(BlockFP8Weight(w2[expert], scales2[expert]), generator)
+                randomize_block_fp8(BlockFP8Weight(numbers, scales), generator)
+            randomize_block_fp8(BlockFP8Weight(w2[expert], scales2[expert]), generator)
 
 
-def _copy_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int, tensor: Tensor) -> None:
+def _copy_rank_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int, tensor: Tensor) -> None:
     # The view is created when the tensor is loaded, because there are thousands of slots.
     view = target[index]
     size = view.shape[dim]
@@ -237,8 +246,8 @@ def _num_groups(size: int) -> int:
     return -(-size // GROUP)
 
 
-def _blocks(shape: tuple[int, int]) -> tuple[int, int]:
-    return _num_groups(shape[0]), _num_groups(shape[1])
+def _scales_shape(weight_shape: tuple[int, int]) -> tuple[int, int]:
+    return _num_groups(weight_shape[0]), _num_groups(weight_shape[1])
 
 
 class SparseMLP(nn.Module):
@@ -267,9 +276,9 @@ class TokenGate(WeightedModule):
         """[T, hidden] -> [T, 1]."""
         return linear(x, self.weight).float().sigmoid()
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """The weight; the same on every rank."""
-        yield f"{name}.weight", Slot(tuple(self.weight.shape), self.weight.copy_)
+        yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanovllm_core.layers.weights import Slot, WeightedModule
+from nanovllm_core.layers.weights import WeightedModule, WeightSlot
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.elementwise import pack_norm, rms_norm
 
@@ -13,8 +13,8 @@ from nanovllm_kernels.elementwise import pack_norm, rms_norm
 class RMSNorm(WeightedModule):
     """Root mean square normalisation over the last dimension (Zhang and Sennrich 2019).
 
-    packed: the weight in the form that the kernels read fastest; set by `finish`.
-    zero_centred: checkpoints hold the weight minus 1. The sum is kept in float32, so that it is not rounded.
+    packed: the weight in the form that the kernels read fastest; set by `finish_loading`.
+    zero_centred: checkpoints hold the weight minus 1. Then the weight is float32, so that the sum is not rounded.
     """
 
     def __init__(self, size: int, eps: float, build: BuildContext, *, zero_centred: bool = False):
@@ -28,11 +28,11 @@ class RMSNorm(WeightedModule):
         """[T, size] -> [T, size]."""
         return rms_norm(x, self.packed, self.eps, self.dtype)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """The weight, whole on every rank."""
-        yield f"{name}.weight", Slot(tuple(self.weight.shape), self._copy)
+        yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self._copy_weight)
 
-    def _copy(self, weight: Tensor) -> object:
+    def _copy_weight(self, weight: Tensor) -> object:
         return self.weight.copy_(weight.float() + 1.0 if self._zero_centred else weight)
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -40,6 +40,6 @@ class RMSNorm(WeightedModule):
         del generator
         self.weight.fill_(1.0)
 
-    def finish(self) -> None:
+    def finish_loading(self) -> None:
         """Pack the weight where that is faster."""
         self.packed = pack_norm(self.weight)

@@ -28,7 +28,7 @@ class YarnScaling:
     """Context extension of YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
 
     factor: divides the frequency of dimensions with less than `beta_slow` turns within the original context. Dimensions
-        with more than `beta_fast` turns keep theirs; a linear ramp connects both.
+        with more than `beta_fast` turns keep their frequency; a linear ramp connects both.
     attention_factor: multiplies cosines and sines.
     mscale_all_dim: weight for `yarn_mscale`, by which some families multiply whole heads too; 0 for off.
     truncate: round the ramp's ends to whole dimensions.
@@ -56,7 +56,7 @@ class RotaryConfig:
     scaling: Llama3Scaling | YarnScaling | None = None
     fraction: float = 1.0
 
-    def rotated(self, head_dim: int) -> int:
+    def rotary_dim(self, head_dim: int) -> int:
         """Number of leading dimensions of a head of `head_dim` that are rotated."""
         return round(head_dim * self.fraction)
 
@@ -79,41 +79,41 @@ def rotary_table(config: RotaryConfig, rotary_dim: int, max_position: int, devic
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / config.theta**exponents
-    factor = 1.0
+    attention_factor = 1.0
     match config.scaling:
         case Llama3Scaling():
-            frequencies = _scaled(frequencies, config.scaling)
+            frequencies = _apply_llama3_scaling(frequencies, config.scaling)
         case YarnScaling():
-            frequencies = _ramped(frequencies, config.scaling, config.theta)
-            factor = config.scaling.attention_factor
+            frequencies = _apply_yarn_scaling(frequencies, config.scaling, config.theta)
+            attention_factor = config.scaling.attention_factor
         case None:
             pass
     angles = torch.arange(max_position, dtype=torch.float32).unsqueeze(1) * frequencies
-    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)
 
 
-def _scaled(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _apply_llama3_scaling(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     periods = scaling.original_max_position * frequencies / (2 * math.pi)
-    # 0 for slow frequencies, 1 for fast ones.
-    keep = ((periods - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / scaling.factor)
+    # 0 for slow frequencies, 1 for fast frequencies.
+    unscaled_share = ((periods - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (unscaled_share + (1.0 - unscaled_share) / scaling.factor)
 
 
-def _ramped(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+def _apply_yarn_scaling(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     rotary_dim = 2 * frequencies.shape[0]
 
-    def dimension(turns: float) -> float:
+    def dimension_of(turns: float) -> float:
         """The dimension that makes `turns` turns within the original context."""
-        position = scaling.original_max_position / (turns * 2 * math.pi)
-        return rotary_dim * math.log(position) / (2 * math.log(theta))
+        period = scaling.original_max_position / (turns * 2 * math.pi)
+        return rotary_dim * math.log(period) / (2 * math.log(theta))
 
-    begin, end = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    start, end = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
     if scaling.truncate:
-        begin, end = math.floor(begin), math.ceil(end)
-    begin, end = max(begin, 0), min(end, rotary_dim - 1)
-    if begin == end:
+        start, end = math.floor(start), math.ceil(end)
+    start, end = max(start, 0), min(end, rotary_dim - 1)
+    if start == end:
         # Avoid a division by zero.
         end += 0.001
-    slowed = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - begin) / (end - begin)).clamp(0.0, 1.0)
-    return frequencies / scaling.factor * slowed + frequencies * (1.0 - slowed)
+    scaled_share = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - start) / (end - start)).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * scaled_share + frequencies * (1.0 - scaled_share)

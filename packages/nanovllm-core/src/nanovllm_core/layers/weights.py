@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanovllm_core.model import BuildContext
 
-NAMES_SHOWN = 3
+MAX_LISTED_NAMES = 3
 INITIAL_STD = 0.02
 
 
@@ -17,7 +17,7 @@ class WeightError(ValueError):
     """A checkpoint that does not fit the model. The message is one line with the tensor and the expectation."""
 
 
-class Slot(NamedTuple):
+class WeightSlot(NamedTuple):
     """The target of one tensor of the checkpoint.
 
     shape: shape of the tensor, over all ranks.
@@ -29,7 +29,7 @@ class Slot(NamedTuple):
     copy: Callable[[Tensor], object]
     dtype: torch.dtype | None = None
 
-    def takes(self, dtype: torch.dtype) -> bool:
+    def accepts(self, dtype: torch.dtype) -> bool:
         """Whether the tensor may have this dtype."""
         return dtype == self.dtype if self.dtype is not None else dtype.is_floating_point and dtype.itemsize > 1
 
@@ -37,8 +37,8 @@ class Slot(NamedTuple):
 class WeightedModule(nn.Module, ABC):
     """A layer that owns weights.
 
-    Weights are plain attributes, not parameters: they need no gradients, `finish` may replace them, and reading a plain
-    attribute is faster.
+    Weights are plain attributes, not parameters: they need no gradients, `finish_loading` may replace them, and reading
+    a plain attribute is faster.
     """
 
     def __init__(self, build: BuildContext):
@@ -51,65 +51,66 @@ class WeightedModule(nn.Module, ABC):
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @abstractmethod
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """Pairs (name in the checkpoint, slot). name: dotted path of this module within the model."""
+    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+        """Pairs (name of a tensor in the checkpoint, its slot). name: dotted path of this module within the model."""
 
     @abstractmethod
     def randomize(self, generator: torch.Generator) -> None:
         """Fill the weights with random numbers that keep activations in range."""
 
-    def finish(self) -> None:
+    def finish_loading(self) -> None:
         """Bring the weights into the form that runs fastest. Called once all weights are loaded."""
         return
 
 
 def load_weights(
-    module: nn.Module, tensors: Iterable[tuple[str, Tensor]], ignore: Callable[[str], bool] = lambda _: False
+    module: nn.Module, tensors: Iterable[tuple[str, Tensor]], can_skip: Callable[[str], bool] = lambda _: False
 ) -> None:
     """Fill every slot of `module` and its submodules exactly once from `tensors`, then finish them.
 
     tensors: pairs (name, whole tensor) in any order, on any device. Only one tensor is held at a time.
-    ignore: returns whether a tensor without a slot may be skipped, by its name.
+    can_skip: returns whether a tensor without a slot may be skipped, by its name.
     Raises WeightError for a tensor that is missing, unexpected, repeated, or of another shape or kind of dtype.
     """
-    layers = _weighted(module)
-    slots = dict(slot for name, layer in layers for slot in layer.slots(name))
-    filled: set[str] = set()
+    layers = _named_weighted_modules(module)
+    slot_by_name = dict(named_slot for name, layer in layers for named_slot in layer.weight_slots(name))
+    filled_names: set[str] = set()
     for name, tensor in tensors:
-        slot = slots.get(name)
+        slot = slot_by_name.get(name)
         shape = tuple(tensor.shape)
         if slot is None:
-            if ignore(name):
+            if can_skip(name):
                 continue
             raise WeightError(f"tensor {name} {list(shape)} is in the checkpoint, but the model has no such weight")
-        if name in filled:
+        if name in filled_names:
             raise WeightError(f"tensor {name} is in the checkpoint twice")
         if shape != slot.shape:
             raise WeightError(f"tensor {name} has shape {list(shape)}, but the model expects {list(slot.shape)}")
-        if not slot.takes(tensor.dtype):
-            expected = "floating-point numbers of 16 or 32 bits" if slot.dtype is None else _name(slot.dtype)
-            raise WeightError(f"tensor {name} is of {_name(tensor.dtype)}, but the model expects {expected}")
+        if not slot.accepts(tensor.dtype):
+            expected = "floating-point numbers of 16 or 32 bits" if slot.dtype is None else _dtype_name(slot.dtype)
+            raise WeightError(f"tensor {name} is of {_dtype_name(tensor.dtype)}, but the model expects {expected}")
         slot.copy(tensor)
-        filled.add(name)
+        filled_names.add(name)
         # Free this tensor's memory, or its mapped file, before the next one is read.
         del tensor
-    missing = [name for name in slots if name not in filled]
-    if missing:
-        shown = ", ".join(f"{name} {list(slots[name].shape)}" for name in missing[:NAMES_SHOWN])
-        more = f" and {len(missing) - NAMES_SHOWN} more" if len(missing) > NAMES_SHOWN else ""
-        raise WeightError(f"the checkpoint lacks {len(missing)} of {len(slots)} tensors: {shown}{more}")
+    missing_names = [name for name in slot_by_name if name not in filled_names]
+    if missing_names:
+        listed = ", ".join(f"{name} {list(slot_by_name[name].shape)}" for name in missing_names[:MAX_LISTED_NAMES])
+        num_unlisted = len(missing_names) - MAX_LISTED_NAMES
+        more = f" and {num_unlisted} more" if num_unlisted > 0 else ""
+        raise WeightError(f"the checkpoint lacks {len(missing_names)} of {len(slot_by_name)} tensors: {listed}{more}")
     for _, layer in layers:
-        layer.finish()
+        layer.finish_loading()
 
 
 def fill_random(module: nn.Module, seed: int) -> None:
     """Fill every layer of `module` with random weights, which depend on seed and kind of device, and finish it."""
-    layers = _weighted(module)
+    layers = _named_weighted_modules(module)
     generator = torch.Generator(layers[0][1].device).manual_seed(seed)
     for _, layer in layers:
         layer.randomize(generator)
     for _, layer in layers:
-        layer.finish()
+        layer.finish_loading()
 
 
 def fill_normal(weight: Tensor, generator: torch.Generator) -> None:
@@ -117,18 +118,18 @@ def fill_normal(weight: Tensor, generator: torch.Generator) -> None:
     weight.normal_(0.0, INITIAL_STD, generator=generator)
 
 
-def copy_share(target: Tensor, *share: slice) -> Callable[[Tensor], object]:
-    """A function that copies the slice `share` of a tensor, one slice per leading dimension, into `target`."""
+def make_share_copier(target: Tensor, *source_slices: slice) -> Callable[[Tensor], object]:
+    """A function that copies `source_slices` of a tensor, one slice per leading dimension, into `target`."""
 
-    def copy(tensor: Tensor) -> object:
-        return target.copy_(tensor[share])
+    def copy_share(tensor: Tensor) -> object:
+        return target.copy_(tensor[source_slices])
 
-    return copy
+    return copy_share
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _weighted(module: nn.Module) -> list[tuple[str, WeightedModule]]:
-    return [(name, part) for name, part in module.named_modules() if isinstance(part, WeightedModule)]
+def _named_weighted_modules(module: nn.Module) -> list[tuple[str, WeightedModule]]:
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, WeightedModule)]

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks. Only one rank is supported so far; layers already compute their shares here."""
+"""Tensor-parallel ranks. Only one rank is supported so far; layers already split their weights by rank."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ class ParallelContext:
         if (self.rank, self.size) != (0, 1):
             raise ValueError(f"rank {self.rank} of {self.size}: only one rank is supported so far")
 
-    def share(self, total: int, what: str) -> int:
+    def split_evenly(self, total: int, quantity: str) -> int:
         """This rank's share of `total`. Raises ValueError if `total` is not a multiple of the group's size.
 
-        what: name of the quantity for the error message.
+        quantity: name of `total` for the error message.
         """
         if total % self.size:
-            raise ValueError(f"{what} is {total}, which {self.size} ranks can't split evenly")
+            raise ValueError(f"{quantity} is {total}, which {self.size} ranks can't split evenly")
         return total // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -132,7 +132,9 @@ class PromptScheduler:
         if self._blocked_request is not None and self._blocked_request not in self._lifecycle.waiting:
             self._blocked_request = None
         last_hits = self._num_hits_by_key
-        hits = {request.key: self._cache.count_hits(request, last_hits.get(request.key)) for request in requests}
+        hits = {
+            request.key: self._cache.estimate_cached_tokens(request, last_hits.get(request.key)) for request in requests
+        }
         self._num_searches += 1
         if self._num_searches % RETRY_INTERVAL_STEPS == 0:
             self._needed_blocks_by_key.clear()
